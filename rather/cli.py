@@ -134,7 +134,7 @@ def sweep(
     side by side. A run that fails does not stop the others; the sweep exits with its code.
 
     values: Keys with several values, such as beta=0.01,0.05; or with one.
-    by: Held-out metric that decides; default: eval/rewards/accuracies.
+    by: Held-out metric that decides; default: eval/rewards/accuracies, or eval/loss.
     overwrite: Start an existing sweep from scratch.
     """
     from rather.commands.sweep import choose_metric, plan_sweep, print_results, results

@@ -40,6 +40,10 @@ class Speaker:
     @staticmethod
     def load(name: str, system: str | None = None, *, trust: bool = False) -> Speaker:
         weights = weights_of(name, trust_remote_code=trust)
+        if weights.is_reward:
+            raise ConfigError(
+                f"{name}: is a reward model, which writes no text; use `rather score`."
+            )
         tokenizer = weights.tokenizer()
         encoder = encoder_of(recipe_of(tokenizer, DPOConfig(), TrainDataArgs()), name)
         speaker = Speaker(name, weights.load(here()).causal_lm, tokenizer, encoder)

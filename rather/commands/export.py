@@ -20,7 +20,7 @@ from rather.config.schema import ModelArgs
 from rather.data.pack import pack
 from rather.data.template import load_tokenizer
 from rather.errors import ConfigError
-from rather.files import read_bytes, refuse_outside
+from rather.files import read_bytes, read_json, refuse_outside
 from rather.model.check import two_pairs
 from rather.model.export import (
     FileCast,
@@ -32,9 +32,10 @@ from rather.model.export import (
 )
 from rather.model.files import model_folder, weight_files
 from rather.model.policy import PolicyModel
+from rather.model.reward import RewardFiles, is_reward_model, set_padding
 from rather.optim.rounding import Rounding
 from rather.parallel.load import DTYPES, load_policy, takes_4_bits
-from rather.run_folder.model_source import here, weights_of
+from rather.run_folder.model_source import Weights, here, weights_of
 
 log = logging.getLogger(__name__)
 # The mean difference of log-probs per token that rounding explains; another base differs by more.
@@ -83,11 +84,14 @@ def export(
     policy = source.load(here(), "fp32")
     before = fixed_log_probs(policy)
     args = ModelArgs(dtype="fp32", trust_remote_code=trust)
+    tokenizer = source.tokenizer()
+    if policy.is_reward:
+        set_padding(policy.causal_lm.config, tokenizer)
     if has_adapter:
         target = out if adapter else out.with_name(f"{out.name}-adapter")
         weights = {name: parameter.detach() for name, parameter in policy.named_parameters()}
         trained = source.model, source.args
-        temporary = whole_adapter(policy.causal_lm, weights, trained, source.tokenizer(), target)
+        temporary = whole_adapter(policy.causal_lm, weights, trained, tokenizer, target)
         del policy
         if not adapter:
             try:
@@ -102,7 +106,7 @@ def export(
         config.dtype = DTYPES[dtype] if dtype else config.dtype
         began = source_files(source.model, source.args.revision) if source.checkpoint else None
         cast = FileCast(config.dtype, _asked(rounding, config.dtype) or own_rounding, began)
-        temporary = whole_model(policy, {}, source.tokenizer(), out, cast, largest)
+        temporary = whole_model(policy, {}, tokenizer, out, cast, largest)
         model = str(temporary)
         del policy
     home = None if source.checkpoint else model_folder(source.model, source.args.revision)
@@ -153,13 +157,17 @@ def merge(
         dtype=None if quantised else "fp32",
         trust_remote_code=trust,
     )
-    policy = load_policy(name, args, here())
+    reward = is_reward_model(read_json(folder / "adapter_config.json"))
+    policy = load_policy(name, args, here(), reward=reward)
     before = fixed_log_probs(policy)
     own = (folder / "tokenizer_config.json").exists()
     tokenizer = load_tokenizer(*((str(folder), None) if own else (name, revision)), trust)
     config = policy.causal_lm.config
     config.dtype = DTYPES[dtype] if dtype else config.dtype
     files = ShardedFiles(weight_files(found))
+    if reward:
+        set_padding(config, tokenizer)
+        files = RewardFiles(weight_files(found), policy.causal_lm.score.weight.shape[1], 0)
     cast = FileCast(config.dtype, _asked(rounding, config.dtype) or default, files)
     streams = merged_weights(files, folder, cast)
     temporary = write_model(policy.causal_lm, streams, tokenizer, out, largest)
@@ -184,11 +192,12 @@ def _publish(
     `allowed` is None if the base was quantised in training: the difference is only reported.
     """
     try:
-        after = fixed_log_probs(load_policy(*model, here()))
-        difference = float((after - before).abs().mean())
+        written = Weights(str(out), model[0], model[0], model[1]).load(here())
+        difference = float((fixed_log_probs(written) - before).abs().mean())
         limit = "base quantised in training" if allowed is None else f"allowed: {allowed:g}"
+        what = "scores" if written.is_reward else "log-probs"
         result = (
-            f"log-probs before and after differ by {difference:.2g} per token on average ({limit})"
+            f"{what} before and after differ by {difference:.2g} per token on average ({limit})"
         )
         if allowed is not None and not difference <= allowed:
             raise ConfigError(

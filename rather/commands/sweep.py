@@ -342,7 +342,7 @@ def fill_cache(config: ConfigPath, overrides: Overrides = None, imports: Imports
 
 
 def choose_metric(base: DPOConfig, wanted: str | None) -> str | None:
-    """Return the metric that decides: as asked, else the accuracy on the first held-out set."""
+    """Return the metric that decides: as asked, else accuracy or loss on the first held-out set."""
     data = base.validation.data_args
     if wanted and not data.given:
         raise ConfigError(
@@ -354,7 +354,8 @@ def choose_metric(base: DPOConfig, wanted: str | None) -> str | None:
             f"eval/{ACCURACY} or eval/rewards/margins; for one of several sets, eval/SET/loss etc."
         )
     first = "" if data.split is not None else next(iter(data.sets), "")
-    own = f"eval/{first}/{ACCURACY}" if first else f"eval/{ACCURACY}"
+    name = "loss" if base.rows in ("answers", "scored") else ACCURACY
+    own = f"eval/{first}/{name}" if first else f"eval/{name}"
     return wanted or (own if data.given else None)
 
 

@@ -6,7 +6,7 @@ Outside, they are `AutoModelForSequenceClassification` with one label.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,21 @@ from rather.model.files import ModelFiles
 HEAD = "score.weight"
 
 
-def is_reward_model(config: dict[str, Any]) -> bool:
-    """Return whether a config.json belongs to a classifier."""
-    return any("ForSequenceClassification" in name for name in config.get("architectures") or ())
+def is_reward_model(config: Mapping[str, Any]) -> bool:
+    """Return whether the config of a model or an adapter belongs to a classifier."""
+    names = config.get("architectures") or ()
+    is_adapter = config.get("task_type") == "SEQ_CLS"
+    return is_adapter or any("ForSequenceClassification" in name for name in names)
 
 
 def auto_class(config: Any, *, reward: bool) -> Any:
     """Return the class that loads a model; prepare the config of a reward model for one label."""
     if not reward:
+        if is_reward_model(vars(config)):
+            raise ConfigError(
+                "pretrain: the model is a reward model, which writes no text; set task: reward, or "
+                "score answers with `rather score`"
+            )
         return AutoModelForCausalLM
     classes: Any = AutoModelForSequenceClassification._model_mapping
     if type(config) not in classes:

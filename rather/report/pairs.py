@@ -50,7 +50,7 @@ def read_ledger(run_dir: Path) -> Any:
         return table
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(
-            f"{file}: cannot be read ({error}). Runs write it unless pair_ledger is false."
+            f"{file}: cannot be read ({error}). Runs with task: preference write it unless pair_ledger is false."
         ) from error
 
 

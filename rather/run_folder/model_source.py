@@ -56,6 +56,8 @@ class Weights:
         """Return whether it is a reward model."""
         if self.run:
             return self.run.task == "reward"
+        if adapter := self.args.adapter_name_or_path:
+            return is_reward_model(read_json(Path(adapter) / "adapter_config.json"))
         folder = model_folder(self.model, self.args.revision)
         with suppress(OSError, ValueError, AttributeError):  # loading it reports why
             return folder is not None and is_reward_model(read_json(folder / "config.json"))

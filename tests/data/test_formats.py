@@ -483,7 +483,7 @@ def test_single_answers_with_labels(row: dict[str, Any], label: float) -> None:
     assert math.isnan(found.pairs[0].soft_label)
     assert found.ignored == [name for name in row if name in GRADES]  # also bad answers count
     [reason] = read_row(row, RowLayout()).dropped
-    assert "set task: unpaired for labels" in reason.detail
+    assert "to train on it, set task: unpaired" in reason.detail
 
 
 def test_labels_from_scores_and_from_pairs() -> None:
@@ -526,4 +526,4 @@ def test_what_is_wrong_with_a_label(
 def test_a_named_format_of_single_answers_gives_no_pairs() -> None:
     found = read({"prompt": "q", "completion": "a"}, format="completion")
     assert not found.pairs
-    assert "not a pair; set task: unpaired" in found.dropped[0].detail
+    assert "not a pair; to train on it" in found.dropped[0].detail

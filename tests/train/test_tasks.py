@@ -16,16 +16,23 @@ from transformers import (
     AutoTokenizer,
 )
 
+from rather.checkpoint.checkpoint import newest_good
+from rather.commands.chat import Speaker
 from rather.commands.compare_losses import measure
+from rather.commands.export import export
 from rather.commands.plan import plan
 from rather.commands.score import score
+from rather.commands.sweep import choose_metric
 from rather.config.load import dump_yaml
+from rather.config.schema import ModelArgs
 from rather.data.formats import ANSWERS
 from rather.data.prepare import prepare
 from rather.data.save import save
 from rather.errors import ConfigError, DataError
 from rather.losses.objective import from_config
+from rather.parallel.load import load_policy
 from rather.pipeline.pipeline import DPOPipeline
+from rather.report.pairs import read_ledger
 from tests.tiny import make_config, metrics
 
 
@@ -226,6 +233,17 @@ def test_an_exported_reward_model_gives_the_scores_of_the_run(
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     scored = torch.tensor([[line[f"rewards/{side}"] for side in ANSWERS] for line in lines])
     assert torch.allclose(scored.double(), found, atol=1e-5)
+    last_one = newest_good(config.run_dir)
+    assert last_one
+    sources = [last_one.path, *config.run_dir.glob("adapter")]
+    assert len(sources) == 1 + len(changes)
+    for i, source in enumerate(sources):
+        assert export(str(source), tmp_path / f"copy-{i}").startswith("scores before and after")
+        assert torch.allclose(padded_scores(tmp_path / f"copy-{i}", texts), found, atol=1e-5)
+        with pytest.raises(ConfigError, match="is a reward model, which writes no text"):
+            Speaker.load(str(source))
+    with pytest.raises(ConfigError, match="reward model, which writes no text; set task: reward"):
+        load_policy(str(folder), ModelArgs(), "cpu")
 
 
 def test_a_reward_model_learns_scores_and_trains_on(tmp_path: Path) -> None:
@@ -263,6 +281,10 @@ def test_what_a_task_cannot_have_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=text):
             make_config(tmp_path, **changes)
     config = make_config(tmp_path, task="sft")
+    assert choose_metric(config, None) == "eval/loss"
+    assert choose_metric(make_config(tmp_path, task="reward"), None) == "eval/rewards/accuracies"
+    with pytest.raises(ConfigError, match="Runs with task: preference write it"):
+        read_ledger(config.run_dir)
     with pytest.raises(ConfigError, match="only losses of pairs can be compared"):
         measure(config)
     with pytest.raises(ConfigError, match="only pairs are saved as tokens"):

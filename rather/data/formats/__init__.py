@@ -44,8 +44,8 @@ NO_ANSWER = object()  # the rejected side of a single answer
 TOKENISED = "tokenised"  # rows of token ids: see tokens.py
 ONE_ANSWER = (
     "missing_key",
-    "the row has one answer, not a pair; set task: unpaired for labels, task: reward with "
-    "pref_loss: regression for scores, or task: sft",
+    "the row has one answer, not a pair; to train on it, set task: unpaired for labels, task: "
+    "reward with pref_loss: regression for scores, or task: sft",
 )
 RANGES = {"weight": (0, math.inf), "margin": (-math.inf, math.inf), "soft_label": (0, 1)}
 
