@@ -483,14 +483,14 @@
   }
 
   function renderPair(answer) {
-    const { chosen, rejected } = answer.sides;
-    const first = Math.min(answer.prompt_tokens, ...[chosen.scored[0], rejected.scored[0]].filter(is));
+    const sides = Object.values(answer.sides);
+    const first = Math.min(answer.prompt_tokens, ...sides.map((side) => side.scored[0]).filter(is));
     const readout = element("p", { className: "readout muted" }, "Point at a token, or use Tab and the arrow keys.");
     const lists = Object.fromEntries(Object.entries(answer.sides).map(([name, side]) => [name, tokenList(name, side, first, readout)]));
     const scale = element("div", { className: "scale" });
     const numbers = element("details", {}, element("summary", {}, "Numbers of all tokens"), element("div"));
     const colour = (when) => {
-      const all = Object.values(answer.sides).flatMap((side) => ratios(side, when).map(Math.abs)).sort((a, b) => a - b);
+      const all = sides.flatMap((side) => ratios(side, when).map(Math.abs)).sort((a, b) => a - b);
       const most = all.length ? all[Math.floor(0.98 * (all.length - 1))] : 0;
       for (const [name, side] of Object.entries(answer.sides)) paint(lists[name], side, when, most);
       scale.replaceChildren(element("span", {}, `${plain(-most)} nats: less likely`), element("i", { "aria-hidden": "true" }), element("span", {}, `${signed(most)} nats: more likely`));
@@ -505,31 +505,32 @@
       element("h3", {}, `Pair ${answer.index} of ${answer.pairs}${answer.id ? ` (${answer.id})` : ""}`),
       element("p", { id: "verdict" }, verdict(answer)), sumsOf(answer), ways, scale,
       element("h4", {}, "Prompt"),
-      element("p", { className: "said prompt", tabIndex: 0, role: "region", "aria-label": "Prompt" }, chosen.texts.slice(0, first).join("")),
-      element("h4", {}, "Chosen"), lists.chosen, element("h4", {}, "Rejected"), lists.rejected, readout, numbers);
+      element("p", { className: "said prompt", tabIndex: 0, role: "region", "aria-label": "Prompt" }, sides[0].texts.slice(0, first).join("")),
+      ...Object.entries(lists).flatMap(([name, list]) => [element("h4", {}, name[0].toUpperCase() + name.slice(1)), list]), readout, numbers);
     colour("after");
   }
 
   function verdict(answer) {
     const gain = (side) => minus(side.sums.after, side.sums.before);
-    const margin = (when) => minus(...answer.rewards[when]);
-    const { chosen, rejected } = answer.sides;
-    return `Training changed the log-probability of the chosen answer by ${signed(gain(chosen))} nats and that of the rejected answer by ${signed(gain(rejected))} nats; ` +
-      `reward margin ${plain(margin("before"))} before, ${plain(margin("after"))} after. ` +
+    const gains = Object.entries(answer.sides).map(([name, side]) => `of the ${name} answer by ${signed(gain(side))} nats`);
+    const reward = (when) => plain(gains.length > 1 ? minus(...answer.rewards[when]) : answer.rewards[when][0]);
+    return `Training changed the log-probability ${gains.join(" and that ")}; ` +
+      `reward${gains.length > 1 ? " margin" : ""} ${reward("before")} before, ${reward("after")} after. ` +
       `Reference: ${last(answer.models.reference)}. Policy before: ${last(answer.models.before)}, after: ${answer.models.after}.`;
   }
 
   function sumsOf(answer) {
     const moved = answer.models.before !== "the reference itself";  // else "before" repeats the reference
-    const sums = (when) => ["chosen", "rejected"].map((name) => answer.sides[name].sums[when]);
+    const names = Object.keys(answer.sides);
+    const sums = (when) => names.map((name) => answer.sides[name].sums[when]);
     const logRatios = (when) => sums(when).map((value, place) => minus(value, sums("reference")[place]));
     const columns = [
       ["log-prob reference", sums("reference"), plain], ["log-prob before", sums("before"), plain], ["log-prob after", sums("after"), plain],
       ["log-ratio before", logRatios("before"), signed], ["log-ratio after", logRatios("after"), signed],
       ["reward before", answer.rewards.before, plain], ["reward after", answer.rewards.after, plain],
     ].filter(([heading]) => moved || !heading.endsWith("before"));
-    const lines = ["chosen", "rejected"].map((name, place) => [name, ...columns.map(([, values, shown]) => shown(values[place]))]);
-    lines.push(["margin", ...columns.map(([, values]) => signed(minus(...values)))]);
+    const lines = names.map((name, place) => [name, ...columns.map(([, values, shown]) => shown(values[place]))]);
+    if (names.length > 1) lines.push(["margin", ...columns.map(([, values]) => signed(minus(...values)))]);
     return table("Sums over the scored tokens, in nats, and rewards", ["answer", ...columns.map(([heading]) => heading)], lines);
   }
 
@@ -591,7 +592,7 @@
   function stepAmongTokens(event) {
     const options = [...event.currentTarget.children], at = options.indexOf(document.activeElement);
     const lists = [...$("pair").querySelectorAll("[role='listbox']")];
-    const other = lists[1 - lists.indexOf(event.currentTarget)].children;
+    const other = (lists[1 - lists.indexOf(event.currentTarget)] || event.currentTarget).children;
     const targets = {
       ArrowRight: options[at + 1], ArrowLeft: options[at - 1], Home: options[0], End: options[options.length - 1],
       ArrowDown: other[Math.min(at, other.length - 1)], ArrowUp: other[Math.min(at, other.length - 1)],

@@ -181,6 +181,10 @@ class Session:
     def pair(self, name: str, index: int) -> JsonObject:
         """Return a pair with its token log-probs, their sums and rewards, before and after."""
         pairs = self.dataset(name)
+        if self.config.task == "reward":
+            raise ConfigError(
+                "a reward model has no log-probs; see its scores with `rather score`."
+            )
         if not 0 <= index < len(pairs):
             raise DataError(f"pair {index}: '{name}' has {len(pairs)} pairs, counted from 0.")
         (pair,) = pairs.take([index])
@@ -199,10 +203,12 @@ class Session:
         tokens.setdefault("before", tokens["reference"])
         columns.setdefault("before", columns["reference"])
         sides, facts = {}, PairFacts.of(batch)
-        for place, side in enumerate(SIDES):
+        label = {1.0: "desirable", 0.0: "undesirable"}.get(pair.soft_label, "trained")
+        names_of = SIDES if len(pair.rejected) else (label,)
+        for place, (side, shown) in enumerate(zip(SIDES, names_of, strict=False)):
             ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
             spans, counted = getattr(pair, f"{side}_scored"), batch.cell_T == place
-            sides[side] = {
+            sides[shown] = {
                 "texts": token_texts(ids, self.tokenizer),
                 "scored": [token for span in spans for token in range(*span)],
                 "logps": {role: each[counted].tolist() for role, each in tokens.items()},
@@ -212,7 +218,7 @@ class Session:
         for when in ("before", "after"):
             length = facts.mean_chosen_length
             x = facts.with_logps(columns[when], columns["reference"], length)
-            rewards[when] = [float(reward) for reward in self.objective.rewards(x)[0]]
+            rewards[when] = self.objective.rewards(x)[0].tolist()[: len(sides)]
         return {
             "index": index,
             "pairs": len(pairs),

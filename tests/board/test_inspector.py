@@ -156,6 +156,20 @@ def test_a_loss_without_a_reference_is_compared_with_its_start(tmp_path: Path) -
             assert shown["rewards"][when][place] == pytest.approx(2.0 * mean, rel=1e-5)
 
 
+def test_single_answers_have_their_label_and_reward_models_are_refused(tmp_path: Path) -> None:
+    session = Session(run(tmp_path, task="unpaired", max_steps=1).run_dir)
+    for index, label in ((0, "desirable"), (1, "undesirable")):
+        found = session.pair("train", index)
+        (side,) = found["sides"].items()
+        assert side[0] == label
+        (reward,) = found["rewards"]["after"]
+        sums = side[1]["sums"]
+        assert reward == pytest.approx(0.1 * (sums["after"] - sums["reference"]), abs=1e-9)
+    session = Session(run(tmp_path, exp_name="scores", task="reward", max_steps=1).run_dir)
+    with pytest.raises(ConfigError, match="see its scores with `rather score`"):
+        session.pair("train", 0)
+
+
 def test_search(trained: dict[str, DPOConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(trained["first"].run_dir)
     held_out = session.dataset("held-out").take(range(9))
