@@ -23,7 +23,7 @@ from rather.data.batch import PairFacts
 from rather.data.pack import pack
 from rather.data.pairs import PairDataset, hex_id
 from rather.data.prepare import prepare
-from rather.data.show import SIDES, token_texts
+from rather.data.show import LABELS, SIDES, token_texts
 from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
 from rather.files import own, read_bytes
@@ -203,8 +203,7 @@ class Session:
         tokens.setdefault("before", tokens["reference"])
         columns.setdefault("before", columns["reference"])
         sides, facts = {}, PairFacts.of(batch)
-        label = {1.0: "desirable", 0.0: "undesirable"}.get(pair.soft_label, "trained")
-        names_of = SIDES if len(pair.rejected) else (label,)
+        names_of = SIDES if len(pair.rejected) else (LABELS.get(pair.soft_label, "trained"),)
         for place, (side, shown) in enumerate(zip(SIDES, names_of, strict=False)):
             ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
             spans, counted = getattr(pair, f"{side}_scored"), batch.cell_T == place

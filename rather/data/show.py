@@ -24,6 +24,7 @@ SEVERITIES = {"serious": "bold red", "warning": "yellow", "info": "dim"}
 COLOURS = {"chosen": "green", "rejected": "red", "desirable": "green", "undesirable": "red",
            "answer": "green"}  # fmt: skip
 SIDES = ("chosen", "rejected")
+LABELS = {1.0: "desirable", 0.0: "undesirable"}
 MOST_TOKENS = 1000  # shown of each side on a page
 MOST_PLACES = 3
 WINDOW = 32  # tokens that are decoded together
@@ -142,7 +143,7 @@ def token_view(
     view = []
     for number, pair in enumerate(pairs.take(range(min(n, len(pairs)))), 1):
         sides, is_pair = {}, len(pair.rejected) and not pairs.partners
-        label = {1.0: "desirable", 0.0: "undesirable"}.get(pair.soft_label, "answer")
+        label = LABELS.get(pair.soft_label, "answer")
         for side in SIDES if is_pair else SIDES[:1]:
             ids, scored = pair.sequence(side)
             texts = token_texts(ids[:most], tokenizer)
