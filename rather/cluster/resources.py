@@ -433,7 +433,8 @@ def connected(
                 ray.init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"ray.address: no Ray cluster answers at {address}: {_first_line(error)}"
+                f"ray.address: no Ray cluster answers at {address}: {_first_line(error)}. If it "
+                "was started with a token, set RAY_AUTH_MODE=token here as well."
             ) from error
         return ray, True
     if problem := shortage_of_shared_memory():

@@ -1,71 +1,97 @@
-"""Two machines, as namespaces, under torchrun: they train as one process does, a run folder that
-they do not share is refused, and a cut link is reported by name."""
+"""Two machines of two ranks each, as namespaces, under torchrun: they train as one process does,
+resume after one was lost, and report by name what is wrong with a machine."""
 
 from __future__ import annotations
 
+import random
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
-from tests.cluster.namespaces import machines, why_not
+from tests.cluster.namespaces import ANSWERS, Machine, assert_close, machines, wait_until
+from tests.cluster.test_supervision import assert_same
 from tests.cluster.test_torchrun import config_of
-from tests.house.source import ROOT
-from tests.tiny import metrics
+from tests.faults import inject
 
-pytestmark = [pytest.mark.wide, pytest.mark.slow]
+pytestmark = [pytest.mark.wide, pytest.mark.slow, pytest.mark.alone]
 
 
-def train(config: DPOConfig, folder: Path) -> list[tuple[int, str]]:
-    """Return exit code and messages of each of two machines with one rank."""
-    file = folder / "dpo.yaml"
+def run_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    return config_of(folder, name, actor_train__device_mapping=[0, 1, 2, 3], **changes)
+
+
+def start(made: list[Machine], config: DPOConfig, fault: str = "") -> list[subprocess.Popen[str]]:
+    """Start two ranks on each machine."""
+    file = Path(config.logging_dir).parent / f"{config.exp_name}.yaml"
     file.write_text(dump_yaml(config))
-    with machines(2, folder / "private") as made:
-        started = []
-        for number, each in enumerate(made):
-            launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-            launcher += [f"--node-rank={number}", f"--master-addr={made[0].address}"]
-            launcher += ["--master-port=29511", "-m", "rather", "train", str(file)]
-            environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            started.append(each.start([sys.executable, *launcher], environment, ROOT))
-        try:
-            said = [each.communicate(timeout=250)[1] for each in started]
-        finally:
-            for each in started:
-                each.kill()
-        return [(each.returncode, text) for each, text in zip(started, said, strict=True)]
+    started = []
+    for number, each in enumerate(made):
+        launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+        launcher += [f"--node-rank={number}", f"--master-addr={made[0].address}"]
+        launcher += ["--master-port=29511", "-m", "rather", "train", str(file)]
+        if fault:
+            launcher.append(f"--import={inject.plugin(fault, config.run_dir)}")
+        started.append(each.start([sys.executable, *launcher]))
+    return started
 
 
-def test_two_machines_train_as_one_process_and_share_their_run_folder(tmp_path: Path) -> None:
-    if reason := why_not():
-        pytest.skip(reason)
+def train(made: list[Machine], config: DPOConfig) -> list[tuple[int, str]]:
+    """Return exit code and messages of each machine."""
+    started = start(made, config)
+    said = [each.communicate(timeout=ANSWERS)[1] for each in started]
+    return [(each.returncode, text) for each, text in zip(started, said, strict=True)]
+
+
+def test_machines_train_as_one_process_also_over_a_slow_link(tmp_path: Path) -> None:
     alone = config_of(tmp_path, "alone")
-    both = config_of(tmp_path, "both", actor_train__device_mapping=[0, 1])
+    both, slow = (run_of(tmp_path, name) for name in ("both", "slow"))
     assert DPOPipeline(alone).run() == 0
-    for code, said in train(both, tmp_path):
-        assert code == 0, said
-    one, other = ([line["loss"] for line in metrics(c) if "loss" in line] for c in (alone, both))
-    assert other == pytest.approx(one, rel=1e-5)
+    with machines(2) as made:
+        for config in (both, slow):
+            for code, said in train(made, config):
+                assert code == 0, said
+            made[1].slow_down("2mbit")
+    assert_close(alone, both)
+    assert_same(both, slow)
+
+
+def test_a_machine_that_is_lost_at_a_random_step_is_replaced_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    draw = random.Random(0)
+    step, victim = draw.randint(2, 8), draw.randint(0, 1)
+    clean, struck = (run_of(tmp_path, name, max_steps=8) for name in ("clean", "struck"))
+    fault = f"step={step},phase=backward,role=actor_train,rank={2 * victim},kind=hang"
+    with machines(2) as made:
+        for code, said in train(made, clean):
+            assert code == 0, said
+        started = start(made, struck, fault)
+        markers = struck.run_dir / inject.MARKERS
+        wait_until(lambda: any(markers.glob("*kind=hang")), ANSWERS, *started)
+        made[victim].power_off()
+        said = started[1 - victim].communicate(timeout=ANSWERS)[1]
+        assert started[1 - victim].returncode != 0, said
+        made[victim].boot()
+        for code, said in train(made, struck):
+            assert code == 0, said
+    assert_same(clean, struck)
 
 
 def test_a_run_folder_of_one_machine_is_refused(tmp_path: Path) -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-    config = config_of(
-        tmp_path,
-        "apart",
-        actor_train__device_mapping=[0, 1],
-        output_dir=str(tmp_path / "private" / "output"),
-    )
-    (first, one), (second, other) = train(config, tmp_path)
+    with machines(2) as made:
+        config = run_of(tmp_path, "apart", output_dir=str(made[0].private / "output"))
+        (first, one), (second, other) = train(made, config)
     said = one + other  # whichever rank is first reports it for all
     assert first != 0 != second
     assert said.count("is not a folder that all machines share") == 1, said
-    assert "-1: No such file or directory" in said  # the name of the second machine
+    assert f"{made[1].name}: No such file or directory" in said
 
 
 # Joins the others as a run under torchrun does, and then waits for them as in a collective.
@@ -91,27 +117,21 @@ threading.Event().wait(300)
 REPORTED = 60.0  # seconds
 
 
-def test_both_sides_of_a_cut_link_name_the_other_machine_within_a_minute(tmp_path: Path) -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-    with machines(2, tmp_path / "private") as made:
+def test_both_sides_of_a_cut_link_name_the_other_machine_within_a_minute() -> None:
+    with machines(2) as made:
         own = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        own |= {"MASTER_ADDR": made[0].address, "PYTHONPATH": str(ROOT)}
+        own["MASTER_ADDR"] = made[0].address
         ranks = [
-            each.start([sys.executable, "-c", RANK], {**own, "RANK": str(number)}, ROOT)
+            each.start([sys.executable, "-c", RANK], RANK=str(number), **own)
             for number, each in enumerate(made)
         ]
-        try:
-            for rank in ranks:
-                assert rank.stderr is not None
-                assert "started\n" in iter(rank.stderr.readline, "")
-            made[1].cut()
-            began = time.monotonic()
-            said = [rank.communicate(timeout=2 * REPORTED)[1] for rank in ranks]
-            assert time.monotonic() - began < REPORTED
-        finally:
-            for rank in ranks:
-                rank.kill()
+        for rank in ranks:
+            assert rank.stderr is not None
+            assert "started\n" in iter(rank.stderr.readline, "")
+        made[1].cut()
+        began = time.monotonic()
+        said = [rank.communicate(timeout=2 * REPORTED)[1] for rank in ranks]
+        assert time.monotonic() - began < REPORTED
     assert [rank.returncode for rank in ranks] == [5, 5]
     for text, other in zip(said, reversed(made), strict=True):
         assert f"rather: {other.name} ({other.address}) has not answered for 30 s" in text

@@ -22,16 +22,18 @@ from tests.tiny import make_config, metrics
 
 
 def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
-    return make_config(
-        folder,
-        exp_name=name,
-        train_batch_size=12,
-        max_steps=4,
-        save_steps=2,
-        actor_train__training_args={"learning_rate": 1e-5, "lr_scheduler_type": "constant"},
-        actor_train__max_tokens_per_microbatch_in_train=64,
-        **changes,
-    )
+    own: dict[str, Any] = {
+        "train_batch_size": 12,
+        "max_steps": 4,
+        "save_steps": 2,
+        "actor_train__training_args": {
+            "learning_rate": 1e-5,
+            "lr_scheduler_type": "constant",
+            "num_train_epochs": 3,
+        },
+        "actor_train__max_tokens_per_microbatch_in_train": 64,
+    }
+    return make_config(folder, exp_name=name, **{**own, **changes})
 
 
 def torchrun(
