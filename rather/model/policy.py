@@ -91,7 +91,7 @@ class PolicyModel(nn.Module):
                 hidden_ND = gather_same(hidden_ND, 0, self.tp_group)
             rows_UD = hidden_ND.index_select(0, batch.rows_U).float()
             scores_U = rows_UD @ head.weight[0].float()
-            return scores_U, scores_U[:0]
+            return scores_U, scores_U.new_empty(0)  # not a view: FSDP2 warns of views
         if self.words and self.token_parts > 1:
             hidden_ND = gather(hidden_ND, 0, self.words.group)
         rows_UD = hidden_ND.index_select(0, batch.rows_U)

@@ -76,8 +76,8 @@ class ReferenceStream:
         wanted = chain(chunks(data.train, rows), *map(chunks, data.evals.values()))
         if not all(map(known.knows, wanted)):
             return True
-        text = "reference: %s holds the log-probs of all pairs; the model is not loaded"
-        log.info(text, known.folder)
+        text = "reference: %s holds the log-probs of all %s; the model is not loaded"
+        log.info(text, known.folder, self.config.unit)
         return False
 
     def load(self) -> None:
