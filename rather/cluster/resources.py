@@ -207,13 +207,16 @@ class ResourceManager:
             given = (each, Process.this(), plugins.loaded())
             handles.append(self._remote(Host, node).remote({**own, **environment}, *given))
         asked = [h.describe.remote(d, self.kind) for h, d in zip(handles, mapping, strict=True)]
-        found = self._all(asked, "start a process", self.timeouts.start)
         ids = placement_group_table(self._placed)["bundles_to_node_id"]
-        at = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
-        places = [ids[device // each] for device in mapping]
+        known = {node["NodeID"]: node for node in self._ray.nodes()}
+        places = [known.get(ids.get(device // each), {}) for device in mapping]
+        hosts = [place.get("NodeManagerHostname", "a lost machine") for place in places]
+        names = [f"device {d} on {host}" for d, host in zip(mapping, hosts, strict=True)]
+        doing = "start a process (Ray needs room for its logs there)"
+        found = self._all(asked, doing, self.timeouts.start, lambda: names)
         return [
-            Seat(handle, node, at[node], *facts)
-            for handle, node, facts in zip(handles, places, found, strict=True)
+            Seat(handle, place["NodeID"], place["NodeManagerAddress"], *facts)
+            for handle, place, facts in zip(handles, places, found, strict=True)
         ]
 
     def _remote(self, cls: type, node: int, gpus: float = SHARE) -> Any:
@@ -295,9 +298,10 @@ class ResourceManager:
             for name, ref in zip(names(), asked, strict=False):
                 try:
                     self._ray.get(ref, timeout=0)
-                except RayError:
-                    where = name
-                    break
+                except RayError as own:
+                    if late or not isinstance(own, GetTimeoutError):  # others may still start
+                        where = name
+                        break
             raise kind(f"{where}: could not {doing}: {why}") from error
 
     # --- lost processes ---

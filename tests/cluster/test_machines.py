@@ -251,6 +251,20 @@ def test_a_process_that_does_not_start_is_named_with_its_machine() -> None:
         manager._all(["on a", "on b"], "start", 3.0, lambda: ["device 0 on a", "device 1 on b"])
 
 
+def test_a_process_that_dies_is_named_while_others_still_start() -> None:
+    from ray.exceptions import ActorDiedError, GetTimeoutError
+
+    manager = ResourceManager.__new__(ResourceManager)
+    manager._cluster = "the Ray cluster at 10.0.0.1:6379"
+
+    def get(asked: Any, **_: Any) -> Any:
+        raise GetTimeoutError if asked == "on a" else ActorDiedError
+
+    manager._ray = SimpleNamespace(get=get)
+    with pytest.raises(WorkerLost, match=r"^device 1 on b: could not start"):
+        manager._all(["on a", "on b"], "start", 3.0, lambda: ["device 0 on a", "device 1 on b"])
+
+
 def test_a_link_is_silent_if_the_kernel_of_the_other_machine_does_not_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = Link(socket.create_connection(server.getsockname()[:2]), seconds=30)

@@ -229,3 +229,32 @@ def test_a_slow_link_changes_nothing(on: RayMachines, clean: DPOConfig) -> None:
     on.broken.append(on.workers[1])
     finish(on.train(slow))
     assert_same(clean, slow)
+
+
+def test_a_machine_whose_disk_is_full_is_named(on: RayMachines, clean: DPOConfig) -> None:
+    """Ray's own files are on it: its processes do not start. What the run writes is shared."""
+    full, victim = like(clean, "full"), on.workers[0]  # never replaced without a run after it
+    on.broken.append(victim)
+    fill = f"cat /dev/zero > {victim.private}/filler || true"
+    victim.run("sh", "-c", fill)
+    line = refused(on.train(full), 5)
+    assert re.search(rf"device \d on {victim.name}: could not start .+ room for its logs", line)
+
+
+@pytest.mark.parametrize("missing", ["output_dir", "cache_dir"])
+def test_a_folder_that_a_machine_does_not_share_is_refused_with_its_name(
+    on: RayMachines, tmp_path: Path, missing: str
+) -> None:
+    private = str(on.head.private / missing)
+    shared = str(tmp_path / "cache")
+    changes: dict[str, Any] = {"output_dir": private, "actor_train__data_args__cache_dir": shared}
+    if missing == "cache_dir":
+        changes = {"actor_train__data_args__cache_dir": private}
+    line = refused(on.train(run_of(tmp_path, "apart", **WHOLE, **changes)), 2)
+    named = [each.name in line for each in on.workers]
+    if missing == "output_dir":
+        assert "is not a folder that all machines share" in line
+        assert all(named), line
+    else:
+        assert "data_args.cache_dir: " in line
+        assert any(named), line
