@@ -27,6 +27,7 @@ Line = Mapping[str, float]
 # A window has at least so many lines and pairs: the accuracy of 256 pairs is known to +- 0.06.
 LINES, PAIRS = 8, 256
 LATEST = 4  # training lines that `latest` looks at
+LATEST_PAIRS = 128  # with fewer in these lines, chance moves the loss more, by the square root
 ENOUGH = 100  # held-out pairs: their accuracy is known to +- 0.1
 
 FALLEN = 0.3  # nats per token: each token of a chosen answer is a quarter less likely than before
@@ -78,6 +79,12 @@ class RecentLines:
         """Return the median of the last few lines, which one spike does not move; else 0."""
         values = [line[name] for line in list(self.lines)[-LATEST:] if name in line]
         return median(values) if len(values) == LATEST else 0.0
+
+    @property
+    def noise(self) -> float:
+        """Return how much more chance moves `latest` than with LATEST_PAIRS pairs; at least 1."""
+        pairs = sum(line["pairs"] for line in list(self.lines)[-LATEST:])
+        return math.sqrt(max(1.0, LATEST_PAIRS / max(1.0, pairs)))
 
 
 @dataclass
@@ -203,7 +210,7 @@ def learning_rate_too_high(h: Health) -> Found:
     limits = (("loss", "loss", DIVERGED), ("grad_norm", "gradient norm", STORMY))
     for name, what, limit in limits:
         start, now = h.first.get(name), h.recent.latest(name)
-        if start and now and now > limit * start:
+        if start and now and now > (1 + (limit - 1) * h.recent.noise) * start:
             return {"number": now, "what": what, "start": start}
     return {}
 

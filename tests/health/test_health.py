@@ -125,6 +125,18 @@ def write_metrics(folder: Path, records: list[dict[str, Any]]) -> None:
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
 
 
+@pytest.mark.parametrize(("pairs", "found"), [(8, False), (32, True)])
+def test_what_is_divergence_of_a_large_batch_may_be_chance_of_a_small_one(
+    tmp_path: Path, pairs: int, found: bool
+) -> None:
+    write_metrics(tmp_path, [])
+    watch = HealthWatch(tmp_path, total_steps=100, start_step=0)
+    for step in range(1, 10):
+        watch.log(step, line(step, pairs=pairs, loss=0.69 if step < 5 else 1.2))
+    names = [each.name for each in read_findings(tmp_path)]
+    assert names == ["learning_rate_too_high"] * found
+
+
 def test_a_finding_is_written_when_it_appears_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
