@@ -22,6 +22,8 @@ from typing import Any
 from common import RESULTS, machine
 from flipped_pairs import Cell, Setting
 
+from rather.losses.metrics import wilson
+
 SETS = {  # epochs: at least 32 steps with 256 pairs, so that every rule has what it asks for
     name: Setting(
         pairs, "stories260K", 2e-4, epochs,
@@ -34,6 +36,8 @@ SETS = {  # epochs: at least 32 steps with 256 pairs, so that every rule has wha
         ("llamafactory", "llamafactory_dpo_en_demo", 3, 512, 60),
     )
 }  # fmt: skip
+PAGE = Path(__file__).parent.parent / "docs" / "health.md"
+BEGIN, END = "<!-- begin: bench/false_alarms.py -->", "<!-- end: bench/false_alarms.py -->"
 Line = dict[str, float]
 # finding -> whether held-out pairs agree: of the first and the last evaluation, and the best loss
 AGREES: dict[str, Callable[[Line, Line, float], bool]] = {
@@ -76,6 +80,27 @@ def main() -> None:
     print(json.dumps(found))
     facts = {"machine": machine(), **found, "cells": runs}
     (RESULTS / "false_alarms.json").write_text(json.dumps(facts, indent=1) + "\n")
+    head, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n{markdown(runs)}\n{END}{rest.partition(END)[2]}", "utf-8")
+
+
+def markdown(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the table of docs/health.md."""
+    lines = ["| pairs | runs | held-out accuracy | findings that held-out pairs confirm | wrong |"]
+    lines.append("|---|---|---|---|---|")
+    for name in SETS:
+        own = [run for run in runs if run["set"] == name]
+        named = [
+            sorted(each for run in own for each, right in run["findings"].items() if right is kind)
+            for kind in (True, False)
+        ]
+        texts = [", ".join(f"`{each}`" for each in part) or "none" for part in named]
+        accuracy = sum(run["accuracy"] for run in own) / max(1, len(own))
+        lines.append(f"| {name} | {len(own)} | {accuracy:.0%} | {' | '.join(texts)} |")
+    wrong = sum(not all(run["findings"].values()) for run in runs)
+    most = wilson(wrong / len(runs), len(runs))[1]
+    lines += ["", f"{wrong} of {len(runs)} runs had a wrong finding (95 %: at most {most:.0%})."]
+    return "\n".join(lines)
 
 
 def judge(cell: Cell) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from rather.data.findings import bar_labels
+import numpy as np
+
+from rather.data.findings import BARS, bar_labels
 from rather.data.show import report_rows, short, side_name, unit_of
 from rather.report.folder import (
     ANSWERS,
@@ -28,7 +30,7 @@ from rather.tracking.outcome import outcome_text
 log = logging.getLogger(__name__)
 
 MOST_ANSWERS, MOST_INCIDENTS = 12, 200
-MOST_SUSPECTS, MOST_POINTS = 20, 20_000
+MOST_SUSPECTS = 20
 COMPUTING = ("torch", "transformers", "tokenizers", "peft", "numpy")
 MISSING = f"<p>{STARTS} is missing.</p>"
 TILES = (("rewards/accuracies", "accuracy", ".1%"), ("rewards/margins", "margin", ".3g"))
@@ -443,12 +445,18 @@ def pairs(run: Folder) -> str:
             f"<p>Planted flips: AUC {known['auc']:.2f}; the cut finds {known['recall']:.0%} of "
             f"them, and at least {known['precision']:.0%} of what it finds is wrong.</p>"
         )
-    seen = history.first, history.last
+    seen = {"first seen": history.first, "last epoch": history.last}
+    edges = np.histogram_bin_edges(np.concatenate([*seen.values()]), BARS)
+    middles = [float(f"{each:.3g}") for each in (edges[1:] + edges[:-1]) / 2]
     traces = [
-        {"type": "histogram", "name": name, "x": values[:MOST_POINTS].tolist(), "opacity": 0.6}
-        for name, values in zip(("first seen", "last epoch"), seen, strict=True)
+        {"type": "bar", "name": name, "x": middles, "y": np.histogram(values, edges)[0].tolist()}
+        for name, values in seen.items()
     ]
-    layout = {"barmode": "overlay", "xaxis": {"title": {"text": "margin, without beta"}}}
+    layout = {
+        "xaxis": {"title": {"text": "margin, without beta"}},
+        "yaxis": {"title": {"text": "pairs"}},
+        "barmode": "group",
+    }
     about = "Pairs by their margin when first seen, and when last seen."
     text += _grid([chart({"data": traces, "layout": layout}, "Margins of the pairs", about)])
     worst = history.rows(doctor.findings)[:MOST_SUSPECTS]

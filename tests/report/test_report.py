@@ -179,6 +179,12 @@ def test_findings_answers_and_incidents(text: str) -> None:
     assert "action: skip" in text
 
 
+def test_pairs_of_the_ledger_are_shown(text: str) -> None:
+    assert "Margins of the pairs" in text
+    assert "The most suspicious pairs" in text
+    assert "cannot be shown" not in text
+
+
 def test_no_secret_and_no_markup_from_data(text: str) -> None:
     assert SECRET not in text
     assert f"&lt;b&gt;{HIDDEN}&lt;/b&gt;" in text
