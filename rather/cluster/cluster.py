@@ -11,21 +11,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from rather.cluster.health import (
     CUT,
     GRACE,
     Deadlines,
     Failure,
-    first_cause,
     hang_error,
     phase_of,
-    place_of,
 )
 from rather.cluster.host import CallResult
 from rather.cluster.resources import ResourceManager, last_line, name_of, wait_elsewhere
-from rather.cluster.role import RoleOnRanks
+from rather.cluster.role import RoleOnRanks, log_records
 from rather.cluster.supervision import Supervision
 from rather.cluster.worker import RankInfo
 from rather.config.schema import ActorConfig, DPOConfig, ReferenceConfig, RoleConfig
@@ -122,7 +118,7 @@ class Cluster(RoleOnRanks):
             failures |= self._cut_off()
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE)
-        self._log(results)
+        log_records(self.role, results)
         if failures:
             raise self._failed(failures, len(called), late=bool(pending))
         if pending:
@@ -145,27 +141,12 @@ class Cluster(RoleOnRanks):
             self.manager.cut_off.add(self.seats[rank].node)
         return {rank: Failure(WorkerLost.__name__, text, text, time.time()) for rank in ranks}
 
-    def _log(self, results: Mapping[int, CallResult]) -> None:
-        """Repeat all that the first rank logged, and the warnings of the others, each once."""
-        said = set()
-        for rank, result in sorted(results.items()):
-            for name, level, message in result.records:
-                warns = level >= logging.WARNING
-                if message not in said and (warns or rank == 0):
-                    who = f"{self.role} rank {rank}: " if warns else ""
-                    logging.getLogger(name).log(level, "%s%s", who, message)
-                said.add(message)
-
     def _failed(self, failures: Mapping[int, Failure], ranks: int, *, late: bool) -> RatherError:
         """Return the first cause with its place; stop the workers unless it leaves them intact."""
-        rank = first_cause(failures)
-        cause = failures[rank]
-        level = logging.DEBUG if cause.is_expected else logging.ERROR
-        logging.getLogger(f"rather.worker.{self.role}-{rank}").log(level, "%s", cause.trace)
         names = [name_of(self.role, each, self.seats) for each in range(len(self.seats))]
-        error = cause.error(place_of(failures, ranks, self.role, names.__getitem__))
-        if len(self.seats) == 1 and cause.kind == torch.OutOfMemoryError.__name__:
-            return BatchTooLarge(str(error))
+        error = self._error(failures, ranks, names)
+        if isinstance(error, BatchTooLarge):
+            return error
         if late or any(failure.known is not DiskError for failure in failures.values()):
             self._stop()
         return error

@@ -264,6 +264,15 @@ def open_port(address: str) -> socket.socket:
     return socket.create_server((address, 0), family=family)
 
 
+def keep_alive(connection: socket.socket, seconds: float) -> None:
+    """Break a connection if the other machine has not answered for so many seconds."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Silence for a third of the time, then four questions.
+    ask = {socket.TCP_KEEPIDLE: seconds / 3, socket.TCP_KEEPINTVL: seconds / 6}
+    for option, number in (ask | {socket.TCP_KEEPCNT: 4}).items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, max(1, round(number)))
+
+
 class Link:
     """A connection to another machine, whose kernel is asked whether it is there.
 
@@ -274,11 +283,7 @@ class Link:
         """The other machine is lost if it has not answered for so many seconds."""
         self.connection, self._silent = connection, False
         connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # Silence for a third of the time, then four questions.
-        ask = {socket.TCP_KEEPIDLE: seconds / 3, socket.TCP_KEEPINTVL: seconds / 6}
-        for option, number in (ask | {socket.TCP_KEEPCNT: 4}).items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, max(1, round(number)))
+        keep_alive(connection, seconds)
 
     @property
     def is_silent(self) -> bool:

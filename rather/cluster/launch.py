@@ -15,17 +15,20 @@ import torch.distributed as dist
 from rather.cluster.health import PHASES
 from rather.cluster.host import Process
 from rather.cluster.memory import Ledger, Room
+from rather.cluster.remote import RemoteReference, serve
 from rather.cluster.role import (
     Role,
+    RoleOnRanks,
     SpmdCluster,
     broadcast,
     device_kind,
     gather,
     join_ranks,
+    role_of,
     shared_folder,
     started_by_torchrun,
 )
-from rather.cluster.supervision import COMPUTING, Supervision, Watchdog
+from rather.cluster.supervision import COMPUTING, PATIENCE, Peers, Supervision, Watchdog
 from rather.cluster.worker import ActorWorker, RankInfo, make_worker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
@@ -81,6 +84,8 @@ class Roles:
         """End this process if one of its calls misses its deadline: for commands."""
         if self.watchdog:
             self.watchdog.start()
+            if isinstance(self.reference, RemoteReference):
+                self.reference.watchdog = self.watchdog
 
     def move_reference(self, share: float, run_dir: Path) -> None:
         """TR-DPO: move the reference by `share` of the way to the policy."""
@@ -112,12 +117,6 @@ def launch(
         raise ConfigError(problems)
     actor, reference = mappings(config)
     if started_by_torchrun():
-        if with_reference and actor != reference:
-            raise ConfigError(
-                f"reference.device_mapping is {reference}, actor_train.device_mapping {actor}: "
-                "under torchrun each process holds both roles. Leave reference.device_mapping out, "
-                "or start without torchrun: Ray places them as configured."
-            )
         roles = _under_torchrun(config, names)
     elif (
         config.num_nodes * len(actor) > 1
@@ -135,27 +134,57 @@ def launch(
         if held:
             held.neighbour = workers["actor_train"]
         roles = Roles(workers["actor_train"], held, kind)
-    roles.watchdog = Watchdog(config.timeouts, config.log_dir, roles.drivers, supervision)
+    processes = roles.drivers + (len(reference) if roles.runs_ahead else 0)
+    roles.watchdog = Watchdog(config.timeouts, config.log_dir, processes, supervision)
     roles.closing.callback(roles.watchdog.close)
     for role in filter(None, (roles.actor_train, roles.reference)):
         # In one process only the steps are watched: loading and saving take what disk and network
-        # take.
-        roles.watchdog.watch(role, PHASES if roles.drivers > 1 else COMPUTING)
+        # take. A remote reference has deadlines of its own, because a thread calls it.
+        if not isinstance(role, RemoteReference):
+            roles.watchdog.watch(role, PHASES if processes > 1 else COMPUTING)
     return roles
 
 
 def _under_torchrun(config: DPOConfig, names: list[str]) -> Roles:
+    """Return the roles of a process that torchrun started, if it is one of the policy's.
+
+    A process of a reference on other devices serves the policy until its end, and then exits.
+    """
+    actor, reference = mappings(config)
+    apart = "reference" in names and actor != reference
+    if apart and set(actor) & set(reference):
+        raise ConfigError(
+            f"reference.device_mapping is {reference}, actor_train.device_mapping {actor}: under "
+            "torchrun both roles have the same devices, or none in common. Leave "
+            "reference.device_mapping out, or start without torchrun: Ray lets them take turns."
+        )
+    sizes = {"actor_train": len(actor)} | ({"reference": len(reference)} if apart else {})
     closing = ExitStack()
-    member = join_ranks(config, len(mappings(config)[0]), closing)
+    member = join_ranks(config, sizes, closing)
     kind = "cpu" if member.device == "cpu" else "cuda"
+    if apart:
+        peers = Peers(PATIENCE)
+        peers.write("place", place := role_of(peers.rank, sizes))
+        if place[0] == "reference":
+            with closing:
+                serve(config, member, kind)
+            raise SystemExit(0)
     memory = Ledger(), gather(Room.here(member.rank, kind, Process.this().kernel))
-    found = {name: SpmdCluster(name, config, member, *memory) for name in names}
-    policy, held = found["actor_train"], found.get("reference")
-    if held:
-        held.worker.neighbour = policy.worker
+    policy = SpmdCluster("actor_train", config, member, *memory)
+    held: RoleOnRanks | None = None
+    if apart:
+        held = remote = RemoteReference(config, kind, memory[0])
+        closing.callback(remote.close)
+        if member.rank == 0:
+            remote.connect(len(actor))
+            log.info("reference: %s; on its own devices, one step ahead", held.layout.describe())
+    elif "reference" in names:
+        held = shared = SpmdCluster("reference", config, member, *memory)
+        shared.worker.neighbour = policy.worker
     if member.rank == 0:
         log.info("actor_train: %s", policy.layout.describe())
-    return Roles(policy, held, kind, rank=member.rank, drivers=member.world, closing=closing)
+    place_of_driver: Any = {"rank": member.rank, "drivers": member.world, "closing": closing}
+    return Roles(policy, held, kind, runs_ahead=apart, **place_of_driver)
 
 
 def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | None) -> Roles:

@@ -11,11 +11,12 @@ they raise MemoryShortage.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,16 +24,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from rather.cluster.health import set_environment
-from rather.cluster.host import interface_to, join_group
+from rather.cluster.health import Failure, first_cause, place_of, set_environment
+from rather.cluster.host import CallResult, interface_to, join_group
 from rather.cluster.memory import Ledger, Room, need_of, shortage
 from rather.cluster.worker import ActorWorker, RankInfo, make_worker
 from rather.config.schema import DPOConfig, RoleConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.data.shares import RunPairs
-from rather.errors import ConfigError, DiskError
+from rather.errors import BatchTooLarge, ConfigError, DiskError, RatherError
 from rather.model.export import Kept
 from rather.parallel.load import compute_dtype, cpu_has_bf16, device_of
 from rather.train.nonfinite import StepLimits
@@ -160,8 +162,33 @@ class RoleOnRanks:
             kept: Kept = self._run("export", *args, one=True, exchange=True)[0]
             return kept
 
+    def _error(
+        self, failures: Mapping[int, Failure], ranks: int, names: Sequence[str]
+    ) -> RatherError:
+        """Return the first cause of these failures with its place, and log its trace."""
+        rank = first_cause(failures)
+        cause = failures[rank]
+        level = logging.DEBUG if cause.is_expected else logging.ERROR
+        logging.getLogger(f"rather.worker.{self.role}-{rank}").log(level, "%s", cause.trace)
+        error = cause.error(place_of(failures, ranks, self.role, names.__getitem__))
+        if len(names) == 1 and cause.kind == torch.OutOfMemoryError.__name__:
+            return BatchTooLarge(str(error))
+        return error
+
 
 Role = ActorWorker | RoleOnRanks
+
+
+def log_records(role: str, results: Mapping[int, CallResult]) -> None:
+    """Repeat all that the first rank logged, and the warnings of the others, each once."""
+    said = set()
+    for rank, result in sorted(results.items()):
+        for name, level, message in result.records:
+            warns = level >= logging.WARNING
+            if message not in said and (warns or rank == 0):
+                who = f"{role} rank {rank}: " if warns else ""
+                logging.getLogger(name).log(level, "%s%s", who, message)
+            said.add(message)
 
 
 @contextmanager
@@ -216,28 +243,55 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def join_ranks(config: DPOConfig, devices: int, closing: ExitStack) -> RankInfo:
-    """Join the process group; device_mapping must name one device per process."""
+def join_ranks(config: DPOConfig, roles: Mapping[str, int], closing: ExitStack) -> RankInfo:
+    """Join the process group of one role, or of all if `roles` are not apart.
+
+    `roles` are those with processes of their own, in the order of torchrun's ranks, and the number
+    of their devices. Without others in the group there is none, as on Ray.
+    """
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     near = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    devices = sum(roles.values())
     if world != devices:
+        mapping = f"set actor_train.device_mapping=0-{world - 1}, or"
+        names, fix = "actor_train.device_mapping names", mapping
+        if len(roles) > 1:
+            names, fix = "actor_train and reference have", "set"
         raise ConfigError(
-            f"actor_train.device_mapping names {devices} devices, and torchrun started {world} "
-            f"processes; set actor_train.device_mapping=0-{world - 1}, or "
+            f"{names} {devices} devices, and torchrun started {world} processes; {fix} "
             f"--nproc-per-node={devices}"
         )
-    kind = device_kind(config.platform)
+    role, own, size = role_of(rank, roles)
+    kind, settings = device_kind(config.platform), getattr(config, role)
     per_node = None if near == world else config.num_gpus_per_node or near
-    device = device_of(config.actor_train, rank, per_node) if kind == "cuda" else "cpu"
-    set_environment(config.envs(config.actor_train))
+    device = device_of(settings, own, per_node) if kind == "cuda" else "cpu"
+    set_environment(config.envs(settings))
     address = "127.0.0.1" if near == world else os.environ["MASTER_ADDR"]
     if near < world and interface_to(address) == "lo":  # as a machine resolves its own name
         address = "192.0.2.1"  # of no machine: its route leads to the others
     # Longer than any deadline of the watchdog, so that the watchdog reports a hang first.
-    timeout = timedelta(seconds=60 + config.timeouts.longest)
-    join_group(kind, device, address, timeout)
-    closing.callback(dist.destroy_process_group)
-    return RankInfo(rank, world, device, near)
+    timeout, place = timedelta(seconds=60 + config.timeouts.longest), {}
+    if len(roles) > 1:
+        store = next(rendezvous("env://", timeout=timeout))[0]
+        closing.callback(lambda _: None, store)  # kept: the first process may be its server
+        # Each role counts its own ranks from 0, in a group that does not know the other one.
+        prefixed = dist.PrefixStore(role, store)  # type: ignore[attr-defined]
+        place = {"store": prefixed, "rank": own, "world_size": size}
+    if size > 1 or len(roles) == 1:
+        join_group(kind, device, address, timeout, **place)
+        closing.callback(dist.destroy_process_group)
+    elif kind == "cuda":
+        torch.cuda.set_device(device)
+    return RankInfo(own, size, device, min(near, size))
+
+
+def role_of(rank: int, roles: Mapping[str, int]) -> tuple[str, int, int]:
+    """Return the role of one of torchrun's ranks, its rank in that role, and the role's ranks."""
+    for role, size in roles.items():
+        if rank < size:
+            return role, rank, size
+        rank -= size
+    raise AssertionError(rank)
 
 
 class SpmdCluster(RoleOnRanks):
@@ -290,6 +344,8 @@ def broadcast(value: Any) -> Any:
 
 def gather(value: T) -> list[T]:
     """Return the values of all ranks, in rank order."""
+    if not dist.is_initialized():
+        return [value]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

@@ -22,6 +22,7 @@ from datetime import timedelta
 from functools import wraps
 from itertools import chain, repeat
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -125,7 +126,7 @@ class Watchdog:
         self.supervision, self.pulse = supervision, Pulse()
         self.limit: Limit | None = None
         self._closed = threading.Event()
-        self._peers: _Peers | None = None
+        self._peers: Peers | None = None
 
     def watch(self, role: Any, methods: Iterable[str]) -> None:
         """Give these methods of a role their deadlines."""
@@ -133,14 +134,14 @@ class Watchdog:
             if hasattr(role, method):
                 setattr(role, method, self._timed(getattr(role, method), role.role, method))
 
-    def start(self) -> None:
-        """Start the thread. All processes call this."""
+    def start(self, *, links: bool = True) -> None:
+        """Start the thread. All processes call this, those of a policy with links to others."""
         if self.world > 1:
-            self._peers = _Peers(PATIENCE)
+            self._peers = Peers(PATIENCE)
             self._peers.write("process", asdict(Process.this()))
-            if links := self._peers.links(self.timeouts):
+            if links and (found := self._peers.links(self.timeouts)):
                 # A thread of its own: the other waits in the store of a machine that is cut off.
-                work, given = self._watch_links, (links,)
+                work, given = self._watch_links, (found,)
                 threading.Thread(target=work, args=given, name="links", daemon=True).start()
         threading.Thread(target=self._work, name="watchdog", daemon=True).start()
 
@@ -176,15 +177,16 @@ class Watchdog:
             checked, limit = now, self.limit
             late = limit is not None and self.pulse.seconds > limit.seconds
             if late or (self._peers and self._peers.has_begun("snapshot")):
-                self._end(limit or Limit(self.timeouts.save, "save"))
+                self.end(limit or Limit(self.timeouts.save, "save"))
 
-    def _end(self, limit: Limit) -> None:
+    def end(self, limit: Limit, role: str = "") -> None:
+        """Report a hang of a role, by default that of the current call, and end the process."""
         own, peers = self.pulse.snapshot(), self._peers
         if any(name in own.stacks for name in DEBUGGERS):
             return
 
-        def report(ranks: Snapshots) -> int:
-            error = hang_error(ranks, {}, limit, self.log_dir)
+        def report(ranks: Snapshots, others: Snapshots = MappingProxyType({})) -> int:
+            error = hang_error(ranks, others, limit, self.log_dir)
             if self.supervision:
                 self.supervision.note("hang", error)
             print(f"rather: {error}", file=sys.stderr, flush=True)
@@ -192,9 +194,12 @@ class Watchdog:
 
         def report_all(found: Mapping[int, Any]) -> int:
             assert peers is not None
-            role = own.call.partition(".")[0] if "." in own.call else ""
+            late = role or (own.call.partition(".")[0] if "." in own.call else "")
             seen = {rank: StackSnapshot(**fields) for rank, fields in found.items()}
-            return report({peers.name(rank, role): seen.get(rank) for rank in peers.processes()})
+            named = {peers.name(rank, late): seen.get(rank) for rank in peers.processes()}
+            # The other role has processes of its own, and only waits for this one.
+            others = {name: named.pop(name) for name in [*named] if not name.startswith(late)}
+            return report(named, others)
 
         try:
             if peers:
@@ -231,7 +236,7 @@ class Watchdog:
 # --- processes that torchrun started ---
 
 
-class _Peers:
+class Peers:
     """Messages among these processes, through torchrun's own store: it outlives them, and works if
     all else hangs. A DistError after so many seconds if torchrun itself is gone."""
 
@@ -275,7 +280,9 @@ class _Peers:
     def name(self, rank: int, role: str) -> str:
         where = self.processes().get(rank)
         place = f" (on {where.machine})" if where else ""
-        return f"{role} rank {rank} of {self.world}{place}".lstrip()
+        apart = self.read("place").get(rank)  # if each role has processes of its own
+        role, rank, world = apart or (role, rank, self.world)
+        return f"{role} rank {rank} of {world}{place}".lstrip()
 
     def write(self, topic: str, value: Any) -> None:
         self.store.set(f"{topic} {self.rank}", json.dumps(value))
@@ -316,7 +323,7 @@ def report_first_failure(work: Callable[[], int]) -> int:
         # An interrupt may end torchrun before this process could watch it; it would then wait long
         # for the others.
         try:
-            _Peers(START)
+            Peers(START)
         except dist.DistError:
             print("rather: torchrun, which started this process, is gone", file=sys.stderr)
             raise SystemExit(WorkerError.exit_code) from None
@@ -328,7 +335,7 @@ def report_first_failure(work: Callable[[], int]) -> int:
             if isinstance(caller := frame.f_locals.get("self"), SpmdCluster):
                 role = caller.role
         try:
-            peers = _Peers(GRACE)
+            peers = Peers(GRACE)
             if own.is_echo and peers.wait(["code"], 2 * GRACE):
                 code = int(peers.store.get("code"))
             else:
@@ -341,7 +348,7 @@ def report_first_failure(work: Callable[[], int]) -> int:
     raise SystemExit(code)
 
 
-def _report(found: Mapping[int, Any], peers: _Peers) -> int:
+def _report(found: Mapping[int, Any], peers: Peers) -> int:
     """Print the first cause."""
     failures = {rank: Failure(**fields) for rank, (fields, _) in found.items()}
     rank = first_cause(failures)

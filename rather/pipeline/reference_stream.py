@@ -59,7 +59,9 @@ class ReferenceStream:
             self.source = source
             if roles.reference and roles.is_main:
                 where: Any = {"device": roles.reference.device, "kind": roles.kind}
-                how: Any = {"compute": self._compute, "announce": roles.broadcast}
+                how: Any = {"compute": self._compute}
+                if not roles.runs_ahead:
+                    how["announce"] = roles.broadcast
                 self.logps = ReferenceLogps(config, objective, **how, **where)
 
     # --- before the first step ---
@@ -85,7 +87,8 @@ class ReferenceStream:
         if self.roles.reference:
             self.roles.reference.open_pairs(self.source.pairs)
             self.roles.reference.initialize(self.source.total_steps)
-            refuse_foreign_tokens(self.config, self.source.data, self.roles.reference)
+            if self.roles.is_main:
+                refuse_foreign_tokens(self.config, self.source.data, self.roles.reference)
             self._loaded = True
 
     def parking(self) -> Callable[[], bool] | None:
@@ -126,15 +129,15 @@ class ReferenceStream:
 
         On its own devices the reference works one step ahead, unless it moves in between.
         """
-        if not self.roles.runs_ahead:
+        if self._follows or not self.roles.runs_ahead:
             yield from map(self._answer, steps)
             return
         every = self.config.ref_model_sync_steps if self.config.sync_ref_model else None
         for first in steps:
             until_it_moves = every and every - 1 - (first.number - 1) % every
             group = chain([first], islice(steps, until_it_moves))
-            with closing(ahead(map(self._answer, group), 1)) as answered:
-                yield from answered
+            with closing(ahead(map(self._answer_ahead, group), 1)) as answered:
+                yield from ((step, self._send(columns)) for step, columns in answered)
 
     def prepare(self, step: Step) -> None:
         """Do what can be done in a thread before the log-probs of a step are needed."""
@@ -148,12 +151,18 @@ class ReferenceStream:
         if self._follows:
             assert isinstance(step.reference, Batches)
             return self._compute_until_broadcast(step.reference)
-        work: Callable[[Any], Columns] = self.logps.columns if self.logps else self._compute
         with self._turn:
-            columns = self.retry.run("reference", step, work)
-            if self.logps and self.roles.drivers > 1:  # whose processes have other devices
-                self.roles.broadcast({name: column.cpu() for name, column in columns.items()})
-            return columns
+            return self._send(self._ask(step))
+
+    def _ask(self, step: Step) -> Columns:
+        work: Callable[[Any], Columns] = self.logps.columns if self.logps else self._compute
+        return self.retry.run("reference", step, work)
+
+    def _send(self, columns: Columns) -> Columns:
+        """Send the columns to other drivers, in the thread that trains: all send in one order."""
+        if self.logps and self.roles.drivers > 1:  # whose processes have other devices
+            self.roles.broadcast({name: column.cpu() for name, column in columns.items()})
+        return columns
 
     def keep(self) -> None:
         """Store the log-probs of a step. A reference that runs ahead has already done so."""
@@ -162,11 +171,14 @@ class ReferenceStream:
 
     def _answer(self, step: Step) -> ReferenceStep:
         with self.timeline.span("reference", "log-probs", step.number):
-            columns = self.columns(step)
-            if self.logps and self.roles.runs_ahead:
-                with self._turn:  # a step's log-probs are stored before the next one asks
-                    self.logps.keep()
-        return step, columns
+            return step, self.columns(step)
+
+    def _answer_ahead(self, step: Step) -> tuple[Step, Columns]:
+        with self.timeline.span("reference", "log-probs", step.number), self._turn:
+            columns = self._ask(step)
+            if self.logps:  # a step's log-probs are stored before the next one asks
+                self.logps.keep()
+            return step, columns
 
     def _compute(self, batches: Sequence[PairBatch]) -> Columns:
         assert self.roles.reference is not None

@@ -387,7 +387,8 @@ class Saving:
 
     def _writers(self) -> list[str]:
         """Return the names under which the ranks leave notes of what they have written."""
-        counts = [self.roles.drivers] * 2 if self.roles.here else map(len, mappings(self.config))
+        together = self.roles.here and not self.roles.runs_ahead
+        counts = [self.roles.drivers] * 2 if together else map(len, mappings(self.config))
         names = ["actor_train", *(["reference"] if self.moving_reference else [])]
         ranks = zip(names, counts, strict=False)
         return [f"{name}-{rank:05d}" for name, count in ranks for rank in range(count)]

@@ -7,14 +7,19 @@ import os
 import re
 import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from rather.cluster.launch import launch
+from rather.cluster.memory import Ledger
+from rather.cluster.remote import RemoteReference
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
+from rather.errors import ConfigError, HangError, WorkerLost
 from rather.pipeline.pipeline import DPOPipeline
 from rather.report.pairs import read_ledger
 from tests.house.source import ROOT
@@ -96,3 +101,69 @@ def test_the_first_cause_is_reported_once_and_no_echo(tmp_path: Path) -> None:
     assert re.fullmatch(r"rather: reference rank 1 of 2 \(on .+\): the loss is not finite", told)
     assert done.stderr.count("Traceback") == 1  # of torchrun itself
     assert "exitcode  : 6" in done.stderr
+
+
+APART: dict[str, Any] = {"actor_train__device_mapping": [0], "reference__device_mapping": [1]}
+
+
+@pytest.mark.slow
+def test_a_reference_on_devices_of_its_own_gives_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Its process is killed in the third step; the same command resumes."""
+    alone = config_of(tmp_path, "alone")
+    assert DPOPipeline(alone).run() == 0
+    killed = {"reference__worker_cls": "tests.cluster.workers.DiesOnce"}
+    apart = config_of(
+        tmp_path, "apart", **APART, **killed, system_envs={"RATHER_TEST_ONCE": str(tmp_path / "1")}
+    )
+    assert torchrun(apart, 2).returncode != 0
+    done = torchrun(apart, 2)
+    assert done.returncode == 0, done.stderr
+    assert "on its own devices, one step ahead" in done.stderr
+    for key in ("loss", "grad_norm", "rewards/margins"):
+        one, other = (
+            {line["step"]: line[key] for line in metrics(each) if key in line}
+            for each in (alone, apart)
+        )
+        assert one == other, key
+    files = [each.run_dir / "model" / "model.safetensors" for each in (alone, apart)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_a_failure_of_a_reference_on_its_own_devices_ends_the_run(tmp_path: Path) -> None:
+    broken = config_of(
+        tmp_path,
+        "broken",
+        **APART,
+        reference__worker_cls="tests.cluster.workers.Breaks",
+        system_envs={"RATHER_TEST_BREAK": "nonfinite"},
+    )
+    done = torchrun(broken, 2)
+    (told,) = [line for line in done.stderr.splitlines() if line.startswith("rather: ")]
+    assert re.fullmatch(r"rather: reference rank 0 of 1 \(on .+\): the loss is not finite", told)
+    assert "exitcode  : 6" in done.stderr
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_process_of_the_reference_that_dies_or_hangs_is_named(tmp_path: Path, dies: bool) -> None:
+    reference = RemoteReference(
+        config_of(tmp_path, "lost", **APART, timeouts={"step": 0.01}), "cpu", Ledger()
+    )
+    ours, theirs = Pipe()
+    reference._connections, reference.names = [ours], ["reference rank 0 of 1 (on there)"]
+    if dies:
+        theirs.close()
+    with pytest.raises(
+        WorkerLost if dies else HangError, match=r"rank 0 of 1 \(on there\): "
+    ) as found:
+        reference.forget()
+    assert ("its process died" if dies else "timeouts.step") in str(found.value)
+
+
+def test_roles_that_share_some_devices_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    mapped = {"actor_train__device_mapping": [0, 1], "reference__device_mapping": [1, 2]}
+    with pytest.raises(ConfigError, match="the same devices, or none in common"):
+        launch(config_of(tmp_path, "overlap", **mapped), with_reference=True)

@@ -170,3 +170,17 @@ class Paused(ActorWorker):
         if self.steps == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
         return super().train_step(*args, **kwargs)
+
+
+class DiesOnce(ActorWorker):
+    """Is killed in the third step, unless an earlier start was."""
+
+    steps = 0
+
+    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
+        self.steps += 1
+        mark = Path(os.environ["RATHER_TEST_ONCE"])
+        if self.steps == 3 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().compute_log_probs(batches)
