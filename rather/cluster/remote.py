@@ -58,9 +58,9 @@ class RemoteReference(RoleOnRanks):
             try:
                 made = socket.create_connection((address, port), limits.connect)
             except OSError as error:
-                raise WorkerError(
-                    f"{peers.name(rank, 'reference')} cannot be reached at {address}:{port}: {error}"
-                ) from error
+                name = peers.name(rank, "reference")
+                text = f"{name} cannot be reached at {address}:{port}: {error}"
+                raise WorkerError(text) from error
             made.settimeout(None)
             keep_alive(made, limits.link)
             self._connections.append(Connection(made.detach()))

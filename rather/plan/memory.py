@@ -54,8 +54,8 @@ class WeightBytes(NamedTuple):
 class Part(NamedTuple):
     """Weights that are treated alike: their number, their bytes, and extra bytes on every rank.
 
-    They are `cut` by tp and pp, experts by ep and pp, with the optimizer in `shards`. Of a pipeline,
-    the share of one rank counts.
+    They are `cut` by tp and pp, experts by ep and pp, with the optimizer in `shards`. Of a
+    pipeline, the share of one rank counts.
     """
 
     number: int
