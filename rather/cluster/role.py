@@ -253,12 +253,14 @@ def join_ranks(config: DPOConfig, roles: Mapping[str, int], closing: ExitStack) 
     near = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     devices = sum(roles.values())
     if world != devices:
-        mapping = f"set actor_train.device_mapping=0-{world - 1}, or"
-        names, fix = "actor_train.device_mapping names", mapping
         if len(roles) > 1:
-            names, fix = "actor_train and reference have", "set"
+            raise ConfigError(
+                f"actor_train and reference have {devices} devices together, and torchrun started "
+                f"{world} processes; set --nproc-per-node={devices}"
+            )
         raise ConfigError(
-            f"{names} {devices} devices, and torchrun started {world} processes; {fix} "
+            f"actor_train.device_mapping names {devices} devices, and torchrun started {world} "
+            f"processes; set actor_train.device_mapping=0-{world - 1}, or "
             f"--nproc-per-node={devices}"
         )
     role, own, size = role_of(rank, roles)
