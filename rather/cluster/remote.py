@@ -111,7 +111,7 @@ class RemoteReference(RoleOnRanks):
         while pending and (left := deadline - time.monotonic()) > 0:
             for ready in wait(list(pending), left):
                 assert isinstance(ready, Connection)
-                results[rank] = result = self._receive(ready, rank := pending.pop(ready))
+                results[pending.pop(ready)] = result = self._receive(ready)
                 if result.failure:  # the others may wait for it in a collective
                     deadline = min(deadline, time.monotonic() + GRACE)
         log_records(self.role, results)
@@ -124,7 +124,7 @@ class RemoteReference(RoleOnRanks):
             raise hang_error(late, {}, limit, self.config.log_dir)
         return [results[rank].value for rank in range(len(called))]
 
-    def _receive(self, connection: Connection, rank: int) -> CallResult:
+    def _receive(self, connection: Connection) -> CallResult:
         try:
             result: CallResult = connection.recv() or CallResult()
             return result
@@ -133,8 +133,7 @@ class RemoteReference(RoleOnRanks):
             if isinstance(error, TimeoutError):
                 seconds = self.config.timeouts.link
                 text = f"its machine has not answered for {seconds:.0f} s {CUT}"
-            failure = Failure(WorkerLost.__name__, text, f"{self.names[rank]}: {text}", time.time())
-            return CallResult(failure=failure)
+            return CallResult(failure=Failure.of(WorkerLost(text)))
 
 
 def serve(config: DPOConfig, member: RankInfo, kind: str) -> None:
