@@ -1,8 +1,8 @@
 """Take the pictures for README and docs: `make screenshots`.
 
 It trains the demo's model on the demo's pairs with two values of beta, and once with some labels
-flipped; then it builds the site, and opens the pages in Chromium. `python -m docs.screenshots FOLDER` takes every page in both themes on a
-desktop and on a phone, to be looked at.
+flipped; then it builds the site, and opens the pages in Chromium. To check the pages by eye,
+`python -m docs.screenshots FOLDER` takes each one in both themes, on a desktop and on a phone.
 """
 
 from __future__ import annotations
@@ -94,14 +94,20 @@ def serving(folder: Path) -> Iterator[Board]:
             thread.join()
 
 
+def open_page(
+    browser: Browser, address: str, size: Size, theme: str, ready: str = "html[data-ready]"
+) -> Page:
+    """Open a page and wait until the element `ready` is there."""
+    dark = "dark" if theme == "dark" else "light"
+    page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=dark)
+    page.goto(address)
+    page.wait_for_selector(ready, state="attached", timeout=SLOW)
+    return page
+
+
 def open_board(browser: Browser, board: Board, size: Size, theme: str) -> Page:
     """Open the board with all runs compared and their curves drawn."""
-    page = browser.new_page(
-        viewport={"width": size[0], "height": size[1]},
-        color_scheme="dark" if theme == "dark" else "light",
-    )
-    page.goto(board.address)
-    page.wait_for_selector("html[data-ready]", state="attached")
+    page = open_page(browser, board.address, size, theme)
     first, *others = RUNS
     page.get_by_role("button", name=first, exact=True).click()
     for name in others:
@@ -113,12 +119,8 @@ def open_board(browser: Browser, board: Board, size: Size, theme: str) -> Page:
 
 def open_file(browser: Browser, file: Path, size: Size, theme: str) -> Page:
     """Open a page from the disk: a report, or a page of the documentation."""
-    dark = "dark" if theme == "dark" else "light"
-    page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=dark)
-    page.goto(file.as_uri())
     ready = "html[data-ready]" if file.name == "report.html" else "body"
-    page.wait_for_selector(ready, state="attached", timeout=SLOW)
-    return page
+    return open_page(browser, file.as_uri(), size, theme, ready)
 
 
 def open_pair(browser: Browser, board: Board, size: Size, theme: str) -> Page:
@@ -137,12 +139,7 @@ def open_pair(browser: Browser, board: Board, size: Size, theme: str) -> Page:
 
 def open_suspects(browser: Browser, board: Board, size: Size, theme: str) -> Page:
     """Open the board with the pairs whose labels look flipped, the worst first."""
-    page = browser.new_page(
-        viewport={"width": size[0], "height": size[1]},
-        color_scheme="dark" if theme == "dark" else "light",
-    )
-    page.goto(board.address)
-    page.wait_for_selector("html[data-ready]", state="attached")
+    page = open_page(browser, board.address, size, theme)
     page.get_by_role("button", name=FLIPPED, exact=True).click()
     page.fill("#text", "likely_flipped")
     page.keyboard.press("Enter")

@@ -135,7 +135,7 @@ class Watchdog:
                 setattr(role, method, self._timed(getattr(role, method), role.role, method))
 
     def start(self, *, links: bool = True) -> None:
-        """Start the thread. All processes call this, those of a policy with links to others."""
+        """Start the thread; every process calls this. `links`: also watch the other machines."""
         if self.world > 1:
             self._peers = Peers(PATIENCE)
             self._peers.write("process", asdict(Process.this()))

@@ -97,8 +97,8 @@ def test_the_first_cause_is_reported_once_and_no_echo(tmp_path: Path) -> None:
         system_envs={"RATHER_TEST_BREAK": "nonfinite"},
     )
     done = torchrun(broken, 2)
-    (told,) = [line for line in done.stderr.splitlines() if line.startswith("rather: ")]
-    assert re.fullmatch(r"rather: reference rank 1 of 2 \(on .+\): the loss is not finite", told)
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("rather: ")]
+    assert re.fullmatch(r"rather: reference rank 1 of 2 \(on .+\): the loss is not finite", error)
     assert done.stderr.count("Traceback") == 1  # of torchrun itself
     assert "exitcode  : 6" in done.stderr
 
@@ -139,8 +139,8 @@ def test_a_failure_of_a_reference_on_its_own_devices_ends_the_run(tmp_path: Path
         system_envs={"RATHER_TEST_BREAK": "nonfinite"},
     )
     done = torchrun(broken, 2)
-    (told,) = [line for line in done.stderr.splitlines() if line.startswith("rather: ")]
-    assert re.fullmatch(r"rather: reference rank 0 of 1 \(on .+\): the loss is not finite", told)
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("rather: ")]
+    assert re.fullmatch(r"rather: reference rank 0 of 1 \(on .+\): the loss is not finite", error)
     assert "exitcode  : 6" in done.stderr
 
 
