@@ -469,10 +469,14 @@
       button.addEventListener("click", () => { $("index").value = hit.index; showPair().catch(showError); });
       return element("li", {}, button, " ", element("span", { className: "muted" }, `… ${hit.prompt.slice(-100)} `), hit.chosen);
     });
-    const parts = [element("p", {}, hits.length ? `${counted(hits.length, "pair")} found` : "No pair found"), element("ul", { className: "findings" }, ...hits)];
-    if (answer.next !== null) {
-      const more = element("button", { type: "button" }, `Continue from pair ${answer.next}`);
-      more.addEventListener("click", () => find(answer.next).catch(showError));
+    const { total, next } = answer, places = start ? `${start + 1} to ${start + hits.length}` : `the first ${hits.length}`;
+    let said = total || hits.length ? `${counted(total || hits.length, "pair")} found` : "No pair found";
+    if (total > hits.length) said += `, ${places} shown`;
+    else if (total === null && next !== null) said += ` before pair ${next}`;
+    const parts = [element("p", {}, said), element("ul", { className: "findings" }, ...hits)];
+    if (next !== null) {
+      const more = element("button", { type: "button" }, total === null ? `Continue from pair ${next}` : "Show more");
+      more.addEventListener("click", () => find(next).catch(showError));
       parts.push(more);
     }
     $("hits").replaceChildren(...parts);

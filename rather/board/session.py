@@ -101,7 +101,8 @@ class Session:
                 hits.append({"index": order[place], "id": pair.id, **shown})
             place += 1
         following = place if place < len(order) else None
-        return {"sets": self.sizes, "hits": hits, "next": following}
+        total = len(order) if is_finding else None  # a search counts what it has passed
+        return {"sets": self.sizes, "hits": hits, "next": following, "total": total}
 
     def _pairs_of(self, finding: str, pairs: PairDataset) -> list[int]:
         places = {digest: i for i, digest in enumerate(pairs.column("pair_hash").tolist())}

@@ -61,6 +61,9 @@ class Cluster(RoleOnRanks):
         self.deadlines = Deadlines(manager.timeouts, compiles=compiles)
         self.seats = manager.seats(self.mapping, self.config.envs(self.worker_config))
         manager.named[self.role] = self.seats
+        # Looked up once: a step makes two calls on each of up to a thousand ranks.
+        self._calls = [seat.handle.call.remote for seat in self.seats]
+        self._links = {rank: seat.link for rank, seat in enumerate(self.seats) if seat.link}
         self.rooms, self.ledger = [seat.room for seat in self.seats], manager.ledger
         places = ", ".join(map(str, self.seats))
         log.info("%s: %s; %s", self.role, self.layout.describe(), places)
@@ -84,14 +87,14 @@ class Cluster(RoleOnRanks):
     ) -> list[Any]:
         import ray
 
-        seats, computes = self.seats[:1] if one else self.seats, batches is not None
+        role, computes = self.role, batches is not None
+        first, *others = self._calls[:1] if one else self._calls
         given: Any = (batches, *args) if computes else args
-        if given and len(seats) > 1:
+        if given and others:
             given = ray.put(given)  # once, however many ranks there are
         # What all ranks have computed of micro-batches is the same: one returns it.
-        call = (self.role, method, given)
-        called = [seats[0].handle.call.remote(*call, silent=False)]
-        called += [seat.handle.call.remote(*call, silent=computes) for seat in seats[1:]]
+        called = [first(role, method, given, silent=False)]
+        called += [call(role, method, given, silent=computes) for call in others]
         tokens = 0 if batches is None else tokens_of(batches)
         values = self._collect(called, phase_of(self.role, method), tokens)
         if computes and self.takes_turns:
@@ -136,7 +139,7 @@ class Cluster(RoleOnRanks):
     def _cut_off(self) -> dict[int, Failure]:
         """Return a failure for the first rank on each machine that does not answer."""
         text = f"its machine has not answered for {self.manager.timeouts.link:.0f} s {CUT}"
-        ranks = [n for n, seat in enumerate(self.seats) if seat.link and seat.link.is_silent]
+        ranks = [rank for rank, link in self._links.items() if link.is_silent]
         for rank in ranks:
             self.manager.cut_off.add(self.seats[rank].node)
         return {rank: Failure(WorkerLost.__name__, text, text, time.time()) for rank in ranks}

@@ -94,7 +94,7 @@ class ActorWorker:
         self.trainer: RankTrainer
         self.rows: int
         self.place = (0, 1)  # data-parallel rank
-        self.unused: Any = {} if config.keeps_ledger else {"ratios": None, "pull": None}
+        self.unused: Any = {} if config.pair_ledger else {"ratios": None, "pull": None}
         self.named: NamedSteps  # of the run, whose pairs calls name by numbers
 
     def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:

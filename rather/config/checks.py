@@ -243,6 +243,8 @@ def _data(config: DPOConfig) -> Problems:
         yield "rejected_key", f"'{config.rejected_key}' is also the chosen_key; use two columns"
     if train.corrections and config.task != "preference":
         yield "actor_train.data_args.corrections", f"belongs to pairs, and task is {config.task}"
+    if config.pair_ledger and config.task != "preference":
+        yield "pair_ledger", f"belongs to task: preference, and task is {config.task}; remove it"
     files, weights = train.files, train.weights
     if weights is not None and files and len(weights) != len(files):
         text = f"{len(weights)} weights for {len(files)} files in file_name"

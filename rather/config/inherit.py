@@ -75,6 +75,8 @@ def complete(config: DPOConfig) -> dict[str, str]:
     actor, reference = config.actor_train, config.reference
     if config.task in LOSS_OF_TASK and not config.loss_type:
         inherit("pref_loss", "task", LOSS_OF_TASK[config.task])
+    if config.task != "preference":
+        inherit("pair_ledger", "task", False)
     if not config.apply_loss_mask:
         inherit(f"{DATA}.score", "apply_loss_mask", "all")
     for name, value in lora_file(actor.model_args)[0].items():

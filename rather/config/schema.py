@@ -689,7 +689,7 @@ class TrackingKeys(Section):
     ui.perfetto.dev."""
     pair_ledger: bool = True
     """Write ledger.arrows into the run folder: margin, log-ratios and gradient weight of every pair
-    in every epoch (about 60 bytes a row), which `rather pairs` reads. For task: preference."""
+    in every epoch (about 60 bytes a row), which `rather pairs` reads. Only for task: preference."""
     report_html: bool | Literal["auto"] = "auto"
     """Write report.html (5 MB, works offline) into the run folder: true, false, or auto: if the
     extra `report` is installed. `rather report` writes it later."""
@@ -831,11 +831,6 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
     @property
     def roles(self) -> dict[str, RoleConfig]:
         return {"actor_train": self.actor_train, "reference": self.reference}
-
-    @property
-    def keeps_ledger(self) -> bool:
-        """Whether the numbers of each pair are written to the ledger."""
-        return self.pair_ledger and self.task == "preference"
 
     @property
     def run_dir(self) -> Path:

@@ -77,14 +77,19 @@ class PairRows(_Named, Sequence[TokenPair]):
     def tokens(self) -> int:
         return int(self.dataset.tokens[self.rows].sum())
 
-    @property
+    @cached_property
     def digests(self) -> NDArray[np.uint64]:
         return np.asarray(self.dataset.digests[self.rows])
 
-    @property
+    @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """The number of scored tokens of chosen and rejected, [pairs, 2]."""
         return np.asarray(self.dataset.scored[self.rows])
+
+    def read_numbers(self) -> None:
+        """Read what a step needs besides tokens, before it is needed; may run in another thread."""
+        for name in ("tokens", "digests", "lengths"):
+            getattr(self, name)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -69,7 +69,7 @@ class TrainingLoop:
     def _build_loop(self, identity: Mapping[str, Any]) -> None:
         """Build the parts that both constructors share."""
         config, roles, source = self.config, self.roles, self.source
-        self.keeps_ledger = config.keeps_ledger
+        self.keeps_ledger = config.pair_ledger
         kind = self.objective.baseline_kind
         self.packing = Packing(config, roles.kind, baseline=kind)
         self.timeline = Timeline(in_turn=not roles.runs_ahead)
@@ -131,6 +131,8 @@ class TrainingLoop:
         if self.reference:
             self.reference.pack(step.reference)
             self.reference_stream.prepare(step)
+        if self.keeps_ledger and isinstance(step.pairs, PairRows):
+            step.pairs.read_numbers()
         return step
 
     def _train_step(self, step: Step, reference: Columns | None) -> StepResult:
@@ -151,7 +153,7 @@ class TrainingLoop:
             assert isinstance(step.pairs, PairRows)
             assert result.ratios is not None
             assert result.pull is not None
-            ratios, pull = result.ratios.float().numpy(), result.pull.float().numpy()
+            ratios, pull = (each.numpy().astype("f4") for each in (result.ratios, result.pull))
             if not self.objective.needs_reference:
                 ratios = ratios / step.pairs.lengths  # log-probs per token
             # The derivative of the pair's loss, times its own weight, by the difference of both

@@ -92,12 +92,8 @@ class BlockFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
-    def append(self, keys: Keys, sums: Floats) -> None:
-        """Write one block."""
-        payload = keys.astype("<u8").tobytes() + sums.astype("<f8").tobytes()
-        payload += bytes(len(sums) * RECORD - len(payload))
-        header = HEADER.pack(MAGIC, len(sums), 0, len(payload), zlib.crc32(payload))
-        block = header + CHECKSUM.pack(zlib.crc32(header)) + payload
+    def append(self, block: bytes) -> None:
+        """Write one block, or several."""
         size, done = os.fstat(self._descriptor).st_size, 0
         try:
             while done < len(block):
@@ -133,6 +129,13 @@ class BlockFile:
     def close(self) -> None:
         if (descriptor := vars(self).pop("_descriptor", None)) is not None:
             os.close(descriptor)
+
+
+def block_of(keys: Keys, sums: Floats) -> bytes:
+    unused = bytes(len(sums) * (RECORD - 16 - 8))
+    payload = b"".join([keys.astype("<u8").data, sums.astype("<f8").data, unused])
+    header = HEADER.pack(MAGIC, len(sums), 0, len(payload), zlib.crc32(payload))
+    return b"".join([header, CHECKSUM.pack(zlib.crc32(header)), payload])
 
 
 def _block_at(data: mmap.mmap, at: int) -> tuple[int, bytes, int] | None:

@@ -45,6 +45,7 @@ from rather.reference.logprob_cache import (
     Keys,
     Slots,
     Table,
+    block_of,
     first_places,
     keys_of,
 )
@@ -117,7 +118,7 @@ class ReferenceLogps:
         # In the cache: one file per process, so that no lock is needed.
         self._segment: BlockFile | None = None
         self._answers: list[_Answer] = []
-        self._waiting: list[tuple[Keys, Floats]] = []  # to write once the disk has space
+        self._waiting: list[bytes] = []  # blocks to write once the disk has space
         self._row_slots: dict[str, Slots] = {}  # of the pairs of sets; -1 if not yet known
         self._opened, self.is_empty = False, True  # nothing is cached
 
@@ -312,7 +313,8 @@ class ReferenceLogps:
         """Write to the files. If the disk is full the run continues, but saves no checkpoint."""
         assert self._table is not None
         is_first, keys = not self._waiting, self._table.keys(slots)
-        self._waiting.append((keys, values))
+        block = block_of(keys, values)
+        self._waiting.append(block)
         try:
             self._write_waiting()
         except OSError as error:
@@ -321,7 +323,8 @@ class ReferenceLogps:
                 log.warning("%s: cannot be written (%s); its values wait.", path, reason)
         try:
             if self._segment and is_new.any():
-                self._segment.append(keys[is_new], values[is_new])
+                all_new = is_new.all()
+                self._segment.append(block if all_new else block_of(keys[is_new], values[is_new]))
         except OSError as error:
             reason = error.strerror
             log.warning("%s: cannot be written (%s); nothing more is cached", self.folder, reason)
@@ -330,8 +333,7 @@ class ReferenceLogps:
 
     def _write_waiting(self) -> None:
         if self._own and self._waiting:
-            keys, sums = zip(*self._waiting, strict=True)
-            self._own.append(np.concatenate(keys), np.concatenate(sums))
+            self._own.append(b"".join(self._waiting))
         self._waiting = []
 
     def sync(self) -> None:

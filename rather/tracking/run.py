@@ -84,7 +84,7 @@ class RunTracker(NoTracker):
         metrics.jsonl is written from scratch. `quiet` switches the console off.
         """
         self._metrics = MetricsFile(config.run_dir / "metrics.jsonl")
-        self._ledger = AppendedFile(config.run_dir / LEDGER) if config.keeps_ledger else None
+        self._ledger = AppendedFile(config.run_dir / LEDGER) if config.pair_ledger else None
         self._config, self._total_steps, self._quiet = config, total_steps, quiet
         self._trackers: dict[str, Tracker] = {}
         self.go_back(metrics_position, start_step)

@@ -183,7 +183,12 @@ def test_search(trained: dict[str, DPOConfig], monkeypatch: pytest.MonkeyPatch) 
     assert [hit["index"] for hit in every["hits"]] == list(range(20))
     assert every["next"] == 20
     none = session.search("train", "no such words", 0)
-    assert none == {"sets": {"train": 40, "held-out": 9}, "hits": [], "next": None}
+    assert none == {"sets": {"train": 40, "held-out": 9}, "hits": [], "next": None, "total": None}
+    everything = list(range(39, -1, -1))
+    monkeypatch.setattr(Session, "_pairs_of", lambda *_: everything)
+    page = session.search("train", "likely_flipped", 20)
+    assert [hit["index"] for hit in page["hits"]] == everything[20:]
+    assert (page["total"], page["next"]) == (40, None)
     monkeypatch.setattr(sessions, "SEARCH_SECONDS", -1.0)
     slow = session.search("train", "no such words", 5)
     assert (slow["hits"], slow["next"]) == ([], 6)

@@ -23,7 +23,7 @@ from rather.errors import ConfigError
 from rather.losses.objective import from_config
 from rather.model import files
 from rather.pipeline.pipeline import DPOPipeline
-from rather.reference.logprob_cache import BlockFile
+from rather.reference.logprob_cache import BlockFile, block_of
 from rather.reference.logps import ReferenceLogps
 from tests.tiny import in_child, make_config, make_model, make_pairs, metrics
 
@@ -259,7 +259,7 @@ def forge(folder: Path) -> Path:
     (segment,) = segments(folder)
     stored, _ = BlockFile(segment).read()
     segment.unlink()
-    BlockFile(segment).append(stored.keys, stored.sums - 1)
+    BlockFile(segment).append(block_of(stored.keys, stored.sums - 1))
     return segment.parent
 
 
@@ -355,10 +355,10 @@ def test_a_full_disk_ends_the_cache_and_not_the_run(
 ) -> None:
     really = BlockFile.append
 
-    def full(self: BlockFile, *block: Any) -> None:
+    def full(self: BlockFile, block: bytes) -> None:
         if self.path.suffix == ".logps":
             raise OSError(28, "No space left on device")
-        really(self, *block)
+        really(self, block)
 
     monkeypatch.setattr(BlockFile, "append", full)
     assert counters(run(folder, "full", **{EPOCHS: 2.0})) == (40, 49, 6)

@@ -25,6 +25,7 @@ from rather.reference.logprob_cache import (
     Floats,
     Keys,
     Table,
+    block_of,
     keys_of,
 )
 
@@ -60,7 +61,7 @@ def contents(path: Path) -> dict[bytes, float]:
 def write(path: Path, *blocks: dict[bytes, float]) -> BlockFile:
     file = BlockFile(path)
     for block in blocks:
-        file.append(*arrays(block))
+        file.append(block_of(*arrays(block)))
     return file
 
 
@@ -140,7 +141,7 @@ def test_a_full_disk_leaves_no_half_block(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(store.os, "write", full)
     with pytest.raises(OSError, match="No space"):
-        file.append(*arrays(records(9, 3)))
+        file.append(block_of(*arrays(records(9, 3))))
     assert (tmp_path / "a").stat().st_size == size
 
 

@@ -23,8 +23,9 @@ from rather.commands.export import export
 from rather.commands.plan import plan
 from rather.commands.score import score
 from rather.commands.sweep import choose_metric
-from rather.config.load import dump_yaml
+from rather.config.load import config_from_dict, dump_yaml
 from rather.config.schema import ModelArgs
+from rather.config.show import public_values
 from rather.data.formats import ANSWERS
 from rather.data.prepare import prepare
 from rather.data.save import save
@@ -274,6 +275,7 @@ def test_what_a_task_cannot_have_is_refused(tmp_path: Path) -> None:
         ({"task": "reward", "actor_train__model_args__quantization": "4bit",
           "actor_train__model_args__lora_rank": 2}, "whole weights"),
         ({"task": "unpaired", "actor_train__data_args__corrections": "c.jsonl"}, "belongs to pairs"),
+        ({"task": "sft", "pair_ledger": True}, "pair_ledger: belongs to task: preference"),
         ({"actor_train__data_args__label_threshold": 0}, "belongs to task: unpaired"),
         ({"task": "bco"}, "losses such as kto and bco .task: unpaired. are named by pref_loss"),
         ({"task": "dpo"}, "did you mean 'preference'"),
@@ -281,6 +283,7 @@ def test_what_a_task_cannot_have_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=text):
             make_config(tmp_path, **changes)
     config = make_config(tmp_path, task="sft")
+    assert not config_from_dict(public_values(config)).pair_ledger  # as a run folder has it
     assert choose_metric(config, None) == "eval/loss"
     assert choose_metric(make_config(tmp_path, task="reward"), None) == "eval/rewards/accuracies"
     with pytest.raises(ConfigError, match="Runs with task: preference write it"):
