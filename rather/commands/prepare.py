@@ -152,7 +152,8 @@ def migrate_command(
     source: YAML or JSON file, or a text file with a command line or shell script.
     devices: Number of devices, if no launcher sets it.
     """
-    from rather.migrate.engine import guess, migrate, summary, write
+    from rather.files import write_new
+    from rather.migrate.engine import guess, migrate, summary
     from rather.migrate.peers import PEERS
     from rather.migrate.source import read_file, read_line
 
@@ -162,7 +163,9 @@ def migrate_command(
     if peer is not None and peer not in NAMES:
         raise ConfigError(f"--from {peer}: unknown; choose one of {', '.join(NAMES)}.")
     result = migrate(given, PEERS[peer] if peer else guess(given, PEERS), devices)
-    out = write(result, out, force=force)
+    if not result.is_complete:
+        out = out.with_suffix(f".incomplete{out.suffix}")
+    write_new(out, result.yaml(), force=force)
     pairs = result.config.global_batch()
     if as_json:
         print_json(summary(result) | {"file": str(out), "pairs_per_step": pairs})

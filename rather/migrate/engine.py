@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from rather.config.redaction import looks_secret
 from rather.config.schema import DPOConfig
 from rather.config.values import MASK
 from rather.errors import ConfigError
-from rather.files import write_new
 from rather.migrate.rules import (
     CHANGED,
     IMPOSSIBLE,
@@ -39,21 +39,15 @@ from rather.migrate.rules import (
     Unsupported,
     algorithm,
     full,
+    short,
 )
 from rather.migrate.source import SourceSettings
 from rather.tracking.json_lines import flatten
 
 ORDER = (*INCOMPLETE, OPEN, LEFT_OUT, CHANGED, WRITTEN, RENAMED, KEPT, NEEDLESS)
-MODEL, PAIRS = "pretrain", "actor_train.data_args.file_name"
-MAPPINGS = (
-    ".columns.",
-    ".strategy_config.",
-    ".lr_scheduler_kwargs.",
-    "system_envs.",
-)  # take any name
-DEVICES = "actor_train.device_mapping"
+MAPPINGS = (".columns.", ".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # any name
 FOLDERS = {"output_dir", "exp_name", "logging_dir"}
-PLACES = {MODEL: "path/to/model", PAIRS: "path/to/pairs.jsonl"}
+PLACES = {"pretrain": "path/to/model", "actor_train.data_args.file_name": "path/to/pairs.jsonl"}
 _TRAINING, _MODEL = "actor_train.training_args.", "actor_train.model_args."
 # What a training is; without one of these a conversion is a guess.
 ESSENTIAL = {
@@ -116,36 +110,13 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What became of one key."""
-
-    key: str
-    value: Any
-    outcome: Outcome
-    rejected: tuple[str, ...] = ()  # keys that the schema or the loss did not accept
-
-    @property
-    def status(self) -> str:
-        return self.outcome.status
-
-    @property
-    def line(self) -> str:
-        """Return all of it in one line."""
-        ours = ", ".join(f"{path}: {_short(v)}" for path, v in self.outcome.values.items())
-        text = f"{self.status}: {self.key}"
-        text += "" if self.value is None else f" = {_short(self.value)}"
-        text += f" -> {ours}" if ours else ""
-        return f"{text}; {self.outcome.note}" if self.outcome.note else text
-
-
-@dataclass(frozen=True)
 class Migrated:
     """Values for Rather as nested mappings, and what became of each key, problems first."""
 
     peer: Peer
-    source: SourceSettings
+    name: str
     values: dict[str, Any]
-    rows: list[Row]
+    rows: list[Outcome]
     config: DPOConfig
 
     @property
@@ -154,13 +125,12 @@ class Migrated:
 
     def yaml(self) -> str:
         tool = f"{self.peer.name} {self.peer.version}".strip()
-        lines = [f"# Made by `rather migrate` from {self.source.name} ({tool})."]
+        lines = [f"# Made by `rather migrate` from {self.name} ({tool})."]
         if not self.is_complete:
             lines.append("# INCOMPLETE: it does not train what the source trains.")
         problems = (*INCOMPLETE, OPEN, LEFT_OUT)
         lines += [f"# {row.line}" for row in self.rows if row.status in problems]
-        values = yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
-        return "\n".join([*lines, values])
+        return "\n".join([*lines, yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)])
 
 
 def guess(source: SourceSettings, peers: Mapping[str, Peer]) -> Peer:
@@ -191,41 +161,41 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     if peer.config and not file and source.script:
         file = source.script.parent / peer.config
     values = peer.reader(file, source.flags) if peer.reader and file else source.values
-    written = {PROGRAM: source.program} if source.program in peer.programs else {}
-    known = flatten(values, whole=peer.whole.split())
-    written |= dict(_without_no(peer, *item) for item in known.items())
+    written: dict[str, Any] = {PROGRAM: source.program} if source.program in peer.programs else {}
+    for key, value in flatten(values, whole=peer.whole.split()).items():
+        # `--no_remove_unused_columns` means remove_unused_columns: false.
+        name = key.removeprefix("no_")
+        turned = value is True and peer.rule(key) is None and peer.rule(name) is not None
+        written |= {name: False} if turned else {key: value}
     count = devices or source.devices
     here = {COUNT: count or 1, FOLDER: file.parent if file else source.folder,
             ALIASED: any(key in peer.aliases for key in written)}  # fmt: skip
     given = here | {peer.aliases.get(key, key): v for key, v in written.items()}
     filled = []
     for key, default in peer.defaults.items():
-        value = _filled(default, given)
-        if value is not UNSET and not _says(peer, key, given):
-            given[key] = value
-            filled.append(key)
+        with suppress(TypeError, ValueError, ArithmeticError):  # it depends on senseless values
+            value = default(given) if callable(default) else default
+            if value is not UNSET and not _says(peer, key, given):
+                given[key] = value
+                filled.append(key)
     rows = _agreed([_row(peer, key, value, given) for key, value in written.items()])
-    stated = {path for row in rows for path in row.outcome.values}
+    stated = {path for row in rows for path in row.values}
     fallbacks = [_row(peer, key, given[key], given) for key in filled]
     rows += [row for each in fallbacks if (row := _default(each, stated))]
-    rows += _device_rows(count)
-    determined = stated.union(*(row.outcome.values for row in fallbacks))
-    rows += [Row(f"({path})", None, Outcome(OPEN, {path: text}, "not set in the source file"))
+    if count == 0:
+        rows.append(Outcome(MISSING, note=UNSURE, key=COUNT))
+    elif count and count > 1:
+        mapping = {"actor_train.device_mapping": f"0-{count - 1}"}
+        rows.append(Outcome(RENAMED, mapping, "from the launcher", COUNT, count))
+    determined = stated.union(*(row.values for row in fallbacks))
+    rows += [Outcome(OPEN, {path: text}, "not set in the source file", f"({path})")
              for path, text in PLACES.items() if path not in _values(rows)]  # fmt: skip
     rows, config = _judged(rows)
     rows += _missing(determined - {path for row in rows for path in row.rejected}, config, peer)
     if VISION.search(f"{source.program} {config.pretrain}"):
         raise ConfigError(f"{source.name}: {config.pretrain}: Rather trains language models only.")
     ordered = sorted(rows, key=lambda row: ORDER.index(row.status))
-    return Migrated(peer, source, nested(_values(rows)), ordered, config)
-
-
-def _filled(default: Any, given: Given) -> Any:
-    """Return a default, which may depend on other keys; not on values that make no sense."""
-    try:
-        return default(given) if callable(default) else default
-    except (TypeError, ValueError, ArithmeticError):
-        return UNSET
+    return Migrated(peer, source.name, nested(_values(rows)), ordered, config)
 
 
 def _says(peer: Peer, key: str, given: Given) -> bool:
@@ -235,39 +205,29 @@ def _says(peer: Peer, key: str, given: Given) -> bool:
     return bool(_outcome(peer, key, None, given).values)
 
 
-def _agreed(rows: list[Row]) -> list[Row]:
+def _agreed(rows: list[Outcome]) -> list[Outcome]:
     """Report keys that set the same key of Rather to different values."""
-    first: dict[str, Row] = {}
+    first: dict[str, Outcome] = {}
     result = []
     for row in rows:
-        values = row.outcome.values
-        against = {first[path].key for path, value in values.items()
-                   if first.setdefault(path, row).outcome.values[path] != value}  # fmt: skip
+        against = {first[path].key for path, value in row.values.items()
+                   if first.setdefault(path, row).values[path] != value}  # fmt: skip
         note = f"contradicts {', '.join(sorted(against))}; remove one of them"
-        result.append(Row(row.key, row.value, Outcome(IMPOSSIBLE, note=note)) if against else row)
+        result.append(row.refused(IMPOSSIBLE, note) if against else row)
     return result
 
 
-def _missing(determined: set[str], config: DPOConfig, peer: Peer) -> list[Row]:
-    """Return what makes a training and is neither in the source nor a default of the tool."""
-    needless = {"beta"} if config.loss_names == ["sft"] or config.task == "reward" else set()
-    needless |= set() if config.task == "sft" else {"scored turns"}
-    needless |= set() if MIXTURE.search(str(config.pretrain)) else {"router loss"}
+def _missing(determined: set[str], config: DPOConfig, peer: Peer) -> Iterator[Outcome]:
+    """Yield what makes a training and is neither in the source nor a default of the tool."""
+    needless = {
+        "beta": config.loss_names == ["sft"] or config.task == "reward",
+        "scored turns": config.task != "sft",
+        "router loss": not MIXTURE.search(str(config.pretrain)),
+    }
     note = f"neither set in the source file nor a fixed default of {peer.name}; set "
-    return [
-        Row(f"({name})", None, Outcome(MISSING, note=note + paths[0]))
-        for name, paths in ESSENTIAL.items()
-        if name not in needless and determined.isdisjoint(paths)
-    ]
-
-
-def _without_no(peer: Peer, key: str, value: Any) -> tuple[str, Any]:
-    """`--no_remove_unused_columns` means remove_unused_columns: false."""
-    short = key.removeprefix("no_")
-    turned = (
-        short != key and peer.rule(key) is None and peer.rule(short) is not None and value is True
-    )
-    return (short, False) if turned else (key, value)
+    for name, paths in ESSENTIAL.items():
+        if not needless.get(name) and determined.isdisjoint(paths):
+            yield Outcome(MISSING, note=note + paths[0], key=f"({name})")
 
 
 def nested_keys(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,29 +241,25 @@ def nested_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted paths as nested mappings, in the order of the schema."""
     order = list(table())
-    return nested_keys(dict(sorted(values.items(), key=lambda item: order.index(_known(item[0])))))
+
+    def place(path: str) -> int:  # strategy_config takes any key
+        return order.index(path) if path in order else place(path.rpartition(".")[0])
+
+    return nested_keys({path: values[path] for path in sorted(values, key=place)})
 
 
-def _known(path: str) -> str:
-    """Return the key of the schema that a path belongs to: strategy_config takes any key."""
-    while path not in table():
-        path = path.rpartition(".")[0]
-    return path
-
-
-def _row(peer: Peer, key: str, value: Any, given: Given) -> Row:
+def _row(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
     """Apply the rule of a key. A text under a name like hub_token is neither shown nor written."""
-    outcome = _outcome(peer, key, value, given)
-    paths = outcome.values
-    if any(path.endswith((".trust_remote_code", ".worker_cls")) for path in paths) and value:
+    row = _outcome(peer, key, value, given)._replace(key=key, value=value)
+    if any(path.endswith((".trust_remote_code", ".worker_cls")) for path in row.values) and value:
         note = "it runs Python code of others and is not copied; add it yourself if you trust them"
-        return Row(key, value, Outcome(LEFT_OUT, note=note))
-    public = bool(paths) and not any(map(looks_secret, paths))
+        return row.refused(LEFT_OUT, note)
+    public = bool(row.values) and not any(map(looks_secret, row.values))
     if not (looks_secret(key) and isinstance(value, str)) or public:
-        return Row(key, value, outcome)
+        return row
     note = "secrets are not written; set it in the environment"
-    hidden = outcome if outcome.status in INCOMPLETE else Outcome(LEFT_OUT, note=note)
-    return Row(key, MASK, hidden)
+    hidden = row if row.status in INCOMPLETE else row.refused(LEFT_OUT, note)
+    return hidden._replace(value=MASK)
 
 
 def _outcome(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
@@ -315,66 +271,51 @@ def _outcome(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
     if value == "":
         return Outcome(NEEDLESS, note="empty")
     try:
-        status, values, note = rule(value, given)
+        found = rule(value, given)
     except ConfigError as why:
         raise ConfigError(f"{key}: {why}") from None
     except Unsupported as why:
         return Outcome(IMPOSSIBLE, note=str(why))
     except (TypeError, ValueError, AttributeError, LookupError):
-        return Outcome(IMPOSSIBLE, note=f"{_short(value)} is not a value that {peer.name} accepts")
-    values = {full(path): v for path, v in values.items()}
+        return Outcome(IMPOSSIBLE, note=f"{short(value)} is not a value that {peer.name} accepts")
+    values = {full(path): v for path, v in found.values.items()}
     if "${" in str(values):
         status = LEFT_OUT if set(values) <= FOLDERS else IMPOSSIBLE
         return Outcome(status, note="its value is only known when it runs")
-    if absent := [path for path in values if not _exists(path)]:
+    is_known = {path: path in table() or any(map(path.__contains__, MAPPINGS)) for path in values}
+    if absent := [path for path in values if not is_known[path]]:
         return Outcome(IMPOSSIBLE, note=f"this version has no {', '.join(absent)}")
     same = all(key in (path, path.rpartition(".")[2]) for path in values)
-    return Outcome(KEPT if same and status == RENAMED else status, values, note)
+    status = KEPT if same and found.status == RENAMED else found.status
+    return Outcome(status, values, found.note)
 
 
-def _exists(path: str) -> bool:
-    return path in table() or any(part in path for part in MAPPINGS)
-
-
-def _default(row: Row, said: set[str]) -> Row | None:
+def _default(row: Outcome, said: set[str]) -> Outcome | None:
     """Write a default of the tool if Rather's is another."""
-    differ = {
-        path: value
-        for path, value in row.outcome.values.items()
-        if path not in said and (path not in table() or value != table()[path].default)
-    }
     if row.status in INCOMPLETE:
         return row
-    if not differ:
-        return None
-    ours = ", ".join(_short(table()[path].default) for path in differ if path in table())
-    notes = (f"Rather's default is {ours}" if ours else "", row.outcome.note)
-    return Row(row.key, row.value, Outcome(WRITTEN, differ, "; ".join(filter(None, notes))))
+    known = table()
+    differ = {
+        path: value
+        for path, value in row.values.items()
+        if path not in said and (path not in known or value != known[path].default)
+    }
+    ours = ", ".join(short(known[path].default) for path in differ if path in known)
+    notes = "; ".join(filter(None, (f"Rather's default is {ours}" if ours else "", row.note)))
+    return row._replace(status=WRITTEN, values=differ, note=notes) if differ else None
 
 
-def _device_rows(devices: int | None) -> list[Row]:
-    if devices is None or devices == 1:
-        return []
-    if not devices:
-        return [Row("(devices)", None, Outcome(MISSING, note=UNSURE))]
-    values = {DEVICES: f"0-{devices - 1}"}
-    return [Row("(devices)", devices, Outcome(RENAMED, values, "from the launcher"))]
+def _values(rows: list[Outcome]) -> dict[str, Any]:
+    return {path: value for row in rows for path, value in row.values.items()}
 
 
-def _values(rows: list[Row]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for row in rows:
-        values.update(row.outcome.values)
-    return values
-
-
-def _judged(rows: list[Row]) -> tuple[list[Row], DPOConfig]:
+def _judged(rows: list[Outcome]) -> tuple[list[Outcome], DPOConfig]:
     """Remove what the schema or the loss rejects, with the reason, until the rest is accepted."""
+    from rather.losses.objective import from_config
+
     while True:
         try:
             config = config_from_dict(nested(_values(rows)))
-            from rather.losses.objective import from_config
-
             from_config(config)
             return rows, config
         except ConfigError as error:
@@ -384,23 +325,16 @@ def _judged(rows: list[Row]) -> tuple[list[Row], DPOConfig]:
             rows = left
 
 
-def _without(row: Row, problems: list[str]) -> Row:
+def _without(row: Outcome, problems: list[str]) -> Outcome:
     for problem in problems:
         keys, _, text = problem.partition(": ")
         rejected = tuple(f"{key}." for key in keys.split(", "))
-        values = row.outcome.values
-        kept = {path: v for path, v in values.items() if not f"{path}.".startswith(rejected)}
-        if len(kept) < len(values):
-            lost = (*row.rejected, *(path for path in values if path not in kept))
+        kept = {path: v for path, v in row.values.items() if not f"{path}.".startswith(rejected)}
+        if len(kept) < len(row.values):
+            lost = (*row.rejected, *(path for path in row.values if path not in kept))
             status = LEFT_OUT if lost == ("eval_steps",) else IMPOSSIBLE  # it trains the same
-            return Row(row.key, row.value, Outcome(status, kept, text), lost)
+            return Outcome(status, kept, text, row.key, row.value, lost)
     return row
-
-
-def _short(value: Any) -> str:
-    text = str(value) if not isinstance(value, bool) else str(value).lower()
-    text = "null" if value is None else " ".join(text.split())
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def summary(migrated: Migrated) -> dict[str, Any]:
@@ -410,17 +344,9 @@ def summary(migrated: Migrated) -> dict[str, Any]:
         "version": migrated.peer.version,
         "complete": migrated.is_complete,
         "keys": [
-            {"key": row.key, "value": row.value, "status": row.status, "note": row.outcome.note,
-             "rather": row.outcome.values}
+            {"key": row.key, "value": row.value, "status": row.status, "note": row.note,
+             "rather": row.values}
             for row in migrated.rows
         ],
         "always": list(migrated.peer.always),
     }  # fmt: skip
-
-
-def write(migrated: Migrated, file: Path, *, force: bool = False) -> Path:
-    """Write the YAML, an incomplete one as `*.incomplete.yaml`; replace a file only if forced."""
-    if not migrated.is_complete:
-        file = file.with_suffix(f".incomplete{file.suffix}")
-    write_new(file, migrated.yaml(), force=force)
-    return file

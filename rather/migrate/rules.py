@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -34,11 +35,32 @@ SECTIONS = {  # short names that the tables use
 
 
 class Outcome(NamedTuple):
-    """Values for keys of Rather, and a note."""
+    """What became of one key: values for keys of Rather, and a note."""
 
     status: str
     values: Mapping[str, Any] = MappingProxyType({})
     note: str = ""
+    key: str = ""
+    value: Any = None
+    rejected: tuple[str, ...] = ()  # keys that the schema or the loss did not accept
+
+    def refused(self, status: str, note: str) -> Outcome:
+        return Outcome(status, note=note, key=self.key, value=self.value)
+
+    @property
+    def line(self) -> str:
+        """Return all of it in one line."""
+        ours = ", ".join(f"{path}: {short(v)}" for path, v in self.values.items())
+        text = f"{self.status}: {self.key}"
+        text += "" if self.value is None else f" = {short(self.value)}"
+        text += f" -> {ours}" if ours else ""
+        return f"{text}; {self.note}" if self.note else text
+
+
+def short(value: Any) -> str:
+    text = str(value) if not isinstance(value, bool) else str(value).lower()
+    text = "null" if value is None else " ".join(text.split())
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 NOT_NEEDED = Outcome(NEEDLESS)
@@ -71,22 +93,53 @@ def facts(text: str) -> dict[str, Rule]:
     """Return the rules of a table, each with names of keys, a sign, and what they mean.
 
     `= path`: Rather's key of the same meaning. Then, if wanted: `: a=b c=d`, its values by the
-    tool's; ` if set`, unless empty, 0 or false; ` if >1`; ` if key=a|b` or ` if key!=a`, the value
-    of another key; `; note`: the meaning changes.
+    tool's (`:: a=b`, of each in a list; others stay); conditions; `; note`: the meaning changes.
     `~ why`: not needed (nothing: internal to the tool). `! why`: not possible unless off.
     `? why`: left out unless off. `@ a b; why`: Rather always does this; no other value is possible.
     `- why`: no value is possible. `!! why`: Rather has no such training.
-    Names may fill several lines.
+    Names may fill several lines, and have conditions as well. Of several lines with a name, the
+    first counts whose conditions hold; if none does, the key is not needed.
     """
     rules: dict[str, Rule] = {}
+    lines: list[tuple[list[str], list[str], Rule]] = []
     names: list[str] = []
     for line in text.strip().splitlines():
         left, sign, rest = (*re.split(r"\s([=~?@-]|!!?)(?:\s+|$)", line, maxsplit=1), "", "")[:3]
+        left, *conditions = left.split(" if ")
         names += keys(left)
-        if sign:
-            rules |= dict.fromkeys(names, KINDS[sign](rest))
-            names = []
+        if sign == "=":
+            rest, _, note = rest.partition("; ")
+            rest, *more = rest.split(" if ")
+            lines.append((names, conditions + more, _same(rest, note)))
+        elif sign:
+            lines.append((names, conditions, KINDS[sign](rest)))
+        names = [] if sign else names
+    for names, conditions, rule in reversed(lines):
+        for name in names:
+            rules[name] = when(all_of(conditions), rule, rules.get(name, lambda *_: NOT_NEEDED))
     return rules
+
+
+def defaults(text: str) -> dict[str, Any]:
+    """Return defaults from lines of `a=1 b=true` with conditions; the first that holds counts."""
+    cases: dict[str, list[tuple[Condition, Any]]] = {}
+    for line in text.strip().splitlines():
+        values, *conditions = line.split(" if ")
+        for key, value in pairs(values).items():
+            cases.setdefault(key, []).append((all_of(conditions), value))
+    return {key: partial(_first, found) for key, found in cases.items()}
+
+
+def _first(cases: list[tuple[Condition, Any]], given: Given) -> Any:
+    return next((value for holds, value in cases if holds(value, given)), UNSET)
+
+
+def all_of(conditions: list[str]) -> Condition:
+    """Return whether all conditions hold: `set`, unless a value is empty, 0 or false; `>1`; of
+    other keys `key=a|b`, `key!=a`; `key~a|b`, contains a or b, `key!~a`; `mixture key`, a model.
+    """
+    tests = list(map(_condition, reversed(conditions)))
+    return lambda value, given: all(holds(value, given) for holds in tests)
 
 
 def gives(values: dict[str, Any], note: str = "") -> Outcome:
@@ -115,15 +168,24 @@ def converted(convert: Mapping[Any, Any], value: Any) -> Any:
     return convert[value]
 
 
-def _same(text: str) -> Rule:
+def _same(text: str, note: str) -> Rule:
     """Return the rule of a line with `=`."""
-    left, _, note = text.partition("; ")
-    left, *conditions = left.split(" if ")
-    path, colon, values = left.partition(": ")
-    rule = to(path, pairs(values), note=note) if colon else to(path, note=note)
-    for condition in map(_condition, conditions):
-        rule = when(condition, rule)
-    return rule
+    path, colon, values = text.partition(": ")
+    others = pairs(values)
+
+    def renamed(value: Any, given: Given) -> Outcome:
+        names = [str(name) for name in (value if isinstance(value, list) else [value])]
+        if lost := [name for name in names if others.get(name, name) is None]:
+            raise Unsupported(f"Rather has no loss {lost[0]}")
+        return gives({path[:-1]: one_or_all([others.get(name, name) for name in names])}, note)
+
+    if path.endswith(":"):
+        return renamed
+    return to(path, others, note=note) if colon else to(path, note=note)
+
+
+def one_or_all(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
 
 
 def _condition(text: str) -> Condition:
@@ -131,9 +193,17 @@ def _condition(text: str) -> Condition:
         return lambda value, given: value
     if text[0] == ">":
         return lambda value, given: value and value > int(text[1:])
-    key, _, names = text.partition("=")
-    wanted = [plain(name) for name in names.split("|")]
-    return lambda value, given: (given.get(key.rstrip("!")) in wanted) != key.endswith("!")
+    if text.startswith("mixture "):
+        return lambda value, given: MIXTURE.search(str(given.get(text[8:])))
+    key, sign, names = re.split(r"(!?[=~])", text, maxsplit=1)
+    words = names.split("|")
+
+    def holds(value: Any, given: Given) -> bool:
+        found = given.get(key)
+        contains = any(word in str(found) for word in words)
+        return (found in map(plain, words) if sign[-1] == "=" else contains) != (sign[0] == "!")
+
+    return holds
 
 
 def unless(allowed: Container[Any], note: str, status: str, why: str) -> Rule:
@@ -171,7 +241,6 @@ def _refused(why: str) -> Rule:
 
 
 KINDS: dict[str, Callable[[str], Rule]] = {
-    "=": _same,
     "~": needless,
     "!": never,
     "?": lambda why: unless(NOTHING, "off", LEFT_OUT, why),
@@ -198,16 +267,6 @@ def algorithm(names: Mapping[Any, str | Mapping[str, str] | None]) -> Rule:
     return rule
 
 
-def by(key: str, values: Mapping[Any, Any], otherwise: Any = UNSET) -> Callable[[Given], Any]:
-    """Return a default that depends on another key."""
-    return lambda given: values.get(given.get(key), otherwise)
-
-
-def of_mixture(model: str, value: Any) -> Callable[[Given], Any]:
-    """Return a default that only mixtures of experts have."""
-    return lambda given: value if MIXTURE.search(str(given.get(model))) else UNSET
-
-
-def when(condition: Condition, rule: Rule) -> Rule:
+def when(condition: Condition, rule: Rule, otherwise: Rule = lambda *_: NOT_NEEDED) -> Rule:
     """Apply a rule if the condition holds; otherwise the key is not needed."""
-    return lambda value, given: rule(value, given) if condition(value, given) else NOT_NEEDED
+    return lambda value, given: (rule if condition(value, given) else otherwise)(value, given)

@@ -49,7 +49,7 @@ def status(result: Migrated, key: str) -> str:
 
 def note(result: Migrated, key: str) -> str:
     (row,) = (row for row in result.rows if row.key == key)
-    return row.outcome.note
+    return row.note
 
 
 # ---- the published examples
@@ -195,9 +195,7 @@ def test_a_missing_length_limit_is_reported() -> None:
 
 def test_no_secret_is_written() -> None:
     result = of({"hub_token": "hf_canary", "hub_model_id": "me/model"})
-    assert "canary" not in result.yaml() + "".join(
-        f"{row.value}{row.outcome.note}" for row in result.rows
-    )
+    assert "canary" not in result.yaml() + "".join(f"{row.value}{row.note}" for row in result.rows)
     assert status(result, "hub_token") == status(result, "hub_model_id") == LEFT_OUT
     envs = {"HF_TOKEN": "hf_canary", "NCCL_DEBUG": "INFO"}
     roll = of({"pretrain": "m", "system_envs": envs}, "roll")

@@ -334,9 +334,9 @@ def test_four_classes_of_keys() -> None:
         "trust_remote_code": UNKNOWN,
     }
     rows = {row.key: row for row in result.rows}
-    assert "did you mean lora_rank?" in rows["lorra_rank"].outcome.note
+    assert "did you mean lora_rank?" in rows["lorra_rank"].note
     assert rows["ddp_timeout"].status == NEEDLESS
-    assert rows["ddp_timeout"].outcome.note
+    assert rows["ddp_timeout"].note
     assert "canary" not in result.yaml()
 
 

@@ -21,7 +21,6 @@ from rather.migrate.peers.shared import (
     dataset,
     epochs,
     length,
-    loss_name,
     optimizer,
     switches,
 )
@@ -29,12 +28,12 @@ from rather.migrate.rules import (
     KTO,
     LEFT_OUT,
     NOT_NEEDED,
-    UNSET,
     Given,
     Outcome,
     Rule,
     Unsupported,
     algorithm,
+    defaults,
     facts,
     gives,
     keys,
@@ -45,12 +44,7 @@ from rather.migrate.rules import (
     when,
 )
 
-HARMLESS = (
-    "LigerPlugin",
-    "KernelsPlugin",
-    "CutCrossEntropyPlugin",
-    "SwanLabPlugin",
-)  # speed and reports
+HARMLESS = ("LigerPlugin", "KernelsPlugin", "CutCrossEntropyPlugin", "SwanLabPlugin")  # for speed
 LOSSES = {"dpo": None, "ipo": "ipo", "simpo": "simpo", "orpo": "orpo",
           "kto": {**KTO, "pref_loss": "kto"}}  # fmt: skip
 TEMPLATES = pairs("chatml=chatml llama3=llama3 gemma=gemma qwen_25=qwen2_5 qwen3=qwen3 phi_3=phi3 "
@@ -158,6 +152,7 @@ RULES: dict[str, Rule] = {
         trust_remote_code = model.trust_remote_code
         dpo_loss_weights = loss_weights
         rl_beta dpo_beta trl.beta orpo_alpha = beta
+        dpo_loss_type = pref_loss:: kto_pair=none if rl=dpo
         simpo_gamma = gamma if rl=simpo
         cpo_alpha = rpo_alpha if rl=simpo
         lora_target_linear = model.lora_target: true=all-linear if set
@@ -247,9 +242,8 @@ RULES: dict[str, Rule] = {
     **switches("wandb_project use_tensorboard use_mlflow use_swanlab"),
     "adapter": adapter_kind,
     "rl": algorithm(LOSSES),
-    "dpo_loss_type": when(lambda value, given: given.get("rl") == "dpo", loss_name(kto_pair=None)),
-    "lora_target_modules": lambda value, given: (
-        NOT_NEEDED if given.get("lora_target_linear") else ADAPTER["lora_target_modules"](value, given)),
+    "lora_target_modules": when(
+        lambda value, given: not given.get("lora_target_linear"), ADAPTER["lora_target_modules"]),
     "datasets": datasets(SAMPLES),
     "test_datasets": datasets(HELD_OUT),
     "val_set_size": SPLIT,
@@ -271,8 +265,10 @@ PEER = Peer(
     defaults={
         **pairs("gradient_accumulation_steps=1 save_total_limit=4 rl=none dpo_loss_type=sigmoid micro_batch_size=1 "
                 "adapter=none bf16=auto simpo_gamma=0.5 cpo_alpha=1.0 sequence_len=512 num_epochs=1.0 lr_scheduler=cosine"),
-        "warmup_ratio": lambda given: UNSET if given.get("warmup_steps") else 0.03,
-        "rl_beta": lambda given: UNSET if given.get("orpo_alpha") or given.get("trl.beta") else 0.1,
+        **defaults("""
+            warmup_ratio=0.03 if warmup_steps=none|0
+            rl_beta=0.1 if orpo_alpha=none|0 if trl.beta=none|0
+        """),
     },
     marks="base_model rl sequence_len micro_batch_size num_epochs val_set_size sample_packing "
           "dataset_prepared_path pad_to_sequence_len lora_target_linear flash_attention",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rather.migrate.engine import PROGRAM, Peer
+from rather.migrate.engine import Peer
 from rather.migrate.peers.shared import (
     DTYPES,
     HELD_OUT,
@@ -20,12 +20,11 @@ from rather.migrate.peers.shared import (
 )
 from rather.migrate.rules import (
     KTO,
-    UNSET,
     Given,
     Outcome,
     Rule,
     Unsupported,
-    by,
+    defaults,
     facts,
     gives,
     pairs,
@@ -119,12 +118,14 @@ PEER = Peer(
     RULES,
     version="0.5.0",
     programs={"train_dpo": None, "train_orpo": "orpo", "train_kto": {**KTO, "pref_loss": "kto"}},
-    defaults={
-        "loss_type": by(PROGRAM, {"train_dpo": "dpo_loss"}), "lam": by(PROGRAM, {"train_orpo": 0.1}),
-        "beta": by(PROGRAM, {"train_orpo": UNSET}, 0.1), "accumulation_steps": by(PROGRAM, {"train_dpo": 1}, 8),
-        **pairs("lora_config=none plugin=gemini weight_decay=0.1 warmup_steps=none max_length=2048 max_epochs=3 batch_size=4 "
-                "mixed_precision=fp16 save_interval=1000 lr=5e-6 (adam_beta2)=0.95 (schedule)=cosine"),
-    },
+    defaults=defaults("""
+        loss_type=dpo_loss accumulation_steps=1 if (program)=train_dpo
+        lam=0.1 if (program)=train_orpo
+        beta=0.1 if (program)!=train_orpo
+        accumulation_steps=8
+        lora_config=none plugin=gemini weight_decay=0.1 warmup_steps=none max_length=2048 max_epochs=3 batch_size=4
+        mixed_precision=fp16 save_interval=1000 lr=5e-6 (adam_beta2)=0.95 (schedule)=cosine
+    """),
     marks="plugin accumulation_steps grad_clip mixed_precision disable_loss_mask ref_tp save_interval length_normalization "
           "disable_reference_model microbatch_size zero_cpu_offload save_dir",
     words=("coati", "colossalai run"),

@@ -20,9 +20,7 @@ from rather.migrate.peers.shared import (
     SPLIT,
     adapter,
     length,
-    loss_name,
     most_rows,
-    one_or_all,
     trained,
 )
 from rather.migrate.rules import (
@@ -37,13 +35,12 @@ from rather.migrate.rules import (
     Rule,
     Unsupported,
     algorithm,
+    defaults,
     facts,
     gives,
-    never,
-    of_mixture,
+    one_or_all,
     pairs,
     to,
-    when,
 )
 
 # Columns by their names in dataset_info.json: Rather's own, and another that it finds by itself.
@@ -120,6 +117,8 @@ RULES: dict[str, Rule] = {
         quantization_type @ nf4; weights are rounded to nf4
         enable_thinking @ true none; an empty thought is part of the answers
         pissa_init = model.init_lora_weights: true=pissa false=true
+        pref_loss = pref_loss:: kto_pair=none if stage=dpo
+        packing if stage=sft ! a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size
         simpo_gamma = gamma if pref_loss=simpo
         pure_bf16 = model.dtype: true=bf16; weights have exact float32 copies
         mix_strategy @ concat; data_args.weights mixes files
@@ -165,10 +164,7 @@ RULES: dict[str, Rule] = {
         use_hyper_parallel use_kt use_llama_pro use_megatron_bridge -
     """),
     "stage": algorithm({"dpo": None, "kto": {**KTO, "pref_loss": "kto"}, "sft": SFT, "rm": REWARD}),
-    "packing": when(lambda value, given: given.get("stage") == "sft", never(
-        "a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size")),
     "finetuning_type": trained,
-    "pref_loss": when(lambda value, given: given.get("stage") == "dpo", loss_name(kto_pair=None)),
     "dataset": registered(SAMPLES),
     "eval_dataset": registered(HELD_OUT),
     "val_size": SPLIT,
@@ -187,9 +183,11 @@ PEER = Peer(
     programs={"llamafactory-cli train": None, "lmf train": None},
     defaults={
         **HF_DEFAULTS,
-        **pairs("stage=sft cutoff_len=2048 dataset_dir=data finetuning_type=lora lora_rank=8 lora_target=all pref_beta=0.1 "
-                "pref_loss=sigmoid mask_history=false simpo_gamma=0.5"),
-        "lora_alpha": lambda given: 2 * given["lora_rank"], "(router)": of_mixture("model_name_or_path", 0.0),
+        **defaults("""
+            stage=sft cutoff_len=2048 dataset_dir=data finetuning_type=lora lora_rank=8 lora_target=all pref_beta=0.1 pref_loss=sigmoid mask_history=false simpo_gamma=0.5
+            (router)=0.0 if mixture model_name_or_path
+        """),
+        "lora_alpha": lambda given: 2 * given["lora_rank"],
     },
     marks="stage finetuning_type pref_beta pref_loss pref_ftx cutoff_len dpo_label_smoothing quantization_bit plot_loss "
           "overwrite_cache",

@@ -29,10 +29,9 @@ from rather.migrate.rules import (
     Given,
     Outcome,
     Rule,
-    by,
+    defaults,
     facts,
     gives,
-    of_mixture,
     pairs,
     to,
 )
@@ -94,10 +93,6 @@ ALIASES = pairs("""
 def precision(given: Given) -> Any:
     """In 0.11 it is bf16; without groups, the version and so the default are not known."""
     return "bf16" if "bf16" not in given and given[ALIASED] else UNSET
-
-
-def of_sft(value: Any, otherwise: Any) -> Any:
-    return lambda given: value if is_sft(given) else otherwise
 
 
 RULES: dict[str, Rule] = {
@@ -177,13 +172,17 @@ PEER = Peer(
     programs={"train_dpo": "sigmoid", "train_sft": SFT, "train_rm": REWARD},
     aliases=ALIASES,
     defaults={
-        "max_len": of_sft(2048, 512), "learning_rate": by(PROGRAM, {"train_sft": 5e-6, "train_rm": 9e-6}, 1e-5),
-        **pairs("lr_scheduler=cosine_with_min_lr lr_warmup_ratio=0.03 min_lr_ratio=0.1 adam_betas=[0.9,0.95] train_batch_size=128 "
-                "beta=0.1 save_steps=-1 zero_stage=2 lora_rank=0 lora_alpha=16 seed=42 apply_chat_template=false"),
-        "param_dtype": precision, "max_epochs": of_sft(2, 1), "multiturn": of_sft(False, UNSET), "input_key": of_sft("input", UNSET),
+        **defaults("""
+            max_len=2048 learning_rate=5e-6 max_epochs=2 multiturn=false input_key=input if (program)=train_sft
+            learning_rate=9e-6 if (program)=train_rm
+            eval_split=test if (program)=train_dpo
+            aux_loss_coef=0.0 if mixture pretrain
+            max_len=512 learning_rate=1e-5 max_epochs=1 eval_split=train lr_scheduler=cosine_with_min_lr lr_warmup_ratio=0.03 min_lr_ratio=0.1
+            adam_betas=[0.9,0.95] train_batch_size=128 beta=0.1 save_steps=-1 zero_stage=2 lora_rank=0 lora_alpha=16 seed=42 apply_chat_template=false
+        """),
+        "param_dtype": precision,
         "input_template": lambda given: (
             "User: {}\nAssistant: " if is_sft(given) and not given.get("apply_chat_template") else UNSET),
-        "eval_split": by(PROGRAM, {"train_dpo": "test"}, "train"), "aux_loss_coef": of_mixture("pretrain", 0.0),
     },
     marks="micro_train_batch_size max_len zero_stage nll_loss_coef lr_warmup_ratio ref_pretrain packing_samples max_ckpt_num "
           "adam_offload",

@@ -23,6 +23,7 @@ from rather.migrate.rules import (
     facts,
     gives,
     keys,
+    one_or_all,
     only,
     pairs,
     to,
@@ -101,10 +102,6 @@ def most_rows(named: Rule, *unlimited: int) -> Rule:
     return rule
 
 
-def one_or_all(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else values
-
-
 def address(name: str, split: Any = None, config: Any = None, revision: Any = None) -> str | None:
     """Return the address of a data set of Hugging Face's hub; None if the name is not one."""
     is_path = name.startswith(".") or name.endswith(READABLE) or Path(name).exists()
@@ -166,36 +163,21 @@ def switches(keys: str) -> dict[str, Rule]:
     return dict.fromkeys(owners, when(lambda value, given: value, rule))
 
 
-def loss_name(path: str = "pref_loss", **others: str | None) -> Rule:
-    """Translate the name of a loss; None marks a loss that Rather does not have."""
-
-    def rule(value: Any, given: Given) -> Outcome:
-        names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
-        if lost := [name for name in names if name in others and others[name] is None]:
-            raise Unsupported(f"Rather has no loss {lost[0]}")
-        return gives({path: one_or_all([others.get(name) or name for name in names])})
-
-    return rule
-
-
-DIVERGENCES = pairs(
-    "reverse_kl=reverse_kl forward_kl=forward_kl js_divergence=js alpha_divergence=alpha"
-)
-KTO_LOSSES = to("pref_loss", pairs("kto=kto apo_zero_unpaired=apo_zero_unpaired"))
-OF_DISCOPOP = when(
-    lambda value, given: "discopop" in str(given.get("loss_type")), to("discopop_tau")
-)
 SPLIT = to("held_out.split", lambda value: int(value) if value >= 1 else value or None)
-CPO_LOSSES = to("pref_loss", pairs("sigmoid=cpo simpo=simpo"))
-
-
-def is_simpo(value: Any, given: Given) -> bool:
-    return "simpo" in (given.get("loss_type"), given.get("rlhf_type"), given.get("rl"))
-
-
-def cpo_weight(value: Any, given: Given) -> Outcome:
-    """The weight of the NLL is part of CPO, and an addition to SimPO."""
-    return to("rpo_alpha" if is_simpo(value, given) else "cpo_alpha")(value, given)
+# Keys of the losses that ms-swift has from TRL.
+TRL_LOSS = """
+    loss_weights = loss_weights
+    rpo_alpha = rpo_alpha
+    ld_alpha = ld_alpha
+    reference_free = reference_free
+    desirable_weight = desirable_weight
+    undesirable_weight = undesirable_weight
+    center_rewards_coefficient = center_rewards_coefficient
+    discopop_tau = discopop_tau if loss_type~discopop
+    f_divergence_type = f_divergence_type: reverse_kl=reverse_kl forward_kl=forward_kl js_divergence=js alpha_divergence=alpha
+    router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of micro-batches
+    simpo_gamma = gamma if loss_type=simpo
+"""
 
 
 # ---- precision, memory, devices
@@ -393,8 +375,8 @@ HF: dict[str, Rule] = facts("""
 }  # fmt: skip
 HF_DEFAULTS = {
     "eval_strategy": lambda given: given.get("evaluation_strategy", "no"),
-    **pairs("num_train_epochs=3.0 learning_rate=5e-5 per_device_train_batch_size=8 gradient_accumulation_steps=1 "
-            "logging_steps=500 save_steps=500 save_total_limit=none"),
+    **pairs("num_train_epochs=3.0 learning_rate=5e-5 per_device_train_batch_size=8 "
+            "gradient_accumulation_steps=1 logging_steps=500 save_steps=500 save_total_limit=none"),
 }  # fmt: skip
 
 

@@ -11,21 +11,15 @@ from typing import Any
 from rather.files import parse_json, yaml_text
 from rather.migrate.engine import COUNT, FOLDER, PROGRAM, Peer
 from rather.migrate.peers.shared import (
-    CPO_LOSSES,
-    DIVERGENCES,
     HELD_OUT,
     HF,
     HF_DEFAULTS,
     IMAGES,
-    KTO_LOSSES,
-    OF_DISCOPOP,
     STRATEGY,
+    TRL_LOSS,
     adapter,
-    cpo_weight,
     dataset,
-    is_simpo,
     length,
-    loss_name,
     optimizer,
     trained,
 )
@@ -40,10 +34,9 @@ from rather.migrate.rules import (
     Rule,
     Unsupported,
     algorithm,
-    by,
+    defaults,
     facts,
     gives,
-    of_mixture,
     pairs,
     to,
     when,
@@ -51,7 +44,6 @@ from rather.migrate.rules import (
 
 KINDS = {"dpo": None, "kto": KTO, "orpo": "orpo", "simpo": "simpo", "cpo": None,
          "rm": REWARD}  # None: loss_type says it  # fmt: skip
-CUTS = pairs("delete=drop left=truncate_prompt right=truncate_response")
 # Names of Megatron's arguments, and of older versions.
 ALIASES = pairs(
     "train_type=tuner_type lr=learning_rate clip_grad=max_grad_norm adam_eps=adam_epsilon lr_decay_style=lr_scheduler_type "
@@ -61,34 +53,11 @@ ALIASES = pairs(
 )  # fmt: skip
 
 
-def is_megatron(given: Given) -> bool:
-    return str(given.get(PROGRAM)).startswith("megatron")
-
-
-def is_sft(given: Given) -> bool:
-    return str(given.get(PROGRAM)).endswith(" sft")
-
-
-def unless_megatron(default: Any) -> Any:
-    return lambda given: UNSET if is_megatron(given) else default
-
-
 def accumulation(given: Given) -> Any:
     """Without it swift fills a batch up to 16 pairs; Megatron names the whole batch."""
-    size = given["per_device_train_batch_size"] * given[COUNT] if not is_megatron(given) else 0
-    return max(1, -(-16 // size)) if size else UNSET
-
-
-def loss_type(value: Any, given: Given) -> Outcome:
-    if not value:
-        return NOT_NEEDED
-    if given.get("rlhf_type") == "cpo":
-        return CPO_LOSSES(value, given)
-    if given.get("rlhf_type") == "kto":
-        return KTO_LOSSES(value, given)
-    if is_megatron(given) and value != "sigmoid":
-        raise Unsupported("megatron rlhf trains sigmoid whatever is written here")
-    return loss_name(kto_pair=None)(value, given) if given.get("rlhf_type") == "dpo" else NOT_NEEDED
+    if "megatron" in str(given.get(PROGRAM)):
+        return UNSET
+    return max(1, -(-16 // (given["per_device_train_batch_size"] * given[COUNT])))
 
 
 def own_dtype(given: Given) -> Any:
@@ -108,22 +77,10 @@ def columns(value: Any, given: Given) -> Outcome:
     return gives({"data.columns": {own: theirs for theirs, own in value.items()}})
 
 
-def dtype(value: Any, given: Given) -> Outcome:
-    """It computes in fp16 if the weights are float16 or float32, unless bf16 or fp16 is set."""
-    if given.get("bf16") is not None or given.get("fp16") is not None:
-        return NOT_NEEDED
-    return to("model.dtype", pairs("bfloat16=bf16 float16=fp16 float32=fp16"))(value, given)
-
-
 def min_lr(value: Any, given: Given) -> Outcome:
     if value and given.get("lr_scheduler_type") != "cosine":
         raise Unsupported("only a cosine has a least learning rate")
     return gives({"training.lr_scheduler_kwargs": {"min_lr": value}}) if value else NOT_NEEDED
-
-
-def cut(value: Any, given: Given) -> Outcome:
-    note = "" if value == "delete" else "left cuts the prompt, right the answers"
-    return to("data.overlong", CUTS, note=note)(value, given)
 
 
 def degree(path: str) -> Rule:
@@ -138,7 +95,6 @@ RULES: dict[str, Rule] = {
     **adapter("lora_rank lora_alpha lora_dropout target_modules modules_to_save", "tuner_type", "full"),
     **facts(f"""
         global_batch_size = train_batch_size
-        reference_free = reference_free
         model = pretrain
         model_revision = model.revision
         task_type @ causal_lm; Rather trains language models only
@@ -147,15 +103,20 @@ RULES: dict[str, Rule] = {
         split_dataset_ratio = held_out.split if set
         loss_scale = data.score: last_round=last default=assistant all=all
         ref_model = reference.model_args.model_name_or_path
-        loss_weights = loss_weights
         label_smoothing = label_smoothing
-        rpo_alpha = rpo_alpha
-        ld_alpha = ld_alpha
-        desirable_weight = desirable_weight
-        center_rewards_coefficient = center_rewards_coefficient
-        undesirable_weight = undesirable_weight
+        beta = beta if (program)!~sft if rlhf_type!=rm
+        loss_type = pref_loss: sigmoid=cpo simpo=simpo if set if rlhf_type=cpo
+        loss_type = pref_loss: kto=kto apo_zero_unpaired=apo_zero_unpaired if set if rlhf_type=kto
+        loss_type if set if (program)~megatron if loss_type!=sigmoid ! megatron rlhf trains sigmoid whatever is written here
+        loss_type = pref_loss:: kto_pair=none if set if rlhf_type=dpo
+        simpo_gamma = gamma if rlhf_type=simpo
+        cpo_alpha = rpo_alpha if rlhf_type=cpo|simpo if loss_type=simpo
+        cpo_alpha = rpo_alpha if rlhf_type=simpo
+        cpo_alpha = cpo_alpha if rlhf_type=cpo
+        truncation_strategy = data.overlong: delete=drop if truncation_strategy=delete
+        truncation_strategy = data.overlong: delete=drop left=truncate_prompt right=truncate_response; left cuts the prompt, right the answers
+        torch_dtype = model.dtype: bfloat16=bf16 float16=fp16 float32=fp16 if bf16=none if fp16=none
         sequence_parallel_size = actor_train.strategy_args.cp_size
-        router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of micro-batches
         moe_aux_loss_coeff ! Megatron adds it up over layers and micro-batches; choose moe_aux_loss_coef
         ref_adapters ! the reference has the policy's starting adapter, or none
         template ! name one of ours: global_template
@@ -225,9 +186,8 @@ RULES: dict[str, Rule] = {
         use_megatron_fsdp use_persistent_ckpt_worker use_ray use_swift_lora use_vllm
         val_dataset_shuffle vf_coef virtual_pipeline_model_parallel_size weight_decay_incr_style
         whiten_rewards zero_hpz_partition_size -
-    """),
+    """ + TRL_LOSS),
     "tuner_type": trained,
-    "beta": when(lambda value, given: not is_sft(given) and given.get("rlhf_type") != "rm", to("beta")),
     "rlhf_type": algorithm(KINDS),
     "min_lr": min_lr,
     "recompute_granularity": to("model.disable_gradient_checkpointing", {"full": False, "selective": False, "none": True}),
@@ -235,18 +195,11 @@ RULES: dict[str, Rule] = {
     "pipeline_model_parallel_size": degree("strategy.pp_size"),
     "expert_model_parallel_size": degree("strategy.ep_size"),
     "optimizer": optimizer,
-    "discopop_tau": OF_DISCOPOP,
     "adapters": to("model.adapter_name_or_path", lambda value: value[0] if isinstance(value, list) else value),
     "columns": columns,
-    "torch_dtype": dtype,
     "dataset": dataset(),
     "val_dataset": dataset(HELD_OUT),
     "max_length": length(),
-    "truncation_strategy": cut,
-    "loss_type": loss_type,
-    "simpo_gamma": when(is_simpo, to("gamma")),
-    "cpo_alpha": when(lambda value, given: given.get("rlhf_type") in ("cpo", "simpo"), cpo_weight),
-    "f_divergence_type": to("f_divergence_type", DIVERGENCES),
 }  # fmt: skip
 
 PEER = Peer(
@@ -258,16 +211,22 @@ PEER = Peer(
     defaults={
         **{key: value for key, value in HF_DEFAULTS.items() if key not in ("learning_rate", "gradient_accumulation_steps")},
         "eval_strategy": lambda given: "steps" if given.get("eval_steps") else "no",
-        "rlhf_type": lambda given: UNSET if is_sft(given) else "dpo",
-        "loss_scale": lambda given: "default" if is_sft(given) else UNSET,
-        "tuner_type": lambda given: "full" if is_megatron(given) else "lora" if given.get(PROGRAM) else UNSET,
-        "learning_rate": by("tuner_type", {"full": 1e-5, "lora": 1e-4}),
-        **pairs("lora_rank=8 lora_alpha=32 logging_steps=5 max_length=none lr_scheduler_type=cosine weight_decay=0.1 "
-                "adam_beta2=0.95 simpo_gamma=1.0 cpo_alpha=1.0"),
-        "beta": by("rlhf_type", {"simpo": 2.0}, 0.1),
-        "loss_type": by("rlhf_type", {"dpo": "sigmoid", "cpo": "sigmoid", "kto": "kto"}), "bf16": UNSET, "torch_dtype": own_dtype,
-        "per_device_train_batch_size": unless_megatron(1), "gradient_accumulation_steps": accumulation,
-        "router_aux_loss_coef": of_mixture("model", 0.0), "global_batch_size": lambda given: 16 if is_megatron(given) else UNSET, "num_train_epochs": unless_megatron(3.0),
+        **defaults("""
+            rlhf_type=dpo if (program)!~sft
+            loss_scale=default if (program)~sft
+            tuner_type=full global_batch_size=16 if (program)~megatron
+            tuner_type=lora if (program)!=none
+            learning_rate=1e-5 if tuner_type=full
+            learning_rate=1e-4 if tuner_type=lora
+            lora_rank=8 lora_alpha=32 logging_steps=5 max_length=none lr_scheduler_type=cosine weight_decay=0.1 adam_beta2=0.95 simpo_gamma=1.0 cpo_alpha=1.0
+            beta=2.0 if rlhf_type=simpo
+            beta=0.1
+            loss_type=sigmoid if rlhf_type=dpo|cpo
+            loss_type=kto if rlhf_type=kto
+            per_device_train_batch_size=1 num_train_epochs=3.0 if (program)!~megatron
+            router_aux_loss_coef=0.0 if mixture model
+        """),
+        "gradient_accumulation_steps": accumulation, "torch_dtype": own_dtype,
     },
     marks="rlhf_type train_type tuner_type split_dataset_ratio loss_scale ref_adapters truncation_strategy attn_impl quant_bits",
     words=(" swift ", " megatron "),

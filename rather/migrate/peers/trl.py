@@ -6,29 +6,24 @@ has keys that 0.29 removed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rather.migrate.engine import PROGRAM, Peer
 from rather.migrate.peers.shared import (
-    CPO_LOSSES,
-    DIVERGENCES,
     DTYPES,
     HELD_OUT,
     HF,
     HF_DEFAULTS,
-    KTO_LOSSES,
-    OF_DISCOPOP,
     READABLE,
     STRATEGY,
+    TRL_LOSS,
     adapter,
     address,
-    cpo_weight,
     dataset,
     devices,
-    is_simpo,
     length,
-    loss_name,
 )
 from rather.migrate.rules import (
     KTO,
@@ -36,26 +31,22 @@ from rather.migrate.rules import (
     NOT_NEEDED,
     REWARD,
     SFT,
-    UNSET,
     Given,
     Outcome,
     Rule,
     Unsupported,
     converted,
+    defaults,
     facts,
     gives,
-    never,
-    of_mixture,
-    pairs,
-    to,
-    when,
 )
 
+OLD = "(old)"  # whether a config was written for TRL before 0.29
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # in 1.x; before also sigmoid
 REMOVED = (
     "max_prompt_length max_completion_length generate_during_eval reference_free rpo_alpha force_use_ref_model "
     "ref_adapter_name model_adapter_name label_pad_token_id use_logits_to_keep ref_model_init_kwargs "
-    "base_model_attribute_name is_encoder_decoder"
+    "base_model_attribute_name is_encoder_decoder "
 )  # fmt: skip
 DPO_ONLY = (
     "precompute_ref_log_probs precompute_ref_batch_size f_divergence_type sync_ref_model f_alpha_divergence_coef "
@@ -67,25 +58,8 @@ LAUNCHED = {name: (name, 8) for name in ("zero1", "zero2", "zero3")} | {
 }  # fmt: skip
 
 
-def is_old(given: Given) -> bool:
-    """Whether a config was written for TRL before 0.29."""
-    return any(key in given for key in REMOVED.split())
-
-
-def is_cpo(given: Given) -> bool:
-    return "cpo" in str(given.get(PROGRAM))
-
-
-def is_kto(given: Given) -> bool:
-    return "kto" in str(given.get(PROGRAM))
-
-
-def is_sft(given: Given) -> bool:
-    return "sft" in str(given.get(PROGRAM))
-
-
-def is_reward(given: Given) -> bool:
-    return "reward" in str(given.get(PROGRAM))
+def has_any(names: str) -> Callable[[Given], bool]:
+    return lambda given: any(key in given for key in names.split())
 
 
 def label_smoothing(value: Any, given: Given) -> Outcome:
@@ -93,8 +67,8 @@ def label_smoothing(value: Any, given: Given) -> Outcome:
     names = losses if isinstance(losses, list) else [losses]
     if not value:
         return NOT_NEEDED
-    known = (*SMOOTHED, "sigmoid") if is_old(given) else SMOOTHED
-    if is_cpo(given) or any(name in known for name in names):
+    known = (*SMOOTHED, "sigmoid") if given[OLD] else SMOOTHED
+    if "cpo" in str(given.get(PROGRAM)) or any(name in known for name in names):
         return gives({"label_smoothing": value})
     lost = ", ".join(names)
     return gives({}, f"TRL 1.x ignores it for {lost}; set it in the YAML if you want it")
@@ -112,7 +86,7 @@ def alpha(value: Any, given: Given) -> Outcome:
         return NOT_NEEDED
     key = "f_alpha_divergence_coef"
     old = gives({key: 1 - value}, "1 - alpha, as TRL writes it since 0.29")
-    return old if is_old(given) else gives({key: value})
+    return old if given[OLD] else gives({key: value})
 
 
 def weights_dtype(value: Any, given: Given) -> Outcome:
@@ -132,38 +106,6 @@ def init_kwargs(value: Any, given: Given) -> Outcome:
     if lost := set(value) - {"dtype", "torch_dtype", "attn_implementation", "use_cache"}:
         raise Unsupported(f"{', '.join(sorted(lost))}: change the model's folder instead")
     return known
-
-
-def loss_type(value: Any, given: Given) -> Outcome:
-    """The losses of cpo.py have no reference and another name."""
-    named = loss_name(kto_pair=None, bco_pair="bco_pair", aot_pair="aot_unpaired")
-    if is_kto(given):
-        return KTO_LOSSES(value, given)
-    if is_sft(given):
-        return to("pref_loss", pairs("nll=sft chunked_nll=sft"))(value, given)
-    return (CPO_LOSSES if is_cpo(given) else named)(value, given)
-
-
-def loss_default(given: Given) -> Any:
-    """A file does not say which trainer reads it, unless it has a key that only DPOConfig has."""
-    if is_kto(given) or is_sft(given) or is_reward(given):
-        return "kto" if is_kto(given) else UNSET
-    is_dpo = any(key in given for key in DPO_ONLY.split()) or is_old(given)
-    return "sigmoid" if is_dpo or given.get(PROGRAM) else UNSET
-
-
-def router(given: Given) -> Any:
-    """Before 0.29, and in orpo.py and cpo.py, it depends on the model's config.json."""
-    is_set = str(given.get(PROGRAM))[-3:] in ("dpo", "kto", "sft") and not is_old(given)
-    return of_mixture("model_name_or_path", 0.001)(given) if is_set else UNSET
-
-
-def of_cpo(default: Any) -> Any:
-    return lambda given: default if is_cpo(given) else UNSET
-
-
-def of_old(default: Any) -> Any:
-    return lambda given: default if is_old(given) else UNSET
 
 
 def named_dataset(value: Any, given: Given) -> Outcome:
@@ -202,23 +144,16 @@ RULES: dict[str, Rule] = {
         model_revision = model.revision
         trust_remote_code = model.trust_remote_code
         test_split_size = held_out.split
-        loss_weights = loss_weights
-        ld_alpha = ld_alpha
-        desirable_weight = desirable_weight
-        center_rewards_coefficient = center_rewards_coefficient
-        undesirable_weight = undesirable_weight
         chat_template_path ! name a template or a Jinja file: global_template
         eos_token ! change the tokenizer's folder instead
         use_weighting = use_weighting
         rpo_alpha = rpo_alpha; the NLL is a mean over all tokens of the step, whatever the micro-batches
-        reference_free = reference_free
         max_prompt_length = data.max_prompt_length
         precompute_ref_batch_size = reference.infer_batch_size
         sync_ref_model = sync_ref_model
         alpha ! AlphaPO is another loss: pref_loss: alphapo
         lora_target_parameters ! only linear layers take an adapter
         max_completion_length ! the answer alone has no limit; overlong: truncate_response cuts it
-        router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of micro-batches
         generate_during_eval ? no answers are generated during evaluation
         dataset_config dataset_train_split dataset_test_split ~ name the files of the split you want
         force_use_ref_model ~ the loss decides whether there is a reference
@@ -235,12 +170,18 @@ RULES: dict[str, Rule] = {
         ref_model_mixup_alpha = ref_model_mixup_alpha if sync_ref_model=true
         ref_model_sync_steps = ref_model_sync_steps if sync_ref_model=true
         disable_dropout @ true; dropout is always off in preference training
+        beta = beta if (program)!~sft|reward if loss_type!=sft|[sft]
+        loss_type = pref_loss: kto=kto apo_zero_unpaired=apo_zero_unpaired if (program)~kto
+        loss_type = pref_loss: nll=sft chunked_nll=sft if (program)~sft
+        loss_type = pref_loss: sigmoid=cpo simpo=simpo if (program)~cpo
+        loss_type = pref_loss:: kto_pair=none bco_pair=bco_pair aot_pair=aot_unpaired
+        cpo_alpha = rpo_alpha if (program)~cpo if loss_type=simpo
+        cpo_alpha = cpo_alpha if (program)~cpo
+        cpo_alpha ! a setting of cpo.py; pass the command line
         dataset_text_field dataset_kwargs is_encoder_decoder padding_value
         base_model_attribute_name ref_model_init_kwargs streaming fraction -
-    """),
-    "cpo_alpha": lambda value, given: (
-        cpo_weight if is_cpo(given) else never("a setting of cpo.py; pass the command line"))(value, given),
-    "simpo_gamma": when(is_simpo, to("gamma")),
+        (old) (dpo) ~
+    """ + TRL_LOSS),
     "dtype": weights_dtype,
     "torch_dtype": weights_dtype,
     "model_init_kwargs": init_kwargs,
@@ -248,12 +189,8 @@ RULES: dict[str, Rule] = {
     "datasets": mixture,
     "num_processes": lambda value, given: gives(devices(value)),
     "accelerate_config": launched,
-    "loss_type": loss_type,
-    "beta": lambda value, given: NOT_NEEDED if is_sft(given) or is_reward(given) or given.get("loss_type") in ("sft", ["sft"]) else gives({"beta": value}),
     "label_smoothing": label_smoothing,
-    "f_divergence_type": to("f_divergence_type", DIVERGENCES),
     "f_alpha_divergence_coef": alpha,
-    "discopop_tau": OF_DISCOPOP,
     "max_length": length(),
     "truncation_mode": truncation,
 }  # fmt: skip
@@ -265,12 +202,23 @@ PEER = Peer(
     programs={"dpo": None, "trl dpo": None, "orpo": "orpo", "cpo": None, "kto": KTO, "trl kto": KTO, "sft": SFT, "trl sft": SFT,
               "reward": REWARD, "trl reward": REWARD},
     defaults={
-        **HF_DEFAULTS, "learning_rate": lambda given: 2e-5 if is_sft(given) else 1e-4 if is_reward(given) else 1e-6, 
-        "loss_type": loss_default, "router_aux_loss_coef": router, "cpo_alpha": of_cpo(1.0), "simpo_gamma": of_cpo(0.5),
-        "truncation_mode": lambda given: "keep_end" if is_old(given) else UNSET if is_reward(given) else "keep_start",
-        "max_prompt_length": of_old(512), "f_alpha_divergence_coef": of_old(1.0),
-        **pairs("logging_steps=10 bf16=true max_length=1024 beta=0.1 use_peft=false lora_r=16 lora_alpha=32"),
-        "lora_target_modules": ["q_proj", "v_proj"],  # PEFT's choice for most families
+        OLD: has_any(REMOVED), "(dpo)": has_any(REMOVED + DPO_ONLY), **HF_DEFAULTS,
+        # A file does not say which trainer reads it, unless it has a key that only DPOConfig has. Before 0.29, and in
+        # orpo.py and cpo.py, the router loss depends on config.json. PEFT chooses q_proj and v_proj for most families.
+        **defaults("""
+            learning_rate=2e-5 if (program)~sft
+            learning_rate=1e-4 if (program)~reward
+            learning_rate=1e-6
+            loss_type=kto if (program)~kto
+            loss_type=sigmoid if (program)~dpo|orpo|cpo
+            loss_type=sigmoid if (dpo)=true if (program)!~sft|reward
+            router_aux_loss_coef=0.001 if (program)~dpo|kto|sft if (old)=false if mixture model_name_or_path
+            cpo_alpha=1.0 simpo_gamma=0.5 if (program)~cpo
+            truncation_mode=keep_end max_prompt_length=512 f_alpha_divergence_coef=1.0 if (old)=true
+            truncation_mode=keep_start if (program)!~reward
+            logging_steps=10 bf16=true max_length=1024 beta=0.1 use_peft=false lora_r=16 lora_alpha=32
+            lora_target_modules=[q_proj,v_proj]
+        """),
     },
     marks=f"{REMOVED} loss_weights precompute_ref_log_probs model_init_kwargs dataset_train_split use_peft truncation_mode "
           "f_alpha_divergence_coef use_weighting sync_ref_model ref_model_mixup_alpha ref_model_sync_steps discopop_tau "
