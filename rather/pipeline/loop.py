@@ -117,10 +117,8 @@ class TrainingLoop:
             largest = int(self.data.train.tokens.max())
             parking = self.reference_stream.parking()
             self.packing.tokens["train"] = self.actor_train.plan(largest, parking)
-        done = self.progress.step
-        named = map(self._pack, self.source.steps(done, self.position))
-        source = self.timeline.packed(named, done)
-        with closing(ahead(source, STEPS_AHEAD)) as ready:
+        named = self.source.steps(self.progress.step, self.position)
+        with closing(ahead(map(self._pack, named), STEPS_AHEAD)) as ready:
             yield from ready
 
     def _pack(self, step: Step) -> Step:
@@ -139,13 +137,13 @@ class TrainingLoop:
         """Take one optimizer step; if memory runs out, retry with smaller micro-batches."""
         limits, running = self.guard.limits(self.progress, step), self.progress.running
         if step.probe and reference:
-            with self.timeline.span("actor_train", "train", step.number):
+            with self.timeline.span("train"):
                 ask = self.actor_train.compute_log_probs
                 probed = self.retry.run("actor_train", step.probe, ask)
             reference, running = self.objective.with_baseline(probed, reference, running)
 
         def work(batches: Batches) -> StepResult:
-            with self.timeline.span("actor_train", "train", step.number):
+            with self.timeline.span("train"):
                 return self.actor_train.train_step(batches, reference, limits=limits)
 
         result = self.retry.run("train", step, work)
@@ -229,7 +227,7 @@ class TrainingLoop:
         try:
             if self.evaluation:
                 self.evaluation.running = progress.running
-            with self.timeline.span("driver", "evaluate", progress.step):
+            with self.timeline.span("evaluate"):
                 for evaluate in self.evaluators:
                     record |= evaluate(progress.step, self._is_stopped)
         except Interrupted:
@@ -322,7 +320,7 @@ class TrainingLoop:
         state: Record = {"progress": asdict(self.progress)}
         if self.position is not None:
             state["position"] = self.position
-        with self.timeline.span("driver", "save", self.progress.step):
+        with self.timeline.span("save"):
             self.saving.save(state, self.progress.step, self._sync_files)
             if last:
                 self.saving.wait(last=True)

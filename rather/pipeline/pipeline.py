@@ -35,7 +35,6 @@ from rather.run_folder.layout import (
     mark_finished,
     mark_unfinished,
     metrics_position,
-    trace_file,
     with_rounding_of_run,
 )
 from rather.tracking.health import record_end
@@ -236,9 +235,8 @@ class DPOPipeline(TrainingLoop):
                 mark_unfinished(config.run_dir)
             wanted = writes and self.summary and config.report_html
             with LiveReport(config.run_dir, wanted=wanted) as self.page:
-                trace, self.tracker = None, NoTracker()
+                self.tracker = NoTracker()
                 if writes:
-                    trace = trace_file(config, newest)
                     self.tracker = RunTracker(
                         config,
                         total_steps=self.total_steps or 0,
@@ -247,7 +245,8 @@ class DPOPipeline(TrainingLoop):
                         quiet=not self.summary,
                     )
                 try:
-                    with self.tracker, self.timeline.drawn(trace):
+                    self.timeline.restart()
+                    with self.tracker:
                         while step := self._train():
                             self._roll_back(step)
                     self._end()
