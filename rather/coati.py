@@ -69,6 +69,7 @@ class Booster:
     plugin: Plugin = Plugin()
 
 
+@dataclass
 class DPOTrainer:
     """Trains `actor` against `ref_model`; without one, SimPO or reference-free DPO.
 
@@ -77,45 +78,55 @@ class DPOTrainer:
     checkpoints and exported models: a second start with the same `save_dir` resumes.
     """
 
-    def __init__(
-        self,
-        actor: Any,
-        ref_model: Any = None,
-        booster: Booster | None = None,
-        actor_optim: torch.optim.Optimizer | None = None,
-        plugin: Plugin | None = None,
-        actor_lr_scheduler: Any = None,
-        tokenizer: Any = None,
-        max_epochs: int = 1,
-        beta: float = 0.1,
-        gamma: float = 0.0,
-        length_normalization: bool = False,
-        apply_loss_mask: bool = True,
-        accumulation_steps: int = 1,
-        start_epoch: int = 0,
-        save_interval: int = 0,
-        save_dir: str | Path | None = None,
-        coordinator: Any = None,
-    ) -> None:
-        if booster and plugin and booster.plugin != plugin:
+    actor: Any
+    ref_model: Any = None
+    booster: Booster | None = None
+    actor_optim: torch.optim.Optimizer | None = None
+    plugin: Plugin | None = None
+    actor_lr_scheduler: Any = None
+    tokenizer: Any = None
+    max_epochs: int = 1
+    beta: float = 0.1
+    gamma: float = 0.0
+    length_normalization: bool = False
+    apply_loss_mask: bool = True
+    accumulation_steps: int = 1
+    start_epoch: int = 0
+    save_interval: int = 0
+    save_dir: str | Path | None = None
+    coordinator: Any = None
+
+    def __post_init__(self) -> None:
+        given = self.booster.plugin if self.booster else None
+        if given and self.plugin and given != self.plugin:
             raise ConfigError("plugin: differs from the booster's; give one of them.")
-        if save_interval and not save_dir:
+        if self.save_interval and not self.save_dir:
             raise ConfigError("save_interval: give save_dir too, the folder to save to.")
-        if save_dir and tokenizer is None:
+        if self.save_dir and self.tokenizer is None:
             raise ConfigError("save_dir: give the tokenizer too, which is saved with the model.")
-        self.tokenizer, self.coordinator = tokenizer, coordinator
-        self.max_epochs, self.start_epoch = max_epochs, start_epoch
-        self.save_interval, self.save_dir = save_interval, Path(save_dir) if save_dir else None
-        self.apply_loss_mask, self.accumulation_steps = apply_loss_mask, accumulation_steps
         self.trainer = Trainer(
-            model=actor,
-            train_config=_config(ref_model is not None, beta, gamma, length_normalization),
-            ref_model=ref_model,
+            model=self.actor,
+            train_config=self._config(),
+            ref_model=self.ref_model,
             args=TrainingArgs(lr_scheduler_type="constant"),
-            optimizer=actor_optim,
-            lr_scheduler=actor_lr_scheduler,
-            tokenizer=tokenizer,
-            strategy=(plugin or (booster.plugin if booster else Plugin())).strategy(),
+            optimizer=self.actor_optim,
+            lr_scheduler=self.actor_lr_scheduler,
+            tokenizer=self.tokenizer,
+            strategy=(self.plugin or given or Plugin()).strategy(),
+        )
+
+    def _config(self) -> DPOConfig:
+        numbers: dict[str, Any] = {"beta": self.beta, "sequence_length": NO_LIMIT}
+        # ColossalChat writes TensorBoard files to log_dir.
+        numbers["track_with"] = "tensorboard" if is_installed("tensorboard") else None
+        if self.length_normalization and self.ref_model is None:
+            return DPOConfig(pref_loss="simpo", gamma=self.gamma, **numbers)
+        return DPOConfig(
+            pref_loss="sigmoid",
+            reference_free=self.ref_model is None or None,
+            gamma=self.gamma or None,
+            length_normalization=self.length_normalization or None,
+            **numbers,
         )
 
     def fit(
@@ -149,9 +160,9 @@ class DPOTrainer:
         def evaluate() -> dict[str, float]:
             found = trainer.evaluate(eval_preference_dataloader or (), self._batch)
             if self.save_dir and self.is_master:
-                self.save_dir.mkdir(parents=True, exist_ok=True)
+                file = Path(self.save_dir, f"eval_result_epoch{epoch}.txt")
+                file.parent.mkdir(parents=True, exist_ok=True)
                 lines = "".join(f"{name}: {value}\n" for name, value in _renamed(found).items())
-                file = self.save_dir / f"eval_result_epoch{epoch}.txt"
                 file.write_text(f"\nEvaluation Result:\n{lines}")
             return found
 
@@ -181,7 +192,7 @@ class DPOTrainer:
     def _save(self, epoch: int, step: int) -> None:
         if self.save_dir is None:
             return
-        folder = self.save_dir / f"epoch-{epoch}_step-{step}"
+        folder = Path(self.save_dir, f"epoch-{epoch}_step-{step}")
         self.trainer.save_model(folder / "modeling")
         if self.is_master:
             state = {"epoch": epoch, "step": step}
@@ -191,15 +202,3 @@ class DPOTrainer:
 def _renamed(record: Mapping[str, Any]) -> dict[str, float]:
     own = {name.removeprefix("eval/"): value for name, value in record.items()}
     return {theirs: own[ours] for ours, theirs in NAMES.items() if ours in own}
-
-
-def _config(with_reference: bool, beta: float, gamma: float, normalized: bool) -> DPOConfig:
-    numbers: dict[str, Any] = {"beta": beta, "sequence_length": NO_LIMIT}
-    # ColossalChat writes TensorBoard files to log_dir.
-    numbers["track_with"] = "tensorboard" if is_installed("tensorboard") else None
-    if normalized and not with_reference:
-        return DPOConfig(pref_loss="simpo", gamma=gamma, **numbers)
-    numbers |= {"gamma": gamma or None, "length_normalization": normalized or None}
-    return DPOConfig(
-        pref_loss="sigmoid", reference_free=None if with_reference else True, **numbers
-    )

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rather.cluster.health import Failure, Pulse, StackSnapshot, set_environment
 from rather.config import plugins
 from rather.config.redaction import redact
+from rather.errors import WorkerError
 
 if TYPE_CHECKING:
     from rather.cluster.memory import Room
@@ -247,12 +248,20 @@ def interface_to(address: str) -> str | None:
     return None
 
 
+def connect(name: str, address: str, port: int, seconds: float) -> socket.socket:
+    """Return a connection to a process, or raise an error that names it."""
+    try:
+        return socket.create_connection((address, port), seconds)
+    except (OSError, OverflowError) as error:
+        raise WorkerError(f"{name} cannot be reached at {address}:{port}: {error}") from error
+
+
 def connection_problem(address: str, port: int, seconds: float) -> str | None:
     """Return why a port cannot be reached; None if it can."""
     try:
-        socket.create_connection((address, port), timeout=seconds).close()
-    except (OSError, OverflowError) as error:
-        return str(error)
+        connect("", address, port, seconds).close()
+    except WorkerError as error:
+        return str(error.__cause__)
     return None
 
 

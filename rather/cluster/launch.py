@@ -136,7 +136,7 @@ def launch(
         roles = Roles(workers["actor_train"], held, kind)
     processes = roles.drivers + (len(reference) if roles.runs_ahead else 0)
     roles.watchdog = Watchdog(config.timeouts, config.log_dir, processes, supervision)
-    roles.closing.callback(roles.watchdog.close)
+    roles.closing.callback(roles.watchdog.closed.set)
     for role in filter(None, (roles.actor_train, roles.reference)):
         # In one process only the steps are watched: loading and saving take what disk and network
         # take. A remote reference has deadlines of its own, because a thread calls it.

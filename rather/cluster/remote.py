@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rather.cluster.health import CUT, GRACE, PHASES, Failure, Limit, hang_error, phase_of
-from rather.cluster.host import CallResult, Host, Process, keep_alive, open_port
+from rather.cluster.host import CallResult, Host, Process, connect, keep_alive, open_port
 from rather.cluster.memory import Ledger
 from rather.cluster.role import RoleOnRanks, log_records
 from rather.cluster.supervision import PATIENCE, Peers, Watchdog
@@ -55,20 +55,12 @@ class RemoteReference(RoleOnRanks):
                 f"reference: no process within {limits.start:.0f} s (timeouts.start)."
             )
         for rank, (address, port, token) in sorted(peers.read(TOPIC).items()):
-            try:
-                made = socket.create_connection((address, port), limits.connect)
-            except OSError as error:
-                name = peers.name(rank, "reference")
-                text = f"{name} cannot be reached at {address}:{port}: {error}"
-                raise WorkerError(text) from error
-            made.settimeout(None)
-            keep_alive(made, limits.link)
-            self._connections.append(Connection(made.detach()))
+            name = peers.name(rank, "reference")
+            made = connect(name, address, port, limits.connect)
+            self._connections.append(_lasting(made, limits.link))
             self._connections[-1].send_bytes(token.encode())
-            process, _, room = self._connections[-1].recv()
-            self.rooms = [*self.rooms, room]
-            of = f"{rank - first} of {peers.world - first}"
-            self.names.append(f"reference rank {of} (on {process.machine})")
+            self.rooms = [*self.rooms, self._connections[-1].recv()[-1]]
+            self.names.append(name)
 
     def close(self) -> None:
         """Let the processes of the reference end."""
@@ -159,7 +151,7 @@ def serve(config: DPOConfig, member: RankInfo, kind: str) -> None:
         text = "connection closed by peer: the policy's first process is gone"
         raise RuntimeError(text) from error
     finally:
-        watchdog.close()
+        watchdog.closed.set()
 
 
 def _with_arrays(result: CallResult | None) -> CallResult | None:
@@ -171,15 +163,19 @@ def _with_arrays(result: CallResult | None) -> CallResult | None:
     return replace(result, value=value)
 
 
+def _lasting(made: socket.socket, seconds: float) -> Connection:
+    """Return a connection that waits for ever, unless the other machine is silent for long."""
+    made.settimeout(None)
+    keep_alive(made, seconds)
+    return Connection(made.detach())
+
+
 def _accept(server: socket.socket, token: str, config: DPOConfig) -> Connection:
     """Return the connection of the policy's first process, which knows the token."""
     server.settimeout(config.timeouts.start)
     with server:
         while True:
-            made = server.accept()[0]
-            made.settimeout(None)
-            keep_alive(made, config.timeouts.link)
-            connection = Connection(made.detach())
+            connection = _lasting(server.accept()[0], config.timeouts.link)
             with suppress(EOFError, OSError):
                 if connection.poll(config.timeouts.connect):
                     found = connection.recv_bytes(len(token))

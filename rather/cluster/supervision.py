@@ -17,9 +17,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain, repeat
 from pathlib import Path
 from types import MappingProxyType
@@ -42,7 +42,7 @@ from rather.cluster.health import (
     phase_of,
     place_of,
 )
-from rather.cluster.host import Link, Process, end_with_others, open_port
+from rather.cluster.host import Link, Process, connect, end_with_others, open_port
 from rather.cluster.role import SpmdCluster, gather
 from rather.config.redaction import printable
 from rather.config.schema import DPOConfig, Timeouts
@@ -58,19 +58,17 @@ COMPUTING = ("train_step", "compute_log_probs", "score")
 DEBUGGERS = ("bdb.py", "pydevd")
 
 
+@dataclass
 class Supervision:
     """Counts worker failures since the last checkpoint: progress resets the count."""
 
-    def __init__(
-        self,
-        config: DPOConfig,
-        write: Callable[..., None],
-        step: Callable[[], int],
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
-        """`write` adds an incident; `step` returns how many steps are done."""
-        self.config, self._write, self._step, self._pause = config, write, step, pause
-        self.failures = 0
+    config: DPOConfig
+    write: Callable[..., None]  # adds an incident
+    step: Callable[[], int]  # returns how many steps are done
+    pause: Callable[[float], None] = time.sleep
+    failures: int = 0
+
+    def __post_init__(self) -> None:
         self._first = self._saved = self._last_saved
 
     @property
@@ -94,10 +92,10 @@ class Supervision:
             "%s Now %s in %.0f s: failure %d of %d since the last checkpoint.",
             *(error, remedy, pause, self.failures, most),
         )
-        self._pause(pause)
+        self.pause(pause)
 
     def note(self, kind: str, error: RatherError, **facts: Any) -> None:
-        self._write(kind, self._step(), cause=str(error), **facts)
+        self.write(kind, self.step(), cause=str(error), **facts)
 
     def config_to_resume(self) -> DPOConfig:
         """Return the config that resumes from the last own checkpoint, or from where it began."""
@@ -110,6 +108,7 @@ class Supervision:
 # --- deadlines of calls in this process ---
 
 
+@dataclass
 class Watchdog:
     """A thread that ends the process, with exit code 7, if one of its calls is not over in time.
 
@@ -119,14 +118,14 @@ class Watchdog:
     the first one does alone between steps.
     """
 
-    def __init__(
-        self, timeouts: Timeouts, log_dir: Path, world: int, supervision: Supervision | None
-    ) -> None:
-        self.timeouts, self.log_dir, self.world = timeouts, log_dir, world
-        self.supervision, self.pulse = supervision, Pulse()
-        self.limit: Limit | None = None
-        self._closed = threading.Event()
-        self._peers: Peers | None = None
+    timeouts: Timeouts
+    log_dir: Path
+    world: int
+    supervision: Supervision | None
+    pulse: Pulse = field(default_factory=Pulse)
+    limit: Limit | None = None
+    closed: threading.Event = field(default_factory=threading.Event)
+    peers: Peers | None = None
 
     def watch(self, role: Any, methods: Iterable[str]) -> None:
         """Give these methods of a role their deadlines."""
@@ -137,16 +136,13 @@ class Watchdog:
     def start(self, *, links: bool = True) -> None:
         """Start the thread; every process calls this. `links`: also watch the other machines."""
         if self.world > 1:
-            self._peers = Peers(PATIENCE)
-            self._peers.write("process", asdict(Process.this()))
-            if links and (found := self._peers.links(self.timeouts)):
+            self.peers = peers = Peers(PATIENCE)
+            peers.write("process", asdict(Process.this()))
+            if links and (found := peers.links(self.timeouts)):
                 # A thread of its own: the other waits in the store of a machine that is cut off.
-                work, given = self._watch_links, (found,)
+                work, given = self._watch_links, (found, peers)
                 threading.Thread(target=work, args=given, name="links", daemon=True).start()
         threading.Thread(target=self._work, name="watchdog", daemon=True).start()
-
-    def close(self) -> None:
-        self._closed.set()
 
     @contextmanager
     def during(self, call: str, phase: str) -> Iterator[None]:
@@ -170,18 +166,18 @@ class Watchdog:
 
     def _work(self) -> None:
         checked = time.monotonic()
-        while not self._closed.wait(CHECK_EVERY):
+        while not self.closed.wait(CHECK_EVERY):
             now = time.monotonic()
             if now - checked > PAUSE:
                 self.pulse.since += now - checked
             checked, limit = now, self.limit
             late = limit is not None and self.pulse.seconds > limit.seconds
-            if late or (self._peers and self._peers.has_begun("snapshot")):
+            if late or (self.peers and self.peers.has_begun("snapshot")):
                 self.end(limit or Limit(self.timeouts.save, "save"))
 
     def end(self, limit: Limit, role: str = "") -> None:
         """Report a hang of a role, by default that of the current call, and end the process."""
-        own, peers = self.pulse.snapshot(), self._peers
+        own, peers = self.pulse.snapshot(), self.peers
         if any(name in own.stacks for name in DEBUGGERS):
             return
 
@@ -192,8 +188,7 @@ class Watchdog:
             print(f"rather: {error}", file=sys.stderr, flush=True)
             return error.exit_code
 
-        def report_all(found: Mapping[int, Any]) -> int:
-            assert peers is not None
+        def report_all(peers: Peers, found: Mapping[int, Any]) -> int:
             late = role or (own.call.partition(".")[0] if "." in own.call else "")
             seen = {rank: StackSnapshot(**fields) for rank, fields in found.items()}
             named = {peers.name(rank, late): seen.get(rank) for rank in peers.processes()}
@@ -203,7 +198,7 @@ class Watchdog:
 
         try:
             if peers:
-                peers.settle("snapshot", asdict(own), ANSWER, report_all)
+                peers.settle("snapshot", asdict(own), ANSWER, partial(report_all, peers))
                 answered = peers.read("snapshot")
                 for rank, process in peers.processes().items():
                     if rank not in answered:  # it cannot end by itself
@@ -215,20 +210,20 @@ class Watchdog:
             report({f"rank {os.environ['RANK']} of {self.world}": own})
         os._exit(HangError.exit_code)
 
-    def _watch_links(self, links: Mapping[str, Link]) -> None:
-        while not self._closed.wait(CHECK_EVERY):
-            for machine in [name for name, link in links.items() if link.is_silent]:
-                self._end_without(machine)
-
-    def _end_without(self, machine: str) -> None:
-        assert self._peers is not None
-        text = f"{machine} has not answered for {self.timeouts.link:.0f} s {CUT}"
+    def _watch_links(self, links: Mapping[str, Link], peers: Peers) -> None:
+        """End this process once another machine does not answer."""
+        silent: list[str] = []
+        while not silent and not self.closed.wait(CHECK_EVERY):
+            silent = [name for name, link in links.items() if link.is_silent]
+        if not silent:
+            return
+        text = f"{silent[0]} has not answered for {self.timeouts.link:.0f} s {CUT}"
         error = WorkerLost(f"{text} Run the same command again to resume.")
-        if self._peers.rank == 0:
+        if peers.rank == 0:
             if self.supervision:
                 self.supervision.note("worker_lost", error)
             with suppress(dist.DistError):
-                self._peers.store.set("code", str(error.exit_code))  # the others only notice
+                peers.store.set("code", str(error.exit_code))  # the others only notice
         print(f"rather: {error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
 
@@ -257,22 +252,16 @@ class Peers:
             with socket.create_connection(self.place, timeouts.connect) as known:
                 server = open_port(known.getsockname()[0])
         found = gather((socket.gethostname(), server and server.getsockname()[:2]))
-        links = {}
-        for machine, place in found:
-            if place and self.rank == 0:
-                try:
-                    connection = socket.create_connection(place, timeouts.connect)
-                except OSError as error:
-                    at = "{}:{}".format(*place)
-                    raise WorkerError(f"{machine} cannot be reached at {at}: {error}") from error
-                links[f"{machine} ({place[0]})"] = Link(connection, timeouts.link)
+        links = {
+            f"{machine} ({place[0]})": connect(machine, place[0], place[1], timeouts.connect)
+            for machine, place in found
+            if place and self.rank == 0
+        }
         if server:
             server.settimeout(2 * timeouts.connect)
             connection = server.accept()[0]
-            links[f"{found[0][0]} ({connection.getpeername()[0]})"] = Link(
-                connection, timeouts.link
-            )
-        return links
+            links[f"{found[0][0]} ({connection.getpeername()[0]})"] = connection
+        return {name: Link(connection, timeouts.link) for name, connection in links.items()}
 
     def processes(self) -> dict[int, Process]:
         return {rank: Process(**fields) for rank, fields in self.read("process").items()}
@@ -340,15 +329,13 @@ def report_first_failure(work: Callable[[], int]) -> int:
                 code = int(peers.store.get("code"))
             else:
                 peers.write("process", asdict(Process.this()))
-                code = peers.settle(
-                    "failure", [asdict(own), role], GRACE, lambda found: _report(found, peers)
-                )
+                code = peers.settle("failure", [asdict(own), role], GRACE, partial(_report, peers))
         except dist.DistError:  # torchrun's store is gone, or not there yet
             code = _print(own, "")
     raise SystemExit(code)
 
 
-def _report(found: Mapping[int, Any], peers: Peers) -> int:
+def _report(peers: Peers, found: Mapping[int, Any]) -> int:
     """Print the first cause."""
     failures = {rank: Failure(**fields) for rank, (fields, _) in found.items()}
     rank = first_cause(failures)

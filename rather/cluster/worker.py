@@ -85,14 +85,12 @@ class ActorWorker:
         self.on_gpu = self.device.startswith("cuda")
         self.log = logging.getLogger(f"rather.worker.{role}-{self.member.rank}")
         self.planned: Budget | None = None  # for training
-        wanted = config.checkpoint_config.async_save
-        self.writer = Writer(
-            role, self.member.rank, self.member.world, wanted, self.log, self.member.near
-        )
+        wanted, own = config.checkpoint_config.async_save, self.member
+        self.writer = Writer(role, own.rank, own.world, wanted, self.log, own.near)
         self.neighbour: ActorWorker | None = None  # the policy's worker, in the reference's process
         self.borrowed: ActorWorker | None = None  # the neighbour, if this role uses its model
         self.trainer: RankTrainer
-        self.rows: int
+        self.part: PolicyModel  # with the head, or what this rank holds of the model
         self.place = (0, 1)  # data-parallel rank
         self.unused: Any = {} if config.pair_ledger else {"ratios": None, "pull": None}
         self.named: NamedSteps  # of the run, whose pairs calls name by numbers
@@ -114,9 +112,9 @@ class ActorWorker:
         more = [
             *loss.token_columns - config.token_columns,
             *loss.pair_columns - config.pair_columns,
+            *["a reference"] * (loss.needs_reference > config.needs_reference),
+            *["whole steps"] * (loss.whole_batch > config.whole_batch),
         ]
-        more += ["a reference"] * (loss.needs_reference and not config.needs_reference)
-        more += ["whole steps"] * (loss.whole_batch and not config.whole_batch)
         if more:
             raise ConfigError(
                 f"build_loss: its PairLoss needs {', '.join(more)}, which pref_loss and the "
@@ -135,7 +133,7 @@ class ActorWorker:
         if self.member.world > 1:
             self.place = (self.layout.dp_rank(self.member.rank), self.layout.dp)
         if other and other.source[1].has_adapter and self.config.reference_is_policy:
-            self.borrowed, self.trainer, self.rows = other, other.trainer, other.rows
+            self.borrowed, self.trainer, self.part = other, other.trainer, other.part
             kept = self.config.keeps_start
             how = "as its adapter began, from a frozen copy" if kept else "with its adapters off"
             self.log.info("%s: the policy %s; there is no second model", self.role, how)
@@ -151,11 +149,11 @@ class ActorWorker:
             runner = Canonical(policy, self.mesh, self.device)
         elif isinstance(policy, PolicyModel):
             runner = WholeModelRunner(policy, STAGES[self.layout.stage])
-        zeros = trains and self.config.actor_train.training_args.log_num_zeros_in_grad
-        balance = self.config.actor_train.model_args.moe_aux_loss_coef if trains else None
+        actor = self.config.actor_train
         self.trainer = RankTrainer(
-            policy, self._objective(), optimizer, mesh=self.mesh, runner=runner, count_zeros=zeros,
-            router_loss=balance,
+            policy, self._objective(), optimizer, mesh=self.mesh, runner=runner,
+            count_zeros=trains and actor.training_args.log_num_zeros_in_grad,
+            router_loss=actor.model_args.moe_aux_loss_coef if trains else None,
         )  # fmt: skip
         if not trains and self.config.reference.offload == "on":
             self.park()
@@ -164,12 +162,6 @@ class ActorWorker:
     def is_divided(self) -> bool:
         """Return whether this rank uses the multi-rank code, as even a mesh of one rank does."""
         return bool(self.mesh.sizes) and not self.layout.canonical
-
-    @property
-    def _compiles_by_itself(self) -> bool:
-        """Return whether `compile: auto` may compile this layout."""
-        layout = self.layout
-        return not layout.offload and layout.tp == layout.cp == layout.pp == layout.ep == 1
 
     @property
     def _recompute(self) -> Recompute:
@@ -181,41 +173,47 @@ class ActorWorker:
         start, reward = Start(config.seed, trains and config.keeps_start), config.task == "reward"
         self.compiled, rounding = config.compile == "on", Rounding(config.rounding)
         policy: PolicyModel | Stages
+        options: dict[str, Any] = {"start": start, "rounding": rounding, "reward": reward}
         if self.is_divided:
             shape = replace(self.layout, recompute=self._recompute if trains else "none")
-            options: dict[str, Any] = {"trains": trains, "compiled": self.compiled, "start": start}
-            options |= {"rounding": rounding, "reward": reward}
+            options |= {"trains": trains, "compiled": self.compiled}
             policy = load_divided(name, args, self.device, self.mesh, shape, **options)
         else:
             exact = trains and config.precision != "lean"
-            options = {"exact": exact, "start": start, "rounding": rounding, "reward": reward}
-            policy = load_policy(name, args, self.device, **options)
-        weights = sum(p.numel() for p in policy.parameters())
-        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+            policy = load_policy(name, args, self.device, exact=exact, **options)
+        counts = [(p.numel(), p.requires_grad) for p in policy.parameters()]
+        weights, trained = (
+            sum(n for n, _ in counts),
+            sum(n for n, is_trained in counts if is_trained),
+        )
         # Compiling takes a minute or two; auto compiles runs that are likely to take many.
-        if config.compile == "auto" and self.on_gpu and self._compiles_by_itself:
+        shape = self.layout
+        is_plain = not shape.offload and shape.tp == shape.cp == shape.pp == shape.ep == 1
+        if config.compile == "auto" and self.on_gpu and is_plain:
             self.compiled = worth_compiling(config, weights, total_steps)
-        if isinstance(policy, PolicyModel) and self.is_divided and self.compiled and not trains:
-            arrange_layers(policy, compiled=True)
-        if isinstance(policy, PolicyModel) and not self.is_divided:
-            options = {"offload": self.layout.offload, "compiled": self.compiled}
-            if not trains:  # a policy's layers are arranged by what fits
-                arrange_layers(policy.requires_grad_(False), compiled=self.compiled)
-            elif self.layout.canonical:  # what fits may differ with the number of ranks
-                arrange_layers(policy, recompute=self._recompute, **options)
+        if isinstance(policy, PolicyModel) and not trains:
+            if not self.is_divided:
+                policy.requires_grad_(False)
+            if self.compiled or not self.is_divided:
+                arrange_layers(policy, compiled=self.compiled)
+        elif isinstance(policy, PolicyModel) and shape.canonical:
+            # A policy's layers are arranged by what fits, which may differ with the ranks.
+            options = {"offload": shape.offload, "compiled": self.compiled}
+            arrange_layers(policy, recompute=self._recompute, **options)
         part = next(module for module in policy.modules() if isinstance(module, PolicyModel))
-        self.part, self.rows = part, part.vocabulary_size
+        self.part = part
         check_length(part.causal_lm.config, config.sequence_length)
-        dtype = str(compute_dtype(args, self.device)).removeprefix("torch.")
-        if stored_dtype(args, self.device) != compute_dtype(args, self.device):
+        compute = compute_dtype(args, self.device)
+        dtype = str(compute).removeprefix("torch.")
+        if stored_dtype(args, self.device) != compute:
             dtype += " (this CPU has no bf16 instructions: float32 products of rounded weights)"
         extra = "; layers are compiled in the first minutes" if self.compiled else ""
         if trains and trained < weights:
             extra += f"; {trained / 1e6:.4g}M of them are trained, in an adapter"
         if (strategy := self.worker_config.strategy_args.strategy_name) and not self.mesh.sizes:
             extra += f"; {strategy} has nothing to divide on one device"
-        facts = (self.role, name, weights / 1e6, dtype, self.device, extra)
-        self.log.info("%s: %s, %.4gM weights in %s on %s%s", *facts)
+        facts = (name, weights / 1e6, dtype, self.device, extra)
+        self.log.info("%s: %s, %.4gM weights in %s on %s%s", self.role, *facts)
         return policy
 
     def _optimizer(self, policy: PolicyModel | Stages, total_steps: int) -> Optimizer:
@@ -241,15 +239,16 @@ class ActorWorker:
         """
         tokens = self.config.actor_train.max_tokens_per_microbatch_in_train
         policy, budget = self.trainer.policy, None
+        shape = self.layout
         options: dict[str, Any] = {
             "tokens": tokens,
-            "recompute": self.layout.recompute,
-            "offload": self.layout.offload,
+            "recompute": shape.recompute,
+            "offload": shape.offload,
             "compiled": self.compiled,
             "largest_pair": largest_pair,
         }
-        measures = self.on_gpu and not self.layout.host if self.is_divided else True
-        if not measures or self.layout.canonical or not isinstance(policy, PolicyModel):
+        is_measured = not shape.canonical and isinstance(policy, PolicyModel)
+        if not is_measured or (self.is_divided and (shape.host or not self.on_gpu)):
             budget = Budget(tokens or TOKENS[self.device.split(":")[0]], self._recompute)
         while budget is None:
             assert isinstance(policy, PolicyModel)
@@ -264,11 +263,9 @@ class ActorWorker:
                 self.log.info(
                     "gradients are added up in bfloat16: in float32 no micro-batch would fit"
                 )
-        self.planned, activations = budget, RECOMPUTED[budget.recompute]
-        host = ", on the host" if self.layout.offload else ""
-        self.log.info(
-            "micro-batches of up to %d tokens, activations %s%s", budget.tokens, activations, host
-        )
+        self.planned, how = budget, RECOMPUTED[budget.recompute]
+        how += ", on the host" if shape.offload else ""
+        self.log.info("micro-batches of up to %d tokens, activations %s", budget.tokens, how)
         self.peak.begin_training()
         return budget.tokens
 
@@ -336,11 +333,10 @@ class ActorWorker:
         own = self._share(batches)
         try:
             with self._as_own_role():
-                columns = self.trainer.log_probs(own.batches, own.count)
+                return own.spread(self.trainer.log_probs(own.batches, own.count))
         except torch.OutOfMemoryError as error:
             error.add_note(explanation(self, largest(own.batches)))
             raise
-        return own.spread(columns)
 
     def _as_own_role(self) -> AbstractContextManager[None]:
         """Return a context in which a model shared with the policy computes as the reference."""
@@ -407,13 +403,12 @@ class ActorWorker:
     def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
         """Read what this rank holds from a checkpoint that the driver has verified."""
         found = checkpoint.reopen(path)
-        names = ("model", "rng", *(["optimizer"] if numbers["updates"] else []))
-        groups: dict[str, Mapping[str, Tensor]] = {"optimizer": {}}
-        groups |= {name: found.stored(name) for name in names}
-        self.trainer.load_state(groups, numbers)
+        groups = {name: found.stored(name) for name in ("model", "rng")}
+        moments = found.stored("optimizer") if numbers["updates"] else {}
+        self.trainer.load_state({**groups, "optimizer": moments}, numbers)
 
     def embedding_rows(self) -> int:
-        return self.rows
+        return int(self.part.vocabulary_size)
 
     def peak_memory(self) -> int:
         """Return the most bytes in use since loading began; on a GPU, since training began."""
@@ -432,15 +427,12 @@ class ActorWorker:
 
     def can_compare(self) -> bool:
         """Return whether an exported model differs from this one, and fits next to it."""
-        model, dtypes = self.part, {p.dtype for p in self.part.parameters()}
-        half = model.causal_lm.config.dtype != torch.float32
-        differs = half and not model.rounding.held and model.causal_lm.config.dtype not in dtypes
+        weights, dtype = list(self.part.parameters()), self.part.causal_lm.config.dtype
+        differs = dtype not in (torch.float32, *(p.dtype for p in weights))
+        if not differs or self.part.rounding.held or self.is_divided:
+            return False
         free = torch.cuda.mem_get_info()[0] if self.on_gpu else free_memory()
-        return (
-            differs
-            and not self.is_divided
-            and free > 8 * sum(p.numel() for p in model.parameters())
-        )
+        return bool(free > 8 * sum(p.numel() for p in weights))
 
     def file_log_probs(self, folder: Path, batches: Sequence[PairBatch]) -> Columns:
         """Return the columns of these pairs with the weights of an exported model."""
@@ -479,8 +471,8 @@ def make_worker(
 
     The author of the config wrote the path and is trusted; nothing else ever sets it.
     """
-    own = worker_class(cls or getattr(config, role).worker_cls)
-    value, key = own or ActorWorker, f"{role}.worker_cls"
+    key = f"{role}.worker_cls"
+    value = worker_class(cls or getattr(config, role).worker_cls) or ActorWorker
     try:
         found: Any = pkgutil.resolve_name(value) if isinstance(value, str) else value
     except (ImportError, AttributeError, ValueError) as error:

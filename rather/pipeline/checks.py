@@ -85,12 +85,8 @@ def check_step_zero(
     `routed` model of any dtype rounding can change the choice of an expert.
     """
     roles = (config.actor_train, config.reference)
-    paths = [role.model_path for role in roles]
-    names = ("revision", "adapter_name_or_path")
-    loaded = [
-        (compute_dtype(role.model_args, kind), *(getattr(role.model_args, name) for name in names))
-        for role in roles
-    ]
+    paths, args = [role.model_path for role in roles], [role.model_args for role in roles]
+    loaded = [(compute_dtype(x, kind), x.revision, x.adapter_name_or_path) for x in args]
     if loaded[0] != loaded[1] or not same_weights(*paths):
         text = "policy %s %s and reference %s %s differ by intent: no check at step 0"
         log.info(text, paths[0], loaded[0], paths[1], loaded[1])
@@ -151,20 +147,19 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
     roles = {"model": config.actor_train, "reference": config.reference}
     paths = {name: (role.model_path, role.model_args.revision) for name, role in roles.items()}
     digests = {f"{name} config": config_digest(*path) for name, path in paths.items()}
-    # Weights that are read again at each start: they are not in the checkpoint.
-    frozen = {
-        "model": roles["model"].model_args.has_adapter,
-        "reference": objective.needs_reference,
-    }
     commits = data.report["train"]["commits"]
     sha = Cache(config.data_cache_dir(config.actor_train.data_args)).sha
-    for name in (name for name, is_frozen in frozen.items() if is_frozen):
-        folder = model_folder(*paths[name])
-        digests[f"{name} weights"] = model_digest(folder, sha) if folder else None
+    for name, path in paths.items():
+        # Weights that are read again at each start: they are not in the checkpoint.
+        frozen = (
+            roles[name].model_args.has_adapter if name == "model" else objective.needs_reference
+        )
+        if frozen and (folder := model_folder(*path)):
+            digests[f"{name} weights"] = model_digest(folder, sha)
     return {
         "data": {
             "pairs": data.train.fingerprint,
-            "parts": [list(part) for part in data.train.parts],
+            "parts": [*map(list, data.train.parts)],
         },
         **({"data commits": [*commits.values()]} if commits else {}),
         "tokenizer": data.report["tokenizer_sha256"],
@@ -202,9 +197,9 @@ def refuse_other_run(newest: Checkpoint, now: Mapping[str, Any], allowed: Sequen
 
 
 def _changes(field: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    if (field in then) != (field in now):
+        log.info("%s: unknown then or now, taken as unchanged", field)
     if field not in then or field not in now:
-        if field in then or field in now:
-            log.info("%s: unknown then or now, taken as unchanged", field)
         return
     before, after = (dict(_leaves(field, side[field])) for side in (then, now))
     for key in sorted(before.keys() | after.keys()):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ from rather.data.prepare import recipe_of
 from rather.data.shares import PairRows, RunPairs
 from rather.data.tokens import Ids
 from rather.errors import ConfigError, DataError, MemoryShortage
-from rather.files import own, parse_json, read_bytes
+from rather.files import parse_json, read_bytes, replace_own
 from rather.losses.metrics import Window, interval_of_accuracy, whole_set_metrics
 from rather.losses.objective import PairLoss, Running
 from rather.model.generate import GeneratedAnswer
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import EVALUATION_CHUNK
-from rather.tracking.json_lines import strict_json
+from rather.tracking.json_lines import read_lines, strict_json
 
 log = logging.getLogger(__name__)
 
@@ -50,25 +51,21 @@ class Interrupted(Exception):
     """The run was asked to stop during an evaluation."""
 
 
+@dataclass
 class Evaluation:
     """Evaluates whole sets: weighted by pairs, no remainder dropped.
 
     A reference that stays frozen is asked once in a run.
     """
 
-    def __init__(
-        self,
-        policy: Role,
-        reference: ReferenceStream,
-        retry: OutOfMemoryRetry,
-        sets: Mapping[str, PairDataset],
-        pairs: RunPairs,
-        objective: PairLoss,
-    ) -> None:
-        self.policy, self.reference, self.retry = policy, reference, retry
-        self.sets, self.pairs, self.objective = sets, pairs, objective
-        self.running: Running = [0, 0.0]  # the mean reward of training so far
-        self._reference: dict[str, list[Columns | None]] = {}
+    policy: Role
+    reference: ReferenceStream
+    retry: OutOfMemoryRetry
+    sets: Mapping[str, PairDataset]
+    pairs: RunPairs
+    objective: PairLoss
+    running: Running = field(default_factory=lambda: [0, 0.0])  # the mean reward of training
+    known: dict[str, list[Columns | None]] = field(default_factory=dict)  # of the reference
 
     def record(self, step: int, stopped: Stopped) -> dict[str, Any]:
         """Return the metrics of all sets. `stopped` is called between chunks."""
@@ -92,10 +89,6 @@ class Evaluation:
             reference = {**reference, "baseline": mean}
         return self.policy.score(facts, policy, reference)
 
-    def forget_reference(self) -> None:
-        """Discard the reference log-probs: the reference has changed."""
-        self._reference.clear()
-
     def compare_file(self, folder: Path) -> tuple[int, float, float] | None:
         """Return the mean margin of some held-out pairs in memory, and with an exported model.
 
@@ -111,18 +104,16 @@ class Evaluation:
         if not facts.weight.any():
             return None
         found = [worker.compute_log_probs(step.policy), worker.file_log_probs(folder, step.policy)]
-        margins = [
-            metrics_of([(facts, columns, known)], self._score).get("rewards/margins")
-            for columns in found
-        ]
-        if margins[0] is None or margins[1] is None:
+        metrics = [metrics_of([(facts, columns, known)], self._score) for columns in found]
+        if "rewards/margins" not in metrics[0]:
             return None
-        return len(facts.weight), margins[0], margins[1]
+        here, there = (each["rewards/margins"] for each in metrics)
+        return len(facts.weight), here, there
 
     def _parts(
         self, name: str, pairs: int, number: int, stopped: Stopped
     ) -> Iterator[EvaluatedPart]:
-        known = self._reference.setdefault(name, [])
+        known = self.known.setdefault(name, [])
         for chunk, first in enumerate(range(0, pairs, EVALUATION_CHUNK)):
             if stopped():
                 raise Interrupted
@@ -141,17 +132,15 @@ def metrics_of(
     """Return the metrics of a whole set, of which a few numbers per pair are known."""
     facts, policy, reference = zip(*parts, strict=True)
     known = None if reference[0] is None else _join(reference)
-    every, window = PairFacts.concat(facts), Window()
-    columns = _join(policy)
-    window.add(score(every, columns, known), pairs=len(every.weight), tokens=0)
+    every, columns, window = PairFacts.concat(facts), _join(policy), Window()
+    window.add(score(every, columns, known), pairs=0, tokens=0)
     found = window.means()
     if "rewards/accuracies" in found:
         found |= interval_of_accuracy(every, found["rewards/accuracies"])
     if not {"logps/chosen", "rewards/length_correlation"} <= found.keys():  # no log-probs of pairs
         return found
-    sums = [each["sum"].cpu() if each else None for each in (columns, known)]
-    assert sums[0] is not None
-    return found | whole_set_metrics(every, sums[0], sums[1])
+    sums = None if known is None else known["sum"].cpu()
+    return found | whole_set_metrics(every, columns["sum"].cpu(), sums)
 
 
 def _join(parts: Sequence[Columns]) -> Columns:
@@ -171,7 +160,7 @@ class Answers:
         self.config, self.roles, self.asked = config, roles, config.eval_prompts
         self.file = config.run_dir / ANSWERS
         self.prompts = read_prompts(self.asked, config)
-        self._reference: list[GeneratedAnswer] | None = None
+        self.known: list[GeneratedAnswer] | None = None  # of the reference
 
     def begin(self, tokenizer: Any, *, resumes: bool) -> None:
         """Tokenise the prompts as training does.
@@ -195,32 +184,25 @@ class Answers:
                     f"({most}) more than sequence_length ({limit}); change one of the three."
                 )
         if resumes and self.roles.reference is None:
-            self._reference = self._answers(self.roles.actor_train)
-
-    def forget_reference(self) -> None:
-        """Discard the answers of the reference: it has changed."""
-        self._reference = None
+            self.known = self._answers(self.roles.actor_train)
 
     def forget_unlogged(self) -> None:
         """Remove the answers of evaluations that metrics.jsonl lacks: they will be repeated."""
         if not self.file.exists():
             return
-        metrics = _lines(self.config.run_dir / "metrics.jsonl")
+        metrics, _ = read_lines(self.config.run_dir / "metrics.jsonl")
         logged = {line["step"] for line in metrics if f"{METRICS}prompts" in line}
-        kept = self.file.with_name(f".tmp-{ANSWERS}")
-        kept.unlink(missing_ok=True)
-        if self._write(kept, [line for line in _lines(self.file) if line["step"] in logged]):
-            os.replace(kept, self.file)
+        self._write(line for line in read_lines(self.file)[0] if line["step"] in logged)
 
     def record(self, step: int, stopped: Stopped) -> dict[str, Any]:
         """Return the metrics of all answers, and write their texts to answers.jsonl."""
         policy = self._answers(self.roles.actor_train, stopped)
-        if self._reference is None:  # without one it is step 0, and the policy its own beginning
+        if self.known is None:  # without one it is step 0, and the policy its own beginning
             role = self.roles.reference
-            self._reference = self._answers(role, stopped) if role else policy
+            self.known = self._answers(role, stopped) if role else policy
         rows: list[dict[str, Any]] = [{"step": step, "prompt": prompt} for prompt in self.prompts]
         means: dict[str, float] = {}
-        for name, answers in (("reference", self._reference), ("policy", policy)):
+        for name, answers in (("reference", self.known), ("policy", policy)):
             stats = [
                 {"tokens": len(each.ids), "repetition": repetition(each.ids), "ended": each.ended}
                 for each in answers
@@ -231,7 +213,7 @@ class Answers:
             for key in stats[0]:
                 total = sum(float(numbers[key]) for numbers in stats)
                 means[f"{METRICS}{name}/{key}"] = total / len(stats)
-        self._write(self.file, rows)
+        self._write([*read_lines(self.file)[0], *rows])
         return {**means, f"{METRICS}prompts": len(rows)}
 
     def _answers(self, role: Role, stopped: Stopped = lambda: False) -> list[GeneratedAnswer]:
@@ -259,15 +241,12 @@ class Answers:
             return answer
         return GeneratedAnswer(answer.ids[: answer.ids.index(self.end_of_turn)], ended=True)
 
-    def _write(self, path: Path, rows: Sequence[dict[str, Any]]) -> bool:
-        """Write lines; if the disk is full the texts are lost and the run continues."""
+    def _write(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Write all lines; if the disk is full new texts are lost and the run continues."""
         try:
-            with open(path, "a", encoding="utf-8", opener=own) as file:
-                file.writelines(strict_json(row) + "\n" for row in rows)
+            replace_own(self.file, "".join(f"{strict_json(row)}\n" for row in rows))
         except OSError as error:
-            log.warning("%s: cannot be written (%s)", path, error.strerror)
-            return False
-        return True
+            log.warning("%s: cannot be written (%s)", self.file, error.strerror)
 
 
 def read_prompts(asked: EvalPrompts, config: DPOConfig) -> list[str]:
@@ -276,21 +255,19 @@ def read_prompts(asked: EvalPrompts, config: DPOConfig) -> list[str]:
         return list(asked.prompts or [])
     path = config.actor_train.data_args.locate(asked.file)
     try:
-        content = read_bytes(path).decode("utf-8")
-        content = content.replace("\r\n", "\n")
-        lines = [line for line in content.split("\n") if line.strip()]
+        content = read_bytes(path).decode("utf-8").replace("\r\n", "\n")
     except (OSError, ValueError) as error:
         raise DataError(f"eval_prompts.file: {path} cannot be read ({error}).") from error
+    lines = [line for line in content.split("\n") if line.strip()]
     if not lines:
         raise DataError(f"eval_prompts.file: {path} has no prompt in it.")
     if path.suffix != ".jsonl":
         return lines
     prompts: list[str] = []
     for number, line in enumerate(lines, 1):
-        try:
+        row: Any = None
+        with suppress(ValueError):
             row = parse_json(line)
-        except ValueError:
-            row = None
         text = row.get("prompt") if isinstance(row, dict) else row
         if not isinstance(text, str) or not text.strip():
             raise DataError(
@@ -305,18 +282,3 @@ def repetition(ids: Sequence[int]) -> float:
     """Return the share of runs of four tokens that came before in the same answer."""
     runs = [tuple(ids[first : first + RUN]) for first in range(len(ids) - RUN + 1)]
     return round(1 - len(set(runs)) / len(runs), 4) if runs else 0.0
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """Return the records up to the first line that a kill has torn, perhaps within a letter."""
-    found = []
-    try:
-        text = read_bytes(file, opener=own).decode("utf-8", "replace")
-    except ValueError as error:  # too large
-        raise ConfigError(f"{file}: {error}") from error
-    for line in text.split("\n")[:-1]:
-        try:
-            found.append(parse_json(line))
-        except ValueError:
-            break
-    return found

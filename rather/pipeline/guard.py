@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from rather.errors import BatchTooLarge, MemoryShortage, NonFiniteError
 from rather.pipeline.saving import Progress
 from rather.pipeline.steps import Packing, Step, StepSource, Use
 from rather.run_folder.layout import Incidents
-from rather.train.nonfinite import NOTHING_PASSES, StepLimits
+from rather.train.nonfinite import NOTHING_PASSES, NonFiniteReport, StepLimits
 from rather.train.rank_trainer import StepResult
 
 log = logging.getLogger(__name__)
@@ -37,20 +37,15 @@ FIX = (
 )
 
 
+@dataclass
 class Guard:
     """Applies on_nonfinite, max_nonfinite_steps and spike."""
 
-    def __init__(
-        self,
-        on_nonfinite: str,
-        max_nonfinite_steps: int,
-        spike: SpikeArgs | None,
-        source: StepSource,
-        incidents: Incidents,
-    ) -> None:
-        self.on_nonfinite, self.spike = on_nonfinite, spike
-        self.most = min(max_nonfinite_steps, source.total_steps or max_nonfinite_steps)
-        self.source, self.incidents = source, incidents
+    on_nonfinite: str
+    most: int  # steps in a row with NaN or Inf
+    spike: SpikeArgs | None
+    source: StepSource
+    incidents: Incidents
 
     @property
     def rolls_back(self) -> bool:
@@ -70,9 +65,10 @@ class Guard:
             return True
         if result.nonfinite:
             progress.nonfinite += 1
-            self._report_nonfinite(step, result)
+            self._report_nonfinite(step, result, result.nonfinite)
+            most = min(self.most, self.source.total_steps or self.most)
             text = f"step {step.number}: {result}"
-            refuse_nonfinite(text, self.on_nonfinite, progress.nonfinite, self.most)
+            refuse_nonfinite(text, self.on_nonfinite, progress.nonfinite, most)
             return self.on_nonfinite != "rollback"
         if result.skip_reason == "no_weight" and "no_weight" not in progress.skipped:
             text = "step %d: all its pairs have weight 0; such steps are skipped and counted"
@@ -99,9 +95,7 @@ class Guard:
         log.warning(text, step.number, result, limits.loss, limits.grad_norm, applied)
         return self.spike.action != "rollback"
 
-    def _report_nonfinite(self, step: Step, result: StepResult) -> None:
-        found = result.nonfinite
-        assert found is not None
+    def _report_nonfinite(self, step: Step, result: StepResult, found: NonFiniteReport) -> None:
         # If only the sum of the gradients is not finite, any pair of the step may be the cause.
         places = found.pairs or range(len(step.pairs))
         self.incidents.add(
@@ -130,17 +124,18 @@ def refuse_nonfinite(text: str, action: str, in_a_row: int, most: int) -> None:
         )
 
 
+@dataclass
 class OutOfMemoryRetry:
     """Repeats work with smaller micro-batches, and remembers the size that fitted in `packing`."""
 
-    def __init__(self, packing: Packing, roles: Roles, incidents: Incidents) -> None:
-        self.packing, self.roles, self.incidents = packing, roles, incidents
+    packing: Packing
+    roles: Roles
+    incidents: Incidents
 
     def run(self, use: Use, step: Step, work: Callable[[Batches], T]) -> T:
         """Return what `work` makes of the micro-batches of a step."""
         role, batches, sizes = self.roles.actor_train, step.policy, self.packing.tokens
-        if use == "reference":
-            assert self.roles.reference is not None
+        if use == "reference" and self.roles.reference:
             role, batches = self.roles.reference, step.reference
         problem: MemoryShortage
         while True:

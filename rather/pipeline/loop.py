@@ -292,9 +292,9 @@ class TrainingLoop:
     def _forget_reference(self) -> None:
         """Discard what evaluations have cached of the reference, which has moved."""
         if self.evaluation:
-            self.evaluation.forget_reference()
+            self.evaluation.known.clear()
         if self.answers:
-            self.answers.forget_reference()
+            self.answers.known = None
 
     def _is_stopped(self) -> bool:
         """Return whether the run was asked to stop: by a signal to any driver, or `rather stop`."""

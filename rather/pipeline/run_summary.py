@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -36,14 +37,15 @@ log = logging.getLogger(__name__)
 PAIRS_SHOWN = 3  # in data_report.json, token by token
 
 
+@dataclass
 class RunSummary:
     """Writes the reports of a run, on the main driver only."""
 
-    def __init__(self, config: DPOConfig, roles: Roles, source: PreparedSteps) -> None:
-        self.config, self.roles, self.source = config, roles, source
-        self.run_dir = config.run_dir
-        self.plan: dict[str, Any] | None = None  # the forecast, as plan.json contains it
-        self.peak = 0  # bytes, before the export
+    config: DPOConfig
+    roles: Roles
+    source: PreparedSteps
+    plan: dict[str, Any] | None = None  # the forecast, as plan.json contains it
+    peak: int = 0  # bytes, before the export
 
     def forecast(self, *, reference: bool) -> None:
         """Log what the run will take; `reference`: whether that model is loaded.
@@ -74,9 +76,9 @@ class RunSummary:
         with _failure_logged("the look at the first pairs"):
             data["shown"] = token_view(self.source.data.train, tokenizer, PAIRS_SHOWN)
         write_config(self.config)
-        write_run_report(self.run_dir, data, DATA_REPORT)
+        write_run_report(self.config.run_dir, data, DATA_REPORT)
         if self.plan:
-            write_run_report(self.run_dir, self.plan, PLAN)
+            write_run_report(self.config.run_dir, self.plan, PLAN)
         record_start(self.config, self.roles.kind, step, self.source.total_steps)
 
     def report(
@@ -88,8 +90,9 @@ class RunSummary:
         with _failure_logged(RUN_REPORT):
             times, logps = timeline.total.report(in_turn=timeline.in_turn), stream.logps
             report = {**outcome, **times, "reference": logps and logps.report()}
-            write_run_report(self.run_dir, {**report, "health": counts(self.run_dir)})
-            if not (plan := self.plan):
+            run_dir, plan = self.config.run_dir, self.plan
+            write_run_report(run_dir, {**report, "health": counts(run_dir)})
+            if not plan:
                 return
             if "changed_file" not in outcome:  # the export is not part of the forecast
                 self.peak = self.roles.actor_train.peak_memory()
@@ -100,7 +103,7 @@ class RunSummary:
             error = {"memory": planned / peak - 1 if peak else None, "time": None}
             if plan["seconds"] and seconds:
                 error["time"] = plan["seconds_per_step"] / seconds - 1
-            write_run_report(self.run_dir, {**plan, "measured": measured, "error": error}, PLAN)
+            write_run_report(run_dir, {**plan, "measured": measured, "error": error}, PLAN)
 
 
 @contextmanager

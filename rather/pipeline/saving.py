@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -71,17 +71,14 @@ class SpikeHistory:
             self.norms = [*self.norms, grad_norm][-window:]
 
     def limits(self, rule: SpikeArgs) -> StepLimits:
-        """Return the limits for the next step; there are none before half a window is known."""
-        if len(self.losses) < rule.window // 2:
-            return StepLimits()
-        return StepLimits(_limit(self.losses, rule.sigma), _limit(self.norms, rule.sigma))
-
-
-def _limit(values: Sequence[float], sigma: float) -> float:
-    """Return no limit if values do not vary, as losses before the first update."""
-    mean = fmean(values)
-    spread = math.sqrt(fmean((value - mean) ** 2 for value in values))
-    return mean + sigma * spread if spread > 0 else math.inf
+        """Return the limits for the next step; there are none before half a window is known, or if
+        values do not vary, as losses before the first update."""
+        found = []
+        for values in (self.losses, self.norms) if len(self.losses) >= rule.window // 2 else ():
+            mean = fmean(values)
+            spread = math.sqrt(fmean((value - mean) ** 2 for value in values))
+            found.append(mean + rule.sigma * spread if spread > 0 else math.inf)
+        return StepLimits(*found)
 
 
 @dataclass
@@ -218,7 +215,7 @@ class Saving:
 
     def _shared(self, newest: Checkpoint | None) -> Checkpoint | None:
         """Return the main driver's checkpoint on every driver."""
-        path = self.roles.broadcast(newest.path if newest else None)
+        path = self.roles.broadcast(newest and newest.path)
         return newest if self.roles.is_main or path is None else checkpoint.reopen(path)
 
     def is_finished(self, newest: Checkpoint) -> bool:
@@ -339,9 +336,9 @@ class Saving:
     def _is_over(self) -> bool:
         return self._abandoned.is_set() or time.monotonic() >= self._no_more_notes
 
-    def _publish_in_background(self, draft: Draft, state: Mapping[str, Any]) -> None:
+    def _publish_in_background(self, *args: Any) -> None:
         try:
-            self._publish(draft, state)
+            self._publish(*args)
         except BaseException as error:  # raised by the next call that waits
             self._failure = error
 
@@ -387,11 +384,11 @@ class Saving:
 
     def _writers(self) -> list[str]:
         """Return the names under which the ranks leave notes of what they have written."""
-        together = self.roles.here and not self.roles.runs_ahead
-        counts = [self.roles.drivers] * 2 if together else map(len, mappings(self.config))
-        names = ["actor_train", *(["reference"] if self.moving_reference else [])]
-        ranks = zip(names, counts, strict=False)
-        return [f"{name}-{rank:05d}" for name, count in ranks for rank in range(count)]
+        counts = list(map(len, mappings(self.config)))
+        if self.roles.here and not self.roles.runs_ahead:
+            counts = [self.roles.drivers] * 2
+        ranks = {"actor_train": counts[0], "reference": counts[1] if self.moving_reference else 0}
+        return [f"{name}-{rank:05d}" for name, count in ranks.items() for rank in range(count)]
 
     def _schedule(self) -> dict[str, Any]:
         """Return settings that may change at a resume; a change is logged."""
