@@ -151,7 +151,7 @@ class Driver(TrainingLoop):
     def __init__(self, config: Any, roles: Roles, source: PreparedSteps, own: Path) -> None:
         self.config, self.roles, self.source, self.run_dir = config, roles, source, None
         self.stop, self.evaluators = StopRequest(), []
-        self.page, self._export = LiveReport(own.parent, wanted=False), None
+        self.page = LiveReport(own.parent, wanted=False)
         self.objective = from_config(config)
         self.tracker = RunTracker(config, total_steps=source.total_steps, start_step=0, quiet=True)
         self.summary: Any = SimpleNamespace(report=lambda *_: None)

@@ -22,8 +22,8 @@ from rather.data.pack import pack
 from rather.errors import DataError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_length
-from rather.model.policy import PolicyModel
-from rather.parallel.mesh import Mesh
+from rather.parallel.mesh import Mesh, gather_objects
+from rather.parallel.stages import parts_of
 from rather.pipeline.checks import refuse_columns
 from rather.pipeline.steps import NO_LIMIT, Step
 from rather.train.nonfinite import StepLimits
@@ -44,9 +44,8 @@ class StepShare(NamedTuple):
         facts = PairFacts.of_step(batches)
         if mesh.size("dp") == 1:
             return StepShare(list(batches), facts)
-        gathered: list[Any] = [None] * mesh.size("dp")
         tokens = sha256(b"".join(batch.ids_N.numpy().tobytes() for batch in batches)).hexdigest()
-        dist.all_gather_object(gathered, (facts, len(batches), tokens), group=mesh.group("dp"))
+        gathered = gather_objects((facts, len(batches), tokens), mesh.group("dp"))
         all_facts, counts, digests = zip(*gathered, strict=True)
         if len(set(counts)) > 1:
             raise DataError(
@@ -64,7 +63,7 @@ class InMemoryWorker(ActorWorker):
         rank, world = process_rank()
         super().__init__(config, role, RankInfo(rank, world, trainer.device))
         self.trainer = trainer
-        self.causal_lm = next(models_of(trainer.policy))
+        self.causal_lm = parts_of(trainer.policy)[0].causal_lm
 
     def frozen_digest(self) -> str | None:
         """Return a digest of the weights that are not trained: no checkpoint contains them."""
@@ -189,15 +188,10 @@ def process_rank() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
 
 
-def models_of(policy: Any) -> Iterator[Any]:
-    """Yield the Hugging Face models in a policy or its stages."""
-    return (part.causal_lm for part in policy.modules() if isinstance(part, PolicyModel))
-
-
 @contextmanager
 def packed_attention(model: Any) -> Iterator[None]:
     """Let a model compute packed pairs; afterwards it has its own attention again."""
-    parts = [*models_of(model)] or [model]
+    parts = [part.causal_lm for part in parts_of(model)] or [model]
     before = [part.config._attn_implementation for part in parts]
     try:
         for part in parts:

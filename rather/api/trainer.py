@@ -47,7 +47,7 @@ from rather.optim.rounding import Rounding
 from rather.parallel.apply import divide
 from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES, places, shard_rounding
-from rather.parallel.stages import Stages
+from rather.parallel.stages import Stages, parts_of
 from rather.pipeline.checks import refuse_columns
 from rather.pipeline.evaluation import EvaluatedPart, metrics_of
 from rather.pipeline.guard import refuse_nonfinite
@@ -533,8 +533,7 @@ class DPOTrainer:
             raise ConfigError("save_model: give the trainer the tokenizer, which it saves too.")
         rank, folder = self.policy, Path(folder).absolute()
         card = f"# Aligned by Rather ({' + '.join(self.config.loss_names)})\n"
-        part = next(module for module in rank.policy.modules() if isinstance(module, PolicyModel))
-        weights = rank.weights()
+        part, weights = parts_of(rank.policy)[0], rank.weights()
         if self.adapted is not None:
             part = PolicyModel(copy.deepcopy(self.adapted).merge_and_unload())
             weights = dict(part.named_parameters())

@@ -49,7 +49,7 @@ class Cluster(RoleOnRanks):
         super().__init__(name, config, resource_manager.kind, resource_manager.ledger)
         self.device = "cpu"
         self.worker_cls, self.manager = worker_cls, resource_manager
-        self.worker_config, self.mapping = worker_config, worker_config.device_mapping or [0]
+        self.worker_config, self.mapping = worker_config, worker_config.devices
         self.takes_turns = False  # with another process on the same devices
         self.supervision: Supervision | None = None
         self._start()

@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
 from rather.cluster.health import PHASES
 from rather.cluster.host import Process
 from rather.cluster.memory import Ledger, Room
@@ -22,7 +19,6 @@ from rather.cluster.role import (
     SpmdCluster,
     broadcast,
     device_kind,
-    gather,
     join_ranks,
     role_of,
     shared_folder,
@@ -33,6 +29,7 @@ from rather.cluster.worker import ActorWorker, RankInfo, make_worker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
 from rather.model.sizes import model_problems
+from rather.parallel.mesh import gather_objects, max_over_ranks
 
 if TYPE_CHECKING:
     from rather.cluster.resources import ResourceManager
@@ -72,9 +69,7 @@ class Roles:
         if self.drivers == 1:
             return number
         with self._waiting("max_over_drivers"):
-            most = torch.tensor(number, device=self.kind)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            return int(most)
+            return max_over_ranks(number, self.kind)
 
     def _waiting(self, call: str) -> AbstractContextManager[None]:
         """Limit the wait for what the main driver does alone, such as preparing data."""
@@ -104,7 +99,7 @@ class Roles:
 
 
 def mappings(config: DPOConfig) -> tuple[list[int], list[int]]:
-    return config.actor_train.device_mapping or [0], config.reference.device_mapping or [0]
+    return config.actor_train.devices, config.reference.devices
 
 
 def launch(
@@ -169,7 +164,7 @@ def _under_torchrun(config: DPOConfig, names: list[str]) -> Roles:
             with closing:
                 serve(config, member, kind)
             raise SystemExit(0)
-    memory = Ledger(), gather(Room.here(member.rank, kind, Process.this().kernel))
+    memory = Ledger(), gather_objects(Room.here(member.rank, kind, Process.this().kernel))
     policy = SpmdCluster("actor_train", config, member, *memory)
     held: RoleOnRanks | None = None
     if apart:

@@ -217,8 +217,7 @@ def table(worker: ActorWorker) -> dict[str, float]:
         rows |= _per_tokens(worker, kind)
     elif need := need_of(config, worker.worker_config, kind):
         rows[f"state of {worker.role}, computed"] = need.device + need.host
-    mappings = [role.device_mapping or [0] for role in (config.actor_train, config.reference)]
-    shares_device = worker.role == "actor_train" and mappings[0] == mappings[1]
+    shares_device = worker.role == "actor_train" and config.shares_devices
     if shares_device and from_config(config).needs_reference:
         need = need_of(config, config.reference, kind)
         rows["reference"] = need.device + (need.host if kind == "cpu" else 0.0) if need else 0.0

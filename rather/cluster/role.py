@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,9 @@ from rather.data.shares import RunPairs
 from rather.errors import BatchTooLarge, ConfigError, DiskError, RatherError
 from rather.model.export import Kept
 from rather.parallel.load import compute_dtype, cpu_has_bf16, device_of
+from rather.parallel.mesh import gather_objects
 from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import StepResult
-
-T = TypeVar("T")
 
 
 class RoleOnRanks:
@@ -220,11 +219,12 @@ def shared_folder(folder: Path) -> Iterator[Path]:
 # --- one process ---
 
 
-def as_local(role: Role, feature: str) -> ActorWorker:
-    """Return the worker of a role in this process; raise an error naming `feature` otherwise."""
+def as_local(role: Role) -> ActorWorker:
+    """Return the worker of a role in this process, which alone can answer prompts."""
     if not isinstance(role, ActorWorker):
         raise ConfigError(
-            f"{feature} needs one device per policy; remove it, or start without torchrun and Ray."
+            "eval_prompts needs one device per policy; remove it, or start without torchrun and "
+            "Ray."
         )
     return role
 
@@ -331,7 +331,7 @@ class SpmdCluster(RoleOnRanks):
             raise shortage(error) from error
         except DiskError as error:  # all ranks must raise it, or some would wait for this one
             problem = str(error)
-        values, problems = zip(*gather((value, problem)), strict=True)
+        values, problems = zip(*gather_objects((value, problem)), strict=True)
         if any(problems):
             raise DiskError(next(filter(None, problems)))
         return list(values)
@@ -342,12 +342,3 @@ def broadcast(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-def gather(value: T) -> list[T]:
-    """Return the values of all ranks, in rank order."""
-    if not dist.is_initialized():
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found

@@ -43,10 +43,11 @@ from rather.cluster.health import (
     place_of,
 )
 from rather.cluster.host import Link, Process, connect, end_with_others, open_port
-from rather.cluster.role import SpmdCluster, gather
+from rather.cluster.role import SpmdCluster
 from rather.config.redaction import printable
 from rather.config.schema import DPOConfig, Timeouts
 from rather.errors import HangError, RatherError, WorkerError, WorkerLost
+from rather.parallel.mesh import gather_objects
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +252,7 @@ class Peers:
         if self.rank and os.environ["LOCAL_RANK"] == "0":
             with socket.create_connection(self.place, timeouts.connect) as known:
                 server = open_port(known.getsockname()[0])
-        found = gather((socket.gethostname(), server and server.getsockname()[:2]))
+        found = gather_objects((socket.gethostname(), server and server.getsockname()[:2]))
         links = {
             f"{machine} ({place[0]})": connect(machine, place[0], place[1], timeouts.connect)
             for machine, place in found

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rather.checkpoint import checkpoint
@@ -45,9 +44,9 @@ from rather.parallel.load import (
     load_policy,
     stored_dtype,
 )
-from rather.parallel.mesh import build_mesh
+from rather.parallel.mesh import build_mesh, max_over_ranks
 from rather.parallel.shard import STAGES
-from rather.parallel.stages import Stages
+from rather.parallel.stages import Stages, parts_of
 from rather.plan.speed import worth_compiling
 from rather.train.nonfinite import StepLimits
 from rather.train.rank_trainer import RankTrainer, Runner, StepResult, WholeModelRunner
@@ -200,9 +199,8 @@ class ActorWorker:
             # A policy's layers are arranged by what fits, which may differ with the ranks.
             options = {"offload": shape.offload, "compiled": self.compiled}
             arrange_layers(policy, recompute=self._recompute, **options)
-        part = next(module for module in policy.modules() if isinstance(module, PolicyModel))
-        self.part = part
-        check_length(part.causal_lm.config, config.sequence_length)
+        self.part = parts_of(policy)[0]
+        check_length(self.part.causal_lm.config, config.sequence_length)
         compute = compute_dtype(args, self.device)
         dtype = str(compute).removeprefix("torch.")
         if stored_dtype(args, self.device) != compute:
@@ -271,10 +269,7 @@ class ActorWorker:
 
     def _least(self, number: int) -> int:
         """Return the least of what all ranks of this role pass."""
-        numbers = torch.tensor(number, device=self.device)
-        if self.mesh.world > 1:
-            dist.all_reduce(numbers, dist.ReduceOp.MIN)
-        return int(numbers)
+        return -max_over_ranks(-number, self.device) if self.mesh.world > 1 else number
 
     # --- pairs ---
 

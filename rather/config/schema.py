@@ -826,6 +826,11 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
         return self.reference_is_policy and (has_start or self.actor_train.model_args.changes_base)
 
     @property
+    def shares_devices(self) -> bool:
+        """Whether policy and reference are on the same devices."""
+        return self.actor_train.devices == self.reference.devices
+
+    @property
     def roles(self) -> dict[str, RoleConfig]:
         return {"actor_train": self.actor_train, "reference": self.reference}
 

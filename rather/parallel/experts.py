@@ -91,17 +91,16 @@ def check_experts(config: Any, ep: int) -> None:
     refused = f"ep_size: {ep}: the experts of model family '{config.model_type}' cannot be divided"
     try:
         whole = next(expert_blocks(twin_of(config)))[1].experts
-        halves = [copy.deepcopy(whole) for _ in range(2)]
-        for rank, half in enumerate(halves):
-            _keep(half, rank, 2)
         x_ND = torch.linspace(-1, 1, 6 * whole.hidden_dim).sin().view(6, -1)
         chosen_NK = torch.arange(12).view(6, 2) % whole.num_experts
         scores_NK = torch.linspace(0.1, 0.9, 12).view(6, 2)
         expected, found = whole(x_ND, chosen_NK, scores_NK), torch.zeros_like(x_ND)
-        for n, k in [(n, k) for n in range(6) for k in range(2)]:
-            rank, expert = divmod(int(chosen_NK[n, k]), whole.num_experts // 2)
-            row = halves[rank](x_ND[n : n + 1], torch.tensor([[expert]]), torch.ones(1, 1))
-            found[n] += row[0] * scores_NK[n, k]
+        for rank in range(2):
+            half = copy.deepcopy(whole)
+            each = _keep(half, rank, 2) // 2
+            n, k = (chosen_NK // each == rank).nonzero(as_tuple=True)
+            rows = half(x_ND[n], chosen_NK[n, k, None] % each, torch.ones(len(n), 1))
+            found.index_add_(0, n, rows * scores_NK[n, k, None])
         worst = float((found - expected).abs().max() / expected.abs().max())
     except Exception as error:
         raise ConfigError(f"{refused} ({error}); set ep_size to 1") from error

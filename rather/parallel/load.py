@@ -64,7 +64,7 @@ def device_of(role: RoleConfig, rank: int = 0, per_node: int | None = None) -> s
     """Return the device of a rank by its role's device_mapping, or the CPU without a GPU."""
     if not torch.cuda.is_available():
         return "cpu"
-    number = (role.device_mapping or [0])[rank]
+    number = role.devices[rank]
     number = number % per_node if per_node else number
     if number >= (count := torch.cuda.device_count()):
         raise ConfigError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from rather.config.strategies import Layout
 from rather.errors import ConfigError
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,21 @@ class Mesh:
         names = ("pp", "replicas", "shards", "ep", "tp")
         whole = DeviceMesh(self.device, ranks.reshape(pp, *inner, ep, tp), mesh_dim_names=names)
         return whole["replicas", "shards"]
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of a group, or of all, in rank order."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found
+
+
+def max_over_ranks(number: int, device: str) -> int:
+    most = torch.tensor(number, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
 
 
 def build_mesh(layout: Layout, device: str) -> Mesh:

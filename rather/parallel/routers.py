@@ -28,7 +28,7 @@ from rather.errors import ConfigError
 from rather.model.check import experts_of, routers_of
 from rather.model.policy import PolicyModel
 from rather.parallel.mesh import Mesh
-from rather.parallel.stages import Objective, Stages
+from rather.parallel.stages import Objective, Stages, parts_of
 
 
 class Balance:
@@ -37,7 +37,7 @@ class Balance:
     def __init__(
         self, policy: PolicyModel | Stages, mesh: Mesh, coefficient: float, device: str
     ) -> None:
-        parts = [module for module in policy.modules() if isinstance(module, PolicyModel)]
+        parts = parts_of(policy)
         config: Any = parts[0].causal_lm.config.get_text_config()
         self.coefficient, self.mask_N = coefficient, torch.ones(0, device=device)
         self._world, self._staged = mesh.world, isinstance(policy, Stages)
@@ -125,8 +125,7 @@ def balance_of(
     """Return the balance of a policy that is trained; None if it has no routers."""
     if not any(p.requires_grad for p in policy.parameters()):
         return None
-    part = next(module for module in policy.modules() if isinstance(module, PolicyModel))
-    config = part.causal_lm.config.get_text_config()
+    config = parts_of(policy)[0].causal_lm.config.get_text_config()
     own = getattr(config, "router_aux_loss_coef", None)
     if not experts_of(config):
         if coefficient:

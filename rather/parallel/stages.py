@@ -405,6 +405,11 @@ class Stages(nn.Module):
         return self._schedule[1]
 
 
+def parts_of(policy: nn.Module) -> list[PolicyModel]:
+    """Return the policy, or this rank's stages of it."""
+    return [module for module in policy.modules() if isinstance(module, PolicyModel)]
+
+
 def _emptied(batch: PairBatch) -> PairBatch:
     """Return a micro-batch without pairs and tokens."""
     none = {

@@ -156,7 +156,7 @@ class Answers:
 
     def __init__(self, config: DPOConfig, roles: Roles) -> None:
         assert config.eval_prompts is not None
-        as_local(roles.actor_train, "eval_prompts")
+        as_local(roles.actor_train)
         self.config, self.roles, self.asked = config, roles, config.eval_prompts
         self.file = config.run_dir / ANSWERS
         self.prompts = read_prompts(self.asked, config)
@@ -217,7 +217,7 @@ class Answers:
         return {**means, f"{METRICS}prompts": len(rows)}
 
     def _answers(self, role: Role, stopped: Stopped = lambda: False) -> list[GeneratedAnswer]:
-        worker, size = as_local(role, "eval_prompts"), AT_ONCE
+        worker, size = as_local(role), AT_ONCE
         found: list[GeneratedAnswer] = []
         while len(found) < len(self.ids):
             if stopped():

@@ -64,7 +64,7 @@ class TrainingLoop:
     answers: Answers | None = None
     summary: RunSummary | None = None
     _on_record: Callable[[Record], None] | None = None
-    _export: Callable[[Path], Mapping[str, float] | None] | None
+    _export: Callable[[Path], object]
 
     def _build_loop(self, identity: Mapping[str, Any]) -> None:
         """Build the parts that both constructors share."""
@@ -342,7 +342,6 @@ class TrainingLoop:
 
     def _save_best(self) -> None:
         """Export the best model; if the disk is full, the run continues without it."""
-        assert self._export
         folder = self.config.run_dir / "best_model"
         try:
             self._export(folder)

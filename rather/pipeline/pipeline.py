@@ -80,7 +80,6 @@ class DPOPipeline(TrainingLoop):
         identity: Mapping[str, Any],
         evaluate: Callable[[], Record] | None = None,
         on_record: Callable[[Record], None] | None = None,
-        export: Callable[[Path], Mapping[str, float] | None] | None = None,
         run_dir: Path | None = None,
     ) -> DPOPipeline:
         """Build a pipeline over models in memory and steps that the caller packs. `run` trains it.
@@ -97,13 +96,11 @@ class DPOPipeline(TrainingLoop):
         - `evaluate`: returns metrics, which get the prefix "eval/". Called after steps with
           `ends_epoch`, after the last step, and every eval_steps; not before the first step.
         - `on_record`: called with each record, after it was written to metrics.jsonl.
-        - `export`: writes the model to a folder; called on every driver, for save_best and after
-          the last step. It may return the shares that rather.tracking.outcome describes. None: no
-          model is exported.
         - `run_dir`: the folder for metrics, incidents and checkpoints. The run resumes from there;
-          a finished run returns immediately. None: nothing is written, resumed or exported.
+          a finished run returns immediately. None: nothing is written or resumed.
 
-        sync_ref_model and eval_prompts are not supported. No signal handlers are installed.
+        No model is exported. save_best, sync_ref_model and eval_prompts are not supported. No
+        signal handlers are installed.
         """
         self = cls.__new__(cls)
         if run_dir is not None:
@@ -115,12 +112,12 @@ class DPOPipeline(TrainingLoop):
             self.evaluators.append(
                 lambda *_: {f"eval/{name}": value for name, value in evaluate().items()}
             )
-        self._on_record, self._export, self.stop = on_record, export, control.StopRequest()
+        self._on_record, self.stop = on_record, control.StopRequest()
         self._build_loop(identity)
         if run_dir is None and self.guard.rolls_back:
             raise ConfigError("on_nonfinite, spike.action: rollback needs an output folder.")
-        if config.save_best and not (run_dir and export):
-            raise ConfigError("save_best: needs a folder for the best model; set one.")
+        if config.save_best:
+            raise ConfigError("save_best: only a run that is built from a config exports models.")
         self.packing.tokens["train"] = NO_LIMIT
         self.reference_stream = ReferenceStream(config, roles, self.timeline, self.retry)
         return self
@@ -167,7 +164,6 @@ class DPOPipeline(TrainingLoop):
         if config.eval_prompts:
             self.answers = Answers(config, roles)
             self.evaluators.append(self.answers.record)
-        self._export = self._export_model
         self.summary = RunSummary(config, roles, source)
 
     def close(self) -> None:
@@ -292,7 +288,7 @@ class DPOPipeline(TrainingLoop):
             self.answers.begin(self.tokenizer, resumes=newest is not None)
         self._restore(newest)
 
-    def _export_model(self, folder: Path) -> Mapping[str, float]:
+    def _export(self, folder: Path) -> Mapping[str, float]:
         pairs, with_reference = len(self.data.train), self.reference is not None
         card = model_card(self.config, self.progress.step, pairs, with_reference=with_reference)
         kept = self.actor_train.save_model(folder, self.tokenizer, card)
@@ -315,9 +311,9 @@ class DPOPipeline(TrainingLoop):
             log.info("Stopped and saved at step %d; run the same command again to resume.", step)
             return
         self.progress.refuse_no_update()
-        if self.run_dir and self._export:
-            self.changes = self._export(self.run_dir / "model") or {}
-            log.info("The trained model is in %s.", self.run_dir / "model")
+        if self.summary:
+            self.changes = self._export(self.config.run_dir / "model")
+            log.info("The trained model is in %s.", self.config.run_dir / "model")
         self._report_outcome()
         if self.run_dir and self.roles.is_main:
             mark_finished(self.run_dir, step)

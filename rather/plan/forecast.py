@@ -65,7 +65,7 @@ class Forecast:
         self.chosen = memory.chosen(pairs.sample, pairs.largest)
         self.work = memory.work(self.chosen, pairs.sample)
         self.parts = memory.peak(self.chosen, self.work)
-        self.reference_device = 0.0 if memory.shares_device else memory.reference_bytes
+        self.reference_device = 0.0 if config.shares_devices else memory.reference_bytes
         packed = memory.pack(step, self.chosen)
         self.step_tokens = sum(batch.real_tokens for batch in packed)
         self.seconds: StepSeconds | None = None
@@ -251,16 +251,14 @@ def changed(config: DPOConfig, change: Change) -> DPOConfig:
 
 def on_devices(config: DPOConfig, count: int) -> DPOConfig:
     """Return the config on `count` devices; a reference that shared its devices still does."""
-    actor = config.actor_train.device_mapping or [0]
-    reference = config.reference.device_mapping or [0]
-    own = list(range(count))
-    change: dict[str, Any] = {"actor_train.device_mapping": own, "reference.device_mapping": own}
-    total = count
-    if reference != actor:
-        total = count + len(reference)
-        change["reference.device_mapping"] = list(range(count, total))
+    own = range(count)
+    other = own if config.shares_devices else range(count, count + len(config.reference.devices))
+    change: dict[str, Any] = {
+        "actor_train.device_mapping": [*own],
+        "reference.device_mapping": [*other],
+    }
     if config.num_gpus_per_node is not None:
-        change |= {"num_nodes": 1, "num_gpus_per_node": total}
+        change |= {"num_nodes": 1, "num_gpus_per_node": other.stop}
     return changed(config, change)
 
 

@@ -367,8 +367,6 @@ class MemoryForecast:
             role = config.reference
             state = role_state(config, role, self.kind, sizes.shapes, role.model_args)
             self.reference_bytes = state.own + (state.gathered if state.is_sharded else 0.0)
-        mappings = (config.reference.device_mapping, config.actor_train.device_mapping)
-        self.shares_device = (mappings[0] or [0]) == (mappings[1] or [0])
         # Widths of one tp rank; with sequence parallelism the residual stream is divided too.
         tp = self.layout.tp
         self.part = replace(
@@ -393,7 +391,8 @@ class MemoryForecast:
             if self.args.quantization:  # scales; embeddings, head and norms as they are stored
                 rest = (self.sizes.weights - inner) * (self.compute - FOUR_BITS)
                 held = replace(held, weights=held.weights + (inner * SCALES + rest))
-        reference = self.reference_bytes if self.shares_device and not parked else 0.0
+        shares = self.config.shares_devices and not parked
+        reference = self.reference_bytes if shares else 0.0
         return replace(held, reference=reference, buffers=self._gathered_bytes(state))
 
     def _gathered_bytes(self, state: RoleState) -> float:
@@ -457,7 +456,7 @@ class MemoryForecast:
         found, offload, on_gpu = self.layout, self.config.reference.offload, self.kind == "cuda"
         wanted, level = given or TOKENS[self.kind], found.recompute
         may_park = on_gpu and found.devices == 1 and not self.config.sync_ref_model
-        may_park = may_park and self.shares_device and self.reference_bytes > 0
+        may_park = may_park and self.config.shares_devices and self.reference_bytes > 0
         parked = offload == "on" and may_park
         if not on_gpu or found.devices > 1 or found.canonical:
             chosen = Chosen(wanted, level or ("full" if on_gpu else "none"), False, parked)

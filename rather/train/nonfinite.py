@@ -6,13 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rather.data.batch import PairBatch
+from rather.parallel.mesh import gather_objects
 
 # The float16 loss scale was too large; loss or gradient is not finite; it is above the limits; all
 # pairs of the step have weight 0.
@@ -62,10 +62,7 @@ def nonfinite_report(
     pairs: list[int], norms: Mapping[str, float], *, alone: bool
 ) -> NonFiniteReport:
     """Combine what all ranks found, each in its own part. A collective, unless alone."""
-    found: list[Any] = [(pairs, norms)]
-    if not alone:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (pairs, norms))
+    found = [(pairs, norms)] if alone else gather_objects((pairs, norms))
     squares: defaultdict[str, float] = defaultdict(float)
     for _, part in found:
         for name, norm in part.items():

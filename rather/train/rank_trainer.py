@@ -27,7 +27,7 @@ from rather.model.layers import HostOffloaded, layers_of
 from rather.model.policy import START, PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
 from rather.parallel.canonical import Canonical
-from rather.parallel.mesh import Mesh
+from rather.parallel.mesh import Mesh, max_over_ranks
 from rather.parallel.routers import balance_of
 from rather.parallel.shard import Stage, announce, counted, local, places, settle
 from rather.parallel.stages import Objective, Stages
@@ -169,9 +169,7 @@ class RankTrainer:
             order = torch.argsort(here).to(self.device, non_blocking=True)
             return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
         if pairs is None:
-            most = torch.tensor(max(here.tolist(), default=-1) + 1, device=self.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            pairs = int(most)
+            pairs = max_over_ranks(max(here.tolist(), default=-1) + 1, self.device)
         names = ["sum", *sorted(self.loss.token_columns)]
         table = torch.zeros(len(names), pairs, 2, dtype=torch.float64, device=self.device)
         if parts is not None and self._is_primary:

@@ -285,7 +285,7 @@ class Small:
 def test_batches_of_prompts_shrink_when_memory_runs_out(
     run: DPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rather.pipeline.evaluation.as_local", lambda worker, _: worker)
+    monkeypatch.setattr("rather.pipeline.evaluation.as_local", lambda worker: worker)
     answers = Answers.__new__(Answers)
     answers.asked, answers.tokenizer, answers.end_of_turn = run.eval_prompts, None, -1  # type: ignore[assignment]
     answers.ids = [[number] for number in range(8)]
