@@ -47,6 +47,9 @@ class RunSummary:
     plan: dict[str, Any] | None = None  # the forecast, as plan.json contains it
     peak: int = 0  # bytes, before the export
 
+    def __post_init__(self) -> None:
+        self.run_dir = self.config.run_dir
+
     def forecast(self, *, reference: bool) -> None:
         """Log what the run will take; `reference`: whether that model is loaded.
 
@@ -76,9 +79,9 @@ class RunSummary:
         with _failure_logged("the look at the first pairs"):
             data["shown"] = token_view(self.source.data.train, tokenizer, PAIRS_SHOWN)
         write_config(self.config)
-        write_run_report(self.config.run_dir, data, DATA_REPORT)
+        write_run_report(self.run_dir, data, DATA_REPORT)
         if self.plan:
-            write_run_report(self.config.run_dir, self.plan, PLAN)
+            write_run_report(self.run_dir, self.plan, PLAN)
         record_start(self.config, self.roles.kind, step, self.source.total_steps)
 
     def report(
@@ -90,9 +93,8 @@ class RunSummary:
         with _failure_logged(RUN_REPORT):
             times, logps = timeline.total.report(in_turn=timeline.in_turn), stream.logps
             report = {**outcome, **times, "reference": logps and logps.report()}
-            run_dir, plan = self.config.run_dir, self.plan
-            write_run_report(run_dir, {**report, "health": counts(run_dir)})
-            if not plan:
+            write_run_report(self.run_dir, {**report, "health": counts(self.run_dir)})
+            if not (plan := self.plan):
                 return
             if "changed_file" not in outcome:  # the export is not part of the forecast
                 self.peak = self.roles.actor_train.peak_memory()
@@ -103,7 +105,7 @@ class RunSummary:
             error = {"memory": planned / peak - 1 if peak else None, "time": None}
             if plan["seconds"] and seconds:
                 error["time"] = plan["seconds_per_step"] / seconds - 1
-            write_run_report(run_dir, {**plan, "measured": measured, "error": error}, PLAN)
+            write_run_report(self.run_dir, {**plan, "measured": measured, "error": error}, PLAN)
 
 
 @contextmanager
