@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -66,13 +66,6 @@ class TorchOptimizer(Optimizer):
         found = self.parameters[name].grad if name in self.parameters else None
         return None if found is None else local(found)
 
-    def named_gradients(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        return {
-            name: gradient
-            for name in self.parameters
-            if (names is None or name in names) and (gradient := self.gradient(name)) is not None
-        }
-
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:
         limit = self.max_grad_norm
@@ -83,9 +76,6 @@ class TorchOptimizer(Optimizer):
         if self.scheduler is not None:
             self.scheduler.step()
         self.updates += 1
-
-    def narrow_gradients(self) -> bool:
-        return False
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -105,21 +95,23 @@ class TorchOptimizer(Optimizer):
         found: dict[str, Any] = {}
         for part, values in self._settings().items():
             before = self._initial.get(part, {})
-            new = {key: x for key, x in values.items() if key not in before or x != before[key]}
-            found[part] = new
+            found[part] = {k: x for k, x in values.items() if k not in before or x != before[k]}
         for name, p in self.parameters.items():
             state = self.optimizer.state.get(p, {})
             if own := {key: x for key, x in state.items() if not isinstance(x, Tensor)}:
                 found[f"state {name}"] = own
-        for part, values in found.items():
-            for key, value in values.items():
-                if not _is_json(value):
-                    whose = self.scheduler if part == "scheduler" else self.optimizer
-                    raise ConfigError(
-                        f"{type(whose).__name__}: '{key}' of its state ({type(value).__name__}) is "
-                        "neither a tensor nor a JSON value, so checkpoints cannot hold it; train "
-                        "without an output folder, or with another optimizer or scheduler."
-                    )
+        for part, key, value in [(own, *each) for own in found for each in found[own].items()]:
+            try:  # JSON must give the same value back; a tuple may become a list
+                same = json.loads(json.dumps(value, allow_nan=False))
+            except (TypeError, ValueError):
+                same = None
+            if same != (list(value) if isinstance(value, tuple) else value):
+                whose = self.scheduler if part == "scheduler" else self.optimizer
+                raise ConfigError(
+                    f"{type(whose).__name__}: '{key}' of its state ({type(value).__name__}) is "
+                    "neither a tensor nor a JSON value, so checkpoints cannot hold it; train "
+                    "without an output folder, or with another optimizer or scheduler."
+                )
         return found
 
     @torch.no_grad()
@@ -164,15 +156,6 @@ class TorchOptimizer(Optimizer):
         if self.scheduler is not None:
             found["scheduler"] = self.scheduler.state_dict()
         return found
-
-
-def _is_json(value: Any) -> bool:
-    """Return whether JSON gives the same value back; a tuple may become a list."""
-    try:
-        back = json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError):
-        return False
-    return bool(back == (list(value) if isinstance(value, tuple) else value))
 
 
 def replace_parameters(

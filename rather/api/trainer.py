@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -331,9 +331,9 @@ class DPOTrainer:
             refuse_nonfinite(str(result), config.on_nonfinite, self.nonfinite, most)
         elif result.skip_reason is None:
             self.nonfinite = 0
-        step, *metrics = (_means(sums) for sums in (result.sums, *result.by_batch))
-        zeros = result.zeros_in_grad or 0
-        return torch.tensor(step["loss"]), metrics, result.skipped, result.grad_norm, zeros
+        metrics = [Window(sums).means() for sums in result.by_batch]
+        loss, zeros = Window(result.sums).means().get("loss", 0.0), result.zeros_in_grad or 0
+        return torch.tensor(loss), metrics, result.skipped, result.grad_norm, zeros
 
     def _reference_columns(self, batches: Sequence[Any]) -> Columns | None:
         return self.ref_worker.compute_log_probs(batches) if self.ref_worker else None
@@ -561,12 +561,6 @@ def _unwrap(models: Any) -> tuple[Any, Any]:
     return (
         (models.get_base_model(), models) if hasattr(models, "get_base_model") else (models, None)
     )
-
-
-def _means(sums: Mapping[str, float]) -> dict[str, float]:
-    weight = sums["weight"] or 1.0
-    names = [name for name in sums if name != "weight" and not name.startswith("_")]
-    return {name: sums[name] / weight for name in names}
 
 
 def tracker_in(log_dir: str | Path | None, config: DPOConfig, *, use_wandb: bool) -> NoTracker:
