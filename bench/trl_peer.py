@@ -33,27 +33,41 @@ def require_trl(*more: str) -> None:
 
 
 def run_trl(
-    shape: Shape, device: str, steps: Sequence[Step], *, variant: str, per_device: int
+    shape: Shape,
+    device: str,
+    steps: Sequence[Step],
+    *,
+    variant: str,
+    per_device: int,
+    lora: int | None = None,
 ) -> TrlRun:
     """Trains over `steps` in their order. Out of memory is raised when everything is free again."""
     try:
-        return _run(shape, device, steps, variant, per_device)
+        return _run(shape, device, steps, variant, per_device, lora)
     finally:
         free()
 
 
-def _run(shape: Shape, device: str, steps: Sequence[Step], variant: str, per_device: int) -> TrlRun:
+def _run(
+    shape: Shape,
+    device: str,
+    steps: Sequence[Step],
+    variant: str,
+    per_device: int,
+    lora: int | None,
+) -> TrlRun:
     os.environ.setdefault("TQDM_DISABLE", "1")
     cuda = device.startswith("cuda")
     half = cuda and variant != "default"
     run = TrlRun(settings=_described(variant, cuda, per_device))
     model = shape.model(torch.bfloat16 if half else torch.float32, device, "sdpa")
-    reference = None if variant == "precomputed" else copy.deepcopy(model)
+    # The reference of an adapter is the model without it.
+    reference = None if variant == "precomputed" or lora else copy.deepcopy(model)
     if half:
         _apply_liger(shape, model, reference)
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        trainer = _trainer(model, reference, steps, variant, per_device, folder, cuda=cuda)
+        trainer = _trainer(model, reference, steps, variant, per_device, folder, cuda, lora)
         if variant == "precomputed":
             synchronize()
             run.precompute_seconds = time.perf_counter() - started
@@ -93,8 +107,8 @@ def _trainer(
     variant: str,
     per_device: int,
     folder: str,
-    *,
     cuda: bool,
+    lora: int | None,
 ) -> Any:
     import trl.trainer.dpo_trainer as module
     from transformers import PrinterCallback
@@ -133,9 +147,22 @@ def _trainer(
         dataloader_pin_memory=cuda,
         disable_tqdm=True,
     )
+    more: dict[str, Any] = {}
+    if lora:
+        from peft import LoraConfig
+
+        more["peft_config"] = LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = GivenTokens(
-        model, reference, args=args, train_dataset=_dataset(steps), processing_class=_tokenizer()
+        model,
+        reference,
+        args=args,
+        train_dataset=_dataset(steps),
+        processing_class=_tokenizer(),
+        **more,
     )
+    if lora and not default:  # PEFT makes them float32, which is slower
+        for parameter in trainer.model.parameters():
+            parameter.data = parameter.data.to(model.dtype)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -10,6 +10,7 @@ If ranks divide the tokens of a micro-batch, each gathers all keys and values fo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from rather.model.kernels import sum_by_key
 
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+    no_dropout = _no_dropout(grad.device)
     d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
         grad.contiguous(),
         query.contiguous(),
@@ -179,7 +180,12 @@ def _backward(
         no_dropout,
         **_options(*rest),
     )
-    return d_query, sum_by_key(d_key, order, start), sum_by_key(d_value, order, start)
+    return d_query, *sum_by_key(d_key, d_value, order, start)
+
+
+@cache  # a launch for each layer otherwise
+def _no_dropout(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.uint64, device=device)
 
 
 def _arguments(

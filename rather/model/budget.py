@@ -133,7 +133,7 @@ def agree_on_budget(
 def _largest_tried(
     policy: PolicyModel, trainer: Any, tokens: int, least: int, largest_pair: int
 ) -> int:
-    """Run the largest micro-batch of a budget, and halve it until it fits; 0 if none does."""
+    """Run the largest micro-batch of a budget, and a smaller one until it fits; 0 if none does."""
     while True:
         try:
             for batch in _rehearsal(policy, max(tokens, largest_pair), largest_pair):
@@ -144,10 +144,13 @@ def _largest_tried(
         finally:
             trainer.forget()
             torch.cuda.empty_cache()
-        if tokens // 2 < least:
+        smaller = 3 * tokens // 4 // LADDER["cuda"] * LADDER["cuda"]
+        if smaller < least:
             return 0
-        log.warning("tried a micro-batch of %d tokens: %s Trying half as many.", tokens, reason)
-        tokens //= 2
+        log.warning(
+            "tried a micro-batch of %d tokens: %s Trying %d tokens.", tokens, reason, smaller
+        )
+        tokens = smaller
 
 
 def _tokens_that_fit(

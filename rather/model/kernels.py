@@ -15,30 +15,39 @@ VOCABULARY_BLOCK = 8192
 
 
 @triton.jit
-def _sum_by_key_kernel(source, order, start, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_by_key_kernel(
+    keys, values, order, start, out_keys, out_values, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
+    inside = columns < WIDTH
+    of_keys = tl.zeros((BLOCK,), tl.float32)
+    of_values = tl.zeros((BLOCK,), tl.float32)
     for place in range(tl.load(start + token), tl.load(start + token + 1)):
-        row = tl.load(order + place).to(tl.int64)
-        total += tl.load(source + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(
-            tl.float32
-        )
-    tl.store(out + token.to(tl.int64) * WIDTH + columns, total, mask=columns < WIDTH)
+        at = tl.load(order + place).to(tl.int64) * WIDTH + columns
+        of_keys += tl.load(keys + at, mask=inside, other=0.0).to(tl.float32)
+        of_values += tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+    at = token.to(tl.int64) * WIDTH + columns
+    tl.store(out_keys + at, of_keys, mask=inside)
+    tl.store(out_values + at, of_values, mask=inside)
 
 
-def sum_by_key(gathered_K: Tensor, order_K: Tensor, start_N: Tensor) -> Tensor:
-    """Return the gradient of a gather: for each token the float32 sum over its places.
+def sum_by_key(
+    keys_K: Tensor, values_K: Tensor, order_K: Tensor, start_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of two gathers: for each token the float32 sums over its places.
 
     `order_K` lists the places token by token, `start_N` where each token's begin. Without atomics,
     so that the bits are always the same.
     """
-    gathered_K = gathered_K.contiguous()
-    tokens, width = len(start_N) - 1, gathered_K[0].numel()
-    out = gathered_K.new_empty((tokens, *gathered_K.shape[1:]))
-    block = triton.next_power_of_2(width)
-    _sum_by_key_kernel[(tokens,)](gathered_K, order_K, start_N, out, WIDTH=width, BLOCK=block)
-    return out
+    keys_K, values_K = keys_K.contiguous(), values_K.contiguous()
+    tokens, width = len(start_N) - 1, keys_K[0].numel()
+    keys_N, values_N = (keys_K.new_empty((tokens, *keys_K.shape[1:])) for _ in range(2))
+    _sum_by_key_kernel[(tokens,)](
+        keys_K, values_K, order_K, start_N, keys_N, values_N,
+        WIDTH=width, BLOCK=triton.next_power_of_2(width),
+    )  # fmt: skip
+    return keys_N, values_N
 
 
 @triton.jit

@@ -85,6 +85,9 @@ def _run(
             options["context_fn"] = partial(_keep_narrow_results, recompute == "half")
         run = partial(checkpoint, forward, **options)
     if compiled:
+        # Numbers of a module, such as the scale of attention, are the same in all layers. As
+        # symbols they would become tensors in every call.
+        torch._dynamo.config.specialize_float = True
         run = torch.compile(run, dynamic=True)
     if not offload:
         return run

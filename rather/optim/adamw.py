@@ -136,8 +136,6 @@ class ParameterState:
 
     def zero_grad(self) -> None:
         self._sum = self.parameter.grad = None
-        if self.linear:
-            self.linear.set_total(None)
 
     def master(self) -> Tensor:
         """Return the weights as exactly as they are known, in float32."""

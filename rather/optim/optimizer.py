@@ -27,7 +27,7 @@ from rather.optim.adamw import (
     update_parameters,
 )
 from rather.optim.rounding import Rounding
-from rather.optim.summing import share_zeros, summing
+from rather.optim.summing import Totals, summing
 
 
 @dataclass
@@ -81,6 +81,7 @@ class Optimizer:
         self.masters: Mapping[str, Tensor] = _Masters(self._states)
         self.updates = 0
         self._prepared: Callable[[float], None] | None = None
+        self._totals: Totals | None = None  # of linear layers that sum their gradients
         self._on_cuda = any(p.is_cuda for p in self.parameters.values())
         half = torch.float16 in (compute, *(p.dtype for p in self.parameters.values()))
         self.loss_scale = LossScale() if half else None
@@ -154,6 +155,7 @@ class Optimizer:
         for state in wide:
             state.hook.remove()
             state.sums_wide = False
+        self._totals = None
         return bool(wide)
 
     def sum_inside(self, modules: Iterable[nn.Module]) -> None:
@@ -164,8 +166,11 @@ class Optimizer:
 
     def begin_sums(self) -> None:
         """Give totals of zeros to the linear layers that sum gradients; `zero_grad` frees them."""
-        if linears := [s.linear for s in self._states.values() if s.linear and s.sums_wide]:
-            share_zeros(linears)
+        linears = [s.linear for s in self._states.values() if s.linear and s.sums_wide]
+        if linears and self._totals is None:
+            self._totals = Totals(linears)
+        if self._totals:
+            self._totals.begin()
 
     def gradient_bytes(self) -> int:
         """Return the size of all gradients of this rank."""
@@ -182,6 +187,8 @@ class Optimizer:
         self._prepared = None
         for state in self._states.values():
             state.zero_grad()
+        if self._totals:
+            self._totals.free()
 
     def moments(self) -> dict[str, Tensor]:
         """Return `<parameter>.exp_avg` and so on: with the masters, all that an update depends on.

@@ -43,13 +43,31 @@ def summing(
     return found
 
 
-def share_zeros(linears: Sequence[SummingLinear]) -> None:
-    """Give each layer a total of zeros. They are parts of one tensor: one kernel, not hundreds."""
-    sizes = [-(-linear.weight.numel() // 64) * 64 for linear in linears]  # aligned
-    flat = linears[0].weight.new_zeros(sum(sizes), dtype=torch.float32)
-    for linear, own in zip(linears, flat.split(sizes), strict=True):
+class Totals:
+    """The totals of several layers. They are parts of one tensor: one kernel, not hundreds."""
+
+    def __init__(self, linears: Sequence[SummingLinear]) -> None:
+        sizes = [-(-linear.weight.numel() // 64) * 64 for linear in linears]  # aligned
+        self.flat = linears[0].weight.new_empty(sum(sizes), dtype=torch.float32)
+        self.bytes = self.flat.untyped_storage().nbytes()
         # `data`: autograd must not take a change of one for a change of all.
-        linear.set_total(own.data[: linear.weight.numel()].view_as(linear.weight))
+        self.parts = [
+            (linear, own.data[: linear.weight.numel()].view_as(linear.weight))
+            for linear, own in zip(linears, self.flat.split(sizes), strict=True)
+        ]
+
+    def begin(self) -> None:
+        """Give each layer a total of zeros."""
+        self.flat.untyped_storage().resize_(self.bytes)
+        self.flat.zero_()
+        for linear, total in self.parts:
+            linear.set_total(total)
+
+    def free(self) -> None:
+        """Free the memory until `begin`; the tensors stay, since making them takes milliseconds."""
+        for linear, _ in self.parts:
+            linear.set_total(None)
+        self.flat.untyped_storage().resize_(0)
 
 
 class _Summing(torch.autograd.Function):

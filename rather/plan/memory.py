@@ -413,6 +413,16 @@ class MemoryForecast:
         outside = (self.sizes.weights - self.sizes.in_layers) / found.tp
         return (2 * layer + outside) * compute + layer * 4
 
+    def _summed_share(self, *, narrow: bool) -> float:
+        """Return the share of gradients that the products of linear layers add up (optim.summing)."""
+        found, sizes = self.layout, self.sizes
+        wide = self.kind == "cuda" and self.compute == 2 and found.dp * found.cp == 1
+        if not wide or narrow or self.config.precision == "lean":
+            return 0.0
+        return (
+            1.0 if self.args.has_adapter else (sizes.in_layers - sizes.of_experts) / sizes.weights
+        )
+
     def peak(self, chosen: Chosen, work: Work) -> MemoryParts:
         """Return the parts at the moment that needs most."""
         return max(self._moments(chosen, work), key=lambda parts: parts.total)
@@ -424,8 +434,9 @@ class MemoryForecast:
         how = chosen.recompute, self.compiled, adapter, gathered
         layer = LayerBytes(part, self.kind, size, *how)
         resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
-        # The first micro-batch finds no gradients.
-        before = resting if work.batches > 1 else replace(resting, gradients=0.0)
+        # The first micro-batch finds no gradients but the sums of linear layers.
+        early = self._summed_share(narrow=chosen.narrow) if work.batches == 1 else 1.0
+        before = replace(resting, gradients=resting.gradients * early)
         tokens, rows = work.tokens / found.cp, work.rows / found.cp
         # A pipeline rank holds the layers of several micro-batches.
         own = found.pipeline.stages_of(self.stage or 0)

@@ -217,8 +217,8 @@ class Rehearsal:
     ("most", "longest", "chosen", "seen"),
     [
         (9000, 100, 8192, [8192]),
-        (5000, 100, 4096, [8192, 4096]),
-        (3000, 100, 0, [8192, 4096]),  # less is badly used: activations are recomputed instead
+        (5000, 100, 4608, [8192, 6144, 4608]),
+        (3000, 100, 0, [8192, 6144, 4608, 3072]),  # less is badly used
         (9000, 9000, 8192, [9216]),  # a pair larger than the budget has a micro-batch of its own
     ],
 )
