@@ -52,16 +52,14 @@ MEGATRON_KEYS = """
     apply_expert_patch
 """.split()  # noqa: SIM905 - a table of names
 
-TIMES = "time/reference, time/train and time/wait in the metrics show where the time goes"
 TOP_IGNORED = {
     **dict.fromkeys(TOP_FOREIGN, FOREIGN),
     "rpc_timeout": "each kind of call has its own limit; see the keys of `timeouts`",
     "is_offload_states": "reference.offload controls the reference; the policy stays on its device",
     "is_offload_optimizer_states_in_train_step": "strategy_name zero2_cpu keeps it on the host",
     "model_download_type": "models come from a folder or from the Hugging Face hub",
-    "profiler_timeline": TIMES,
-    "profiler_output_dir": TIMES,
-    "trace": f"there is no timeline any more; {TIMES}",
+    "profiler_timeline": "use `trace: true` to write the run's timeline",
+    "profiler_output_dir": "the timeline of `trace: true` is in the run folder",
     "checkpoint_config.async_upload": "checkpoints are uploaded in the background",
     "checkpoint_config.keep_local_file": "the run folder keeps checkpoints; see max_ckpt_to_keep",
     "reference.model_args.moe_aux_loss_coef": "only the policy has a router loss",

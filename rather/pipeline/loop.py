@@ -117,8 +117,10 @@ class TrainingLoop:
             largest = int(self.data.train.tokens.max())
             parking = self.reference_stream.parking()
             self.packing.tokens["train"] = self.actor_train.plan(largest, parking)
-        named = self.source.steps(self.progress.step, self.position)
-        with closing(ahead(map(self._pack, named), STEPS_AHEAD)) as ready:
+        done = self.progress.step
+        named = map(self._pack, self.source.steps(done, self.position))
+        source = self.timeline.packed(named, done)
+        with closing(ahead(source, STEPS_AHEAD)) as ready:
             yield from ready
 
     def _pack(self, step: Step) -> Step:
@@ -137,13 +139,13 @@ class TrainingLoop:
         """Take one optimizer step; if memory runs out, retry with smaller micro-batches."""
         limits, running = self.guard.limits(self.progress, step), self.progress.running
         if step.probe and reference:
-            with self.timeline.span("train"):
+            with self.timeline.span("actor_train", "train", step.number):
                 ask = self.actor_train.compute_log_probs
                 probed = self.retry.run("actor_train", step.probe, ask)
             reference, running = self.objective.with_baseline(probed, reference, running)
 
         def work(batches: Batches) -> StepResult:
-            with self.timeline.span("train"):
+            with self.timeline.span("actor_train", "train", step.number):
                 return self.actor_train.train_step(batches, reference, limits=limits)
 
         result = self.retry.run("train", step, work)
@@ -227,7 +229,7 @@ class TrainingLoop:
         try:
             if self.evaluation:
                 self.evaluation.running = progress.running
-            with self.timeline.span("evaluate"):
+            with self.timeline.span("driver", "evaluate", progress.step):
                 for evaluate in self.evaluators:
                     record |= evaluate(progress.step, self._is_stopped)
         except Interrupted:
@@ -320,7 +322,7 @@ class TrainingLoop:
         state: Record = {"progress": asdict(self.progress)}
         if self.position is not None:
             state["position"] = self.position
-        with self.timeline.span("save"):
+        with self.timeline.span("driver", "save", self.progress.step):
             self.saving.save(state, self.progress.step, self._sync_files)
             if last:
                 self.saving.wait(last=True)

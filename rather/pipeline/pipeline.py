@@ -35,6 +35,7 @@ from rather.run_folder.layout import (
     mark_finished,
     mark_unfinished,
     metrics_position,
+    trace_file,
     with_rounding_of_run,
 )
 from rather.tracking.health import record_end
@@ -231,8 +232,9 @@ class DPOPipeline(TrainingLoop):
                 mark_unfinished(config.run_dir)
             wanted = writes and self.summary and config.report_html
             with LiveReport(config.run_dir, wanted=wanted) as self.page:
-                self.tracker = NoTracker()
+                trace, self.tracker = None, NoTracker()
                 if writes:
+                    trace = trace_file(config, newest)
                     self.tracker = RunTracker(
                         config,
                         total_steps=self.total_steps or 0,
@@ -241,8 +243,7 @@ class DPOPipeline(TrainingLoop):
                         quiet=not self.summary,
                     )
                 try:
-                    self.timeline.restart()
-                    with self.tracker:
+                    with self.tracker, self.timeline.drawn(trace):
                         while step := self._train():
                             self._roll_back(step)
                     self._end()

@@ -170,11 +170,11 @@ class ReferenceStream:
             self.logps.keep()
 
     def _answer(self, step: Step) -> ReferenceStep:
-        with self.timeline.span("reference"):
+        with self.timeline.span("reference", "log-probs", step.number):
             return step, self.columns(step)
 
     def _answer_ahead(self, step: Step) -> tuple[Step, Columns]:
-        with self.timeline.span("reference"), self._turn:
+        with self.timeline.span("reference", "log-probs", step.number), self._turn:
             columns = self._ask(step)
             if self.logps:  # a step's log-probs are stored before the next one asks
                 self.logps.keep()

@@ -1,19 +1,37 @@
-"""Where the time of a run goes: for log lines and the report."""
+"""Where the time of a run goes: for log lines, the report and, on request, trace.json.
+
+trace.json has Chrome's format (chrome://tracing, ui.perfetto.dev): an array with one event per
+line, whose closing bracket may be missing. So a killed run leaves a file that opens, and a resumed
+run appends to it.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import resource
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from errno import ENOSPC
+from io import FileIO
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 
+from rather.files import own
 from rather.pipeline.steps import ReferenceStep, Step
 from rather.train.rank_trainer import StepResult
+
+log = logging.getLogger(__name__)
+
+Track = Literal["data", "reference", "actor_train", "driver"]
+TRACKS: tuple[Track, ...] = get_args(Track)
 
 
 @dataclass
@@ -38,8 +56,9 @@ class Times:
     def report(self, *, in_turn: bool) -> dict[str, Any]:
         """Return what this start took. Work of a reference that runs ahead takes no extra time."""
         whole = max(self.seconds["steps"], 1e-9)
-        left_out = ("steps",) if in_turn else ("steps", "reference")
-        parts = {name: x for name, x in self.seconds.items() if name not in left_out}
+        parts = dict(self.seconds)
+        for name in ("steps", *(() if in_turn else ("reference",))):
+            parts.pop(name, None)
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
             "seconds": time.perf_counter() - self.began,
@@ -62,18 +81,36 @@ class Timeline:
 
     def __init__(self, *, in_turn: bool) -> None:
         self.in_turn = in_turn
-        self.restart()
-
-    def restart(self) -> None:
-        """Measure from here on: the first step begins."""
         self.window, self.total = Times(), Times()
+        self._trace: Trace | None = None
+
+    def packed(self, steps: Iterator[Step], done: int) -> Iterator[Step]:
+        """Yield the same steps, and record how long each took to make."""
+        for number in count(done + 1):
+            try:
+                with self.span("data", "pack", number):
+                    step = next(steps)
+            except StopIteration:
+                return
+            yield step
 
     @contextmanager
-    def span(self, part: str) -> Iterator[None]:
+    def drawn(self, file: Path | None) -> Iterator[None]:
+        """Measure from the first step to the last; without a file nothing is drawn."""
+        self.window, self.total = Times(), Times()
+        with closing(Trace(file)) if file else nullcontext() as self._trace:
+            yield
+
+    @contextmanager
+    def span(self, track: Track, name: str, step: int) -> Iterator[None]:
         """Measure work on a step; what fails is not recorded."""
         began = time.perf_counter()
         yield
-        self._spend(part, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        if track != "data":
+            self._spend("reference" if track == "reference" else name, seconds)
+        if self._trace:
+            self._trace.add(track, name, step, began, seconds)
 
     def awaited(self, steps: Iterator[ReferenceStep]) -> Generator[ReferenceStep, None, None]:
         """Yield the same steps; training stands still until each is there."""
@@ -100,3 +137,40 @@ class Timeline:
     def _spend(self, part: str, seconds: float) -> None:
         self.window.seconds[part] += seconds
         self.total.seconds[part] += seconds
+
+
+class Trace:
+    """trace.json: a track for each role, for the pairs, and for the driver between steps."""
+
+    def __init__(self, file: Path) -> None:
+        self._clock = time.time() - time.perf_counter()  # events of all starts on one axis
+        self._file = FileIO(file, "a+", opener=own)
+        self._turn = threading.Lock()  # pairs and reference have threads of their own
+        self._file.seek(0)
+        kept = self._file.readall().rfind(b"\n") + 1  # a kill may have torn the last line
+        self._file.truncate(kept)
+        if not kept:
+            self._file.write(b"[\n")
+            for track in TRACKS:
+                self._write(track, {"ph": "M", "name": "thread_name", "args": {"name": track}})
+
+    def add(self, track: Track, name: str, step: int, began: float, seconds: float) -> None:
+        times = {"ts": round((self._clock + began) * 1e6), "dur": round(seconds * 1e6)}
+        self._write(track, {"ph": "X", "name": name, **times, "args": {"step": step}})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, track: Track, event: dict[str, Any]) -> None:
+        """Write one event; if the disk is full the run continues without the trace."""
+        line = json.dumps({**event, "pid": 1, "tid": 1 + TRACKS.index(track)}).encode() + b",\n"
+        with self._turn:
+            if self._file.closed:
+                return
+            try:
+                if self._file.write(line) < len(line):
+                    raise OSError(ENOSPC, "no room")
+            except OSError as error:
+                text = "%s: cannot be written (%s); nothing more is drawn"
+                log.warning(text, self._file.name, error.strerror)
+                self._file.close()

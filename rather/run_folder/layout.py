@@ -37,12 +37,13 @@ REFERENCE_LOG = "reference.log"  # the reference log-probs that the run used
 RUN_REPORT = "report.json"
 PLAN = "plan.json"  # the forecast next to the measurements
 DATA_REPORT = "data_report.json"
+TRACE = "trace.json"
 STARTS = "starts.jsonl"
 REPORT_PAGE = "report.html"
 # The step of the exported model: written after the export, removed before training.
 FINISHED = ".finished"
 OWN_FILES = (
-    "metrics.jsonl", "config.yaml", DATA_REPORT, "LATEST", REFERENCE_LOG, RUN_REPORT,
+    "metrics.jsonl", "config.yaml", DATA_REPORT, "LATEST", REFERENCE_LOG, RUN_REPORT, TRACE,
     TRACKER_IDS, FINISHED, INCIDENTS, PLAN, STARTS, REPORT_PAGE,
     "health.jsonl", "answers.jsonl", LOST_METRICS, LEDGER, LOST_LEDGER,
     "pairs.json",
@@ -202,6 +203,16 @@ def reference_log(config: DPOConfig, newest: Checkpoint | None) -> Path:
     if other.exists() and other.resolve() != file.resolve():
         with open(other, "rb", opener=own) as log_probs, open(file, "wb", opener=own) as copy:
             shutil.copyfileobj(log_probs, copy)
+    return file
+
+
+def trace_file(config: DPOConfig, newest: Checkpoint | None) -> Path | None:
+    """Return the file of the timeline, if `trace` is set; a new run starts a new one."""
+    if not config.trace:
+        return None
+    file = config.run_dir / TRACE
+    if newest is None:
+        file.unlink(missing_ok=True)
     return file
 
 
