@@ -35,7 +35,7 @@ from rather.model.layers import Recompute, arrange_layers, plain_layers
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
 from rather.optim.rounding import Rounding
-from rather.parallel.canonical import Canonical
+from rather.parallel.canonical import Canonical, RowOptimizer
 from rather.parallel.load import (
     Start,
     compute_dtype,
@@ -216,17 +216,20 @@ class ActorWorker:
 
     def _optimizer(self, policy: PolicyModel | Stages, total_steps: int) -> Optimizer:
         training = self.config.actor_train.training_args
-        optimizer = Optimizer(
-            policy.named_parameters(),
-            training,
-            schedule=schedule(training, total_steps),
-            max_grad_norm=self.config.max_grad_norm,
-            exact=policy.exact,
-            rounding=policy.rounding,
-            lean=self.config.precision == "lean",
-            seed=self.config.seed,
-            compute=compute_dtype(self.source[1], self.device) if self.is_divided else None,
-        )
+        options: dict[str, Any] = {
+            "schedule": schedule(training, total_steps),
+            "max_grad_norm": self.config.max_grad_norm,
+            "exact": policy.exact,
+            "rounding": policy.rounding,
+            "lean": self.config.precision == "lean",
+            "seed": self.config.seed,
+            "compute": compute_dtype(self.source[1], self.device) if self.is_divided else None,
+        }
+        if self.layout.canonical and self.layout.stage:
+            trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+            optimizer: Optimizer = RowOptimizer(trained, self.mesh, training, **options)
+        else:
+            optimizer = Optimizer(policy.named_parameters(), training, **options)
         policy.exact = {}  # the optimizer holds them as masters now
         return optimizer
 

@@ -363,8 +363,8 @@ def _determinism(config: DPOConfig) -> Problems:
     for name, role in config.roles.items():
         found = possible_layout(role)
         whole = found and found.devices == found.dp and found.ep == 1
-        if found and (not whole or LANES % found.dp or found.stage):
-            text = f"canonical needs ddp on 1, 2 or {LANES} devices; {name} has"
+        if found and (not whole or LANES % found.dp or found.stage > 1):
+            text = f"canonical needs ddp or zero1 on 1, 2 or {LANES} devices; {name} has"
             yield "determinism", f"{text} {found.describe()}"
             break  # the reference inherits its layout
     threads = {config.envs(role).get("OMP_NUM_THREADS", "1") for role in config.roles.values()}

@@ -444,7 +444,7 @@ class RunKeys(Section):
     deterministic: bool = False
     """Use deterministic kernels on a GPU, which are slower. CPU runs are always deterministic."""
     determinism: Literal["canonical"] | None = None
-    """canonical: identical bits on 1, 2 and 4 devices, for ddp in fp32; needs memory for
+    """canonical: identical bits on 1, 2 and 4 devices, for ddp and zero1 in fp32; needs memory for
     4 gradients."""
 
 

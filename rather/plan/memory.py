@@ -117,8 +117,9 @@ def role_state(
     """
     found, compute = layout(role), stored_dtype(args, kind).itemsize
     is_rounded = compute_dtype(args, kind) == torch.bfloat16  # and has the low bits of a master
-    # In a step zero1 and zero2 hold all weights, zero1 also all gradients.
-    gathered = compute * (0, 2, 1, 0)[found.stage]
+    # In a step zero1 and zero2 hold all weights, zero1 also all gradients; those that are summed in
+    # lanes are counted elsewhere.
+    gathered = compute * (0, 1 if found.canonical else 2, 1, 0)[found.stage]
     if not role.trains:
         each = WeightBytes(compute, 0, 2 if is_rounded and config.sync_ref_model else 0)
     elif config.precision == "lean":

@@ -427,7 +427,7 @@ class RankTrainer:
         masters = {name: master.cpu() for name, master in optimizer.masters.items()}
         groups = {
             "model": self._pieces(masters),
-            "optimizer": self._pieces(optimizer.moments()),
+            "optimizer": self._pieces(optimizer.moments(), optimizer.rows),
             "rng": rng,
         }
         return groups, self.numbers()
@@ -451,16 +451,18 @@ class RankTrainer:
         if torch.cuda.is_available() and "cuda" in groups["rng"]:
             torch.cuda.set_rng_state(groups["rng"]["cuda"])
 
-    def _pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Shard]:
-        """Return what this rank stores."""
+    def _pieces(
+        self, tensors: Mapping[str, Tensor], rows: Mapping[str, ShardSpec] | None = None
+    ) -> dict[str, Tensor | Shard]:
+        """Return what this rank stores; `rows` are the specs if parameters are not sharded."""
         if self._is_alone:
             return dict(tensors)
-        own = places(self.policy, self.mesh)
+        own = rows or places(self.policy, self.mesh)
         found: dict[str, Tensor | Shard] = {}
         for key, tensor in tensors.items():
             name = key if key in own else key.rpartition(".")[0]
             whole = tensor.ndim == len(own[name].whole)
-            if name in self._counted and tensor.numel():
+            if (rows or name in self._counted) and tensor.numel():
                 found[key] = Shard(tensor, own[name] if whole else ShardSpec.full(tensor.shape))
         return found
 
