@@ -244,6 +244,7 @@ COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("score", models.score_command, "output/dpo pairs.jsonl --reference base --by lang"),
         ("export", models.export_command, "output/dpo out --dtype bf16 --shard-size 5GB"),
         ("merge", models.merge_command, "output/lora/adapter --out merged"),
+        ("compare-losses", models.compare_losses_command, "dpo.yaml --pairs 200"),
     ),
 }
 for panel, commands in COMMANDS.items():

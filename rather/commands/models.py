@@ -10,12 +10,15 @@ import typer
 
 from rather.commands.terminal import (
     AsJson,
+    ConfigPath,
+    Imports,
     OutFile,
     Overrides,
     command,
     echo,
     known_model,
     print_json,
+    settings,
 )
 from rather.errors import ConfigError
 
@@ -148,3 +151,23 @@ def merge_command(
     options: dict[str, Any] = {"dtype": dtype, "trust": trust}
     options["rounding"] = Rounding(rounding) if rounding else None
     echo(f"{out}: {merge(adapter, out, base, **options)}")
+
+
+@command
+def compare_losses_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    model: str | None = None,
+    pairs: Annotated[int, typer.Option(min=1)] = 512,
+    imports: Imports = None,
+) -> None:
+    """Evaluate every loss on the log-probs of a trained model: value, gradient, saturation.
+
+    model: Weights to compare on; default: the run's model or checkpoint.
+    pairs: Most pairs, evenly spread over the held-out pairs.
+    """
+    given = settings(config, overrides)
+    from rather.commands.compare_losses import compare_rows, measure, print_rows
+
+    x = measure(given, model, pairs)
+    print_rows(compare_rows(given, x), x)

@@ -48,6 +48,8 @@ ALLOWED = (  # keys that influence tokens, rewards or speed here
 )  # fmt: skip
 MOST_SLICES = 40  # printed; --json has all
 
+Rows = tuple[PairDataset, Sequence[int]]  # some pairs of a set
+
 
 class LogProbs(NamedTuple):
     """What forward passes of policy and reference yield for some pairs."""
@@ -56,10 +58,16 @@ class LogProbs(NamedTuple):
     policy: Columns
     reference: Columns | None
 
-    def for_loss(self) -> PairLogps:
-        """Return what a training step would pass to the loss."""
+    @property
+    def margins(self) -> Tensor:
+        """[P]: log-ratio of the chosen answer minus that of the rejected one, in nats."""
+        assert self.reference is not None
+        return gap(self.policy["sum"] - self.reference["sum"])
+
+    def for_loss(self, policy: Columns | None = None) -> PairLogps:
+        """Return what a training step would pass to the loss, for these policy log-probs."""
         lengths = self.facts.mean_chosen_length
-        return self.facts.with_logps(self.policy, self.reference, lengths)
+        return self.facts.with_logps(policy or self.policy, self.reference, lengths)
 
     def at(self, rows: Tensor) -> LogProbs:
         policy, reference = (
@@ -95,7 +103,9 @@ def score(
     slices = {column: _values(config, places, column) for column in by}
     # The reference gets the same dtype: rewards are differences.
     dtype = config.actor_train.model_args.dtype or policy.args.dtype
-    x = log_probs(policy, other, dtype, config, pair_set)
+    firsts = range(0, len(pair_set), EVALUATION_CHUNK)
+    parts = [(pair_set, range(i, min(i + EVALUATION_CHUNK, len(pair_set)))) for i in firsts]
+    x = log_probs(policy, other, dtype, config, parts)
     if out:
         files = [entry["path"] for entry in data.report["train"]["files"]]
         temporary = out.with_name(f".tmp-{out.name}")
@@ -188,31 +198,30 @@ def log_probs(
     reference: Weights | None,
     dtype: str | None,
     config: DPOConfig,
-    pairs: PairDataset,
+    parts: Sequence[Rows],
 ) -> LogProbs:
     """Return the log-probs of the pairs under both models, of which one is loaded at a time."""
-    facts, columns = _forward(policy, dtype, config, pairs)
-    other = _forward(reference, dtype, config, pairs)[1] if reference else None
+    facts, columns = _forward(policy, dtype, config, parts)
+    other = _forward(reference, dtype, config, parts)[1] if reference else None
     return LogProbs(facts, columns, other)
 
 
 def _forward(
-    weights: Weights, dtype: str | None, config: DPOConfig, pairs: PairDataset
+    weights: Weights, dtype: str | None, config: DPOConfig, parts: Sequence[Rows]
 ) -> tuple[PairFacts, Columns]:
     device = here()
     policy = weights.load(device, dtype)
     check_length(policy.causal_lm.config, config.sequence_length)
-    if pairs.largest_id >= policy.vocabulary_size:
+    largest = max(pairs.largest_id for pairs, _ in parts)
+    if largest >= policy.vocabulary_size:
         raise ConfigError(
-            f"{weights.name}: the pairs have token ids up to {pairs.largest_id}, but the model has "
+            f"{weights.name}: the pairs have token ids up to {largest}, but the model has "
             f"{policy.vocabulary_size} embeddings; the tokenizer belongs to another model."
         )
     trainer = RankTrainer(policy, from_config(config))
     packing = Packing(config, device.partition(":")[0])
     facts, columns = [], []
-    parts = range(0, len(pairs), EVALUATION_CHUNK)
-    for first in track(parts, weights.name, console=Console(stderr=True), transient=True):
-        rows = range(first, min(first + EVALUATION_CHUNK, len(pairs)))
+    for pairs, rows in track(parts, weights.name, console=Console(stderr=True), transient=True):
         batches = packing.pack(pairs.take(rows), "actor_train")
         try:
             columns.append(trainer.log_probs(batches))
@@ -230,9 +239,9 @@ def _forward(
 
 def _lines(objective: PairLoss | None, x: LogProbs) -> Iterator[dict[str, float]]:
     """Yield the numbers of each pair."""
-    is_reward = objective and objective.task == "reward"
-    columns: dict[str, Tensor] = {} if is_reward else {"logps": x.policy["sum"]}
-    columns["tokens"] = x.facts.length
+    columns: dict[str, Tensor] = {"logps": x.policy["sum"], "tokens": x.facts.length}
+    if objective and objective.task == "reward":
+        del columns["logps"]
     if x.reference:
         columns["reference_logps"] = x.reference["sum"]
     if objective:

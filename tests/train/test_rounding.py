@@ -114,7 +114,7 @@ def test_every_file_holds_the_weights_of_the_last_forward_pass(
     said = export(str(config.run_dir / "checkpoint-6"), tmp_path / "out")
     assert_equal(file_of(tmp_path / "out"), forward)
     assert "the file keeps" in said
-    for name in ("checkpoint-6", "model"):  # as chat, score and board do
+    for name in ("checkpoint-6", "model"):  # as chat, score, board and compare-losses do
         loaded = weights_of(str(config.run_dir / name)).load("cpu")
         assert_equal({n: p.bfloat16() for n, p in loaded.named_parameters()}, forward)
 
