@@ -26,6 +26,7 @@ from rather.errors import ConfigError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+JsonObject = dict[str, Any]
 
 MOST_BYTES = 1_000_000  # of YAML
 MOST_JSON_BYTES = 256 << 20  # the largest tokenizer.json has a tenth of it

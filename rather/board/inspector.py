@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from rather.board.runs import stamp
 from rather.config.redaction import redact
 from rather.errors import RatherError
+from rather.files import JsonObject
 from rather.report.folder import CONFIG, FINISHED
-from rather.tracking.json_lines import JsonObject
 
 if TYPE_CHECKING:
     from rather.board.session import Session

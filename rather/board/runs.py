@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from rather.files import own, parse_yaml, yaml_text
+from rather.files import JsonObject, own, parse_yaml, yaml_text
 from rather.report.folder import (
     ANSWERS,
     CONFIG,
@@ -30,7 +30,7 @@ from rather.report.folder import (
 )  # fmt: skip
 from rather.report.page import downsample
 from rather.run_folder import control
-from rather.tracking.json_lines import JsonObject, flatten, read_lines, read_object
+from rather.tracking.json_lines import flatten, read_lines, read_object
 
 EVENTS = (INCIDENTS, HEALTH, ANSWERS)
 MARKS = {METRICS, control.LOCK, FINISHED, "LATEST", DATA_REPORT}  # one of them makes a run folder

@@ -26,7 +26,7 @@ from rather.data.prepare import prepare
 from rather.data.show import LABELS, SIDES, token_texts
 from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
-from rather.files import own, read_bytes
+from rather.files import JsonObject, own, read_bytes
 from rather.losses.objective import from_config
 from rather.model.policy import PolicyModel
 from rather.parallel.load import same_weights, stored_dtype
@@ -34,7 +34,6 @@ from rather.plan.memory import known_shapes
 from rather.report.folder import CONFIG, FINISHED
 from rather.report.pairs import MEANINGS, Doctor
 from rather.run_folder.model_source import Weights, rounding_of
-from rather.tracking.json_lines import JsonObject
 
 HITS = 20  # pairs listed at a time
 SEARCH_SECONDS = 1.5  # then the hits so far are returned, and the search can continue from there

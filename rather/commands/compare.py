@@ -13,6 +13,7 @@ from rather.board.runs import FolderProblem, read_config
 from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.commands.terminal import echo, print_table
 from rather.errors import ConfigError
+from rather.files import JsonObject
 from rather.model.files import weight_files
 from rather.report.folder import Folder
 from rather.tracking.json_lines import FALLS
@@ -26,7 +27,7 @@ MOST_METRICS = 12  # differing metrics that are printed
 Curve = Mapping[int, float]
 
 
-def compare(a: Path, b: Path) -> dict[str, Any]:
+def compare(a: Path, b: Path) -> JsonObject:
     """Return all differences as JSON types."""
     runs = [Folder(path) for path in (a, b)]
     newest = [run.starts[-1].get("environment") if run.starts else None for run in runs]
@@ -58,7 +59,7 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     }
 
 
-def settings_of(run: Path) -> dict[str, Any]:
+def settings_of(run: Path) -> JsonObject:
     try:
         return read_config(run)
     except FolderProblem as problem:
@@ -71,13 +72,13 @@ def curves_of(folder: Folder) -> dict[str, Curve]:
     return {name: dict(zip(column.steps, column.values, strict=True)) for name, column in columns}
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
+def differences(a: JsonObject, b: JsonObject) -> dict[str, list[Any]]:
     """Return the keys with different values, except those that say where a run is."""
     keys = sorted({*a, *b}.difference(PLACE))
     return {key: [a.get(key), b.get(key)] for key in keys if a.get(key) != b.get(key)}
 
 
-def compare_curves(name: str, a: Curve, b: Curve) -> dict[str, Any]:
+def compare_curves(name: str, a: Curve, b: Curve) -> JsonObject:
     """Return final and best values, and the gaps at common steps; a NaN is far from any number."""
     gaps = {}
     for step in sorted(a.keys() & b.keys()):
@@ -85,7 +86,7 @@ def compare_curves(name: str, a: Curve, b: Curve) -> dict[str, Any]:
             gap = abs(a[step] - b[step])
             gaps[step] = math.inf if math.isnan(gap) else gap
     largest = max(gaps.values(), default=0.0)
-    found: dict[str, Any] = {"final": [a[max(a)], b[max(b)]], "from": min(gaps, default=None)}
+    found: JsonObject = {"final": [a[max(a)], b[max(b)]], "from": min(gaps, default=None)}
     found |= {"largest": largest, "at": next((s for s in gaps if gaps[s] == largest), None)}
     return found | ({"best": [best(name, a), best(name, b)]} if name.endswith(JUDGED) else {})
 
@@ -98,7 +99,7 @@ def best(name: str, curve: Curve) -> tuple[float, int]:
     return known[step], step
 
 
-def compare_weights(a: Path, b: Path) -> dict[str, Any] | None:
+def compare_weights(a: Path, b: Path) -> JsonObject | None:
     """Compare the exported models tensor by tensor; None if one of them does not exist yet."""
     if not all((folder / "model" / "config.json").is_file() for folder in (a, b)):
         return None
@@ -118,7 +119,7 @@ def compare_weights(a: Path, b: Path) -> dict[str, Any] | None:
     return {**found, "largest": gaps.get(largest), "in": largest}
 
 
-def print_comparison(found: Mapping[str, Any]) -> None:
+def print_comparison(found: JsonObject) -> None:
     a, b = (Path(name).name for name in found["runs"])
     for title in ("config", "environment"):
         rows = [(key, *pair) for key, pair in found[title].items()]

@@ -38,6 +38,7 @@ from transformers.utils import logging as transformers_logging
 
 from rather.commands.terminal import echo, print_table
 from rather.errors import ConfigError
+from rather.files import JsonObject
 from rather.model.generate import Decoding, generate
 
 SEED, STEPS, BATCH = 0, 200, 32
@@ -318,7 +319,7 @@ def sample(folder: Path, prompts: Sequence[str], seed: int) -> list[str]:
     return answers
 
 
-def compare(out: Path, held_out: Sequence[Query]) -> dict[str, Any]:
+def compare(out: Path, held_out: Sequence[Query]) -> JsonObject:
     """Ask base and result every held-out question, and rate the answers."""
     run = out / "output" / "demo"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -337,7 +338,7 @@ def compare(out: Path, held_out: Sequence[Query]) -> dict[str, Any]:
     return {**result, "answers": answers}
 
 
-def show(out: Path, result: dict[str, Any]) -> None:
+def show(out: Path, result: JsonObject) -> None:
     """Print some random answers, the shares over all of them, and what to try next."""
     answers, sides = result["answers"], ("before", "after")
     shown = random.Random(SEED).sample(answers, 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,6 +21,7 @@ from rather.commands.terminal import (
     settings,
 )
 from rather.errors import ConfigError
+from rather.files import JsonObject
 
 Model = Annotated[
     str,
@@ -126,7 +127,7 @@ def export_command(
     from rather.commands.export import export
     from rather.optim.rounding import Rounding
 
-    options: dict[str, Any] = {"adapter": adapter, "dtype": dtype, "size": shard_size}
+    options: JsonObject = {"adapter": adapter, "dtype": dtype, "size": shard_size}
     options |= {"rounding": Rounding(rounding) if rounding else None, "trust": trust}
     echo(f"{out}: {export(source, out, **options)}")
 
@@ -148,7 +149,7 @@ def merge_command(
     from rather.commands.export import merge
     from rather.optim.rounding import Rounding
 
-    options: dict[str, Any] = {"dtype": dtype, "trust": trust}
+    options: JsonObject = {"dtype": dtype, "trust": trust}
     options["rounding"] = Rounding(rounding) if rounding else None
     echo(f"{out}: {merge(adapter, out, base, **options)}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,13 +18,14 @@ from rather.commands.terminal import (
     print_table,
 )
 from rather.errors import ConfigError
+from rather.files import JsonObject
 from rather.tracking.json_lines import strict_json
 
 if TYPE_CHECKING:
     from rather.data.pairs import PairDataset
 
 Action = Literal["drop", "weight", "flip"]
-CORRECTIONS: dict[str, dict[str, Any]] = {
+CORRECTIONS: dict[str, JsonObject] = {
     "drop": {"weight": 0},
     "weight": {"weight": 0.5},
     "flip": {"flip": True},
@@ -117,7 +118,7 @@ def _training_pairs(run: Path) -> PairDataset | None:
         return None
 
 
-def _add_places(rows: list[dict[str, Any]], data: PairDataset) -> int:
+def _add_places(rows: list[JsonObject], data: PairDataset) -> int:
     """Add the number that each pair has in the board; count those that another one contradicts."""
     digests = data.column("pair_hash").tolist()
     swapped = set(data.column("swapped_hash").tolist())

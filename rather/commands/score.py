@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import yaml
@@ -24,7 +24,7 @@ from rather.data.prepare import prepare
 from rather.data.read import chunks, find_sources, parsed_rows
 from rather.data.show import print_report
 from rather.errors import ConfigError, DataError, MemoryShortage
-from rather.files import own
+from rather.files import JsonObject, own
 from rather.losses.losses import gap
 from rather.losses.metrics import Scored, Window, Z, weighted_sums, wilson
 from rather.losses.objective import PairLoss, from_config
@@ -86,7 +86,7 @@ def score(
     out: Path | None,
     *,
     trust: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the numbers of all pairs and of each slice; write those of each pair to `out`."""
     policy = weights_of(model, trust_remote_code=trust)
     other = weights_of(reference, trust_remote_code=trust) if reference else None
@@ -116,7 +116,7 @@ def score(
                 line |= {column: each[i] for column, each in slices.items()}
                 file.write(strict_json(line) + "\n")
         os.replace(temporary, out)
-    found: dict[str, Any] = {"model": model, "reference": reference, "file": str(pairs)}
+    found: JsonObject = {"model": model, "reference": reference, "file": str(pairs)}
     found |= {**_numbers(objective, x), "by": {column: {} for column in by}}
     for column, values in slices.items():
         rows: dict[str, list[int]] = {}
@@ -132,7 +132,7 @@ def settings_for(model: Weights, pairs: Path, overrides: Sequence[str]) -> DPOCo
     names = [text.partition("=")[0].lstrip("+") for text in overrides]
     if dead := [name for name in names if name not in ALLOWED]:
         raise ConfigError([f"{name}: has no effect on a score; leave it out." for name in dead])
-    data: dict[str, Any] = {"file_name": str(pairs.expanduser().absolute())}
+    data: JsonObject = {"file_name": str(pairs.expanduser().absolute())}
     if model.run and model.run.actor_train.data_args.template:
         data["template"] = model.run.actor_train.data_args.template
     args = {name: getattr(model.args, name) for name in ("revision", "trust_remote_code")}
@@ -251,9 +251,9 @@ def _lines(objective: PairLoss | None, x: LogProbs) -> Iterator[dict[str, float]
         yield dict(zip(names, numbers, strict=True))
 
 
-def _numbers(objective: PairLoss | None, x: LogProbs) -> dict[str, Any]:
+def _numbers(objective: PairLoss | None, x: LogProbs) -> JsonObject:
     sums, weight = x.policy["sum"], x.facts.weight
-    numbers: dict[str, Any] = {"pairs": len(sums)}
+    numbers: JsonObject = {"pairs": len(sums)}
     if objective:
         pairs = x.for_loss()
         scored = Scored(pairs, objective(pairs), objective.rewards(pairs))
@@ -268,7 +268,7 @@ def _numbers(objective: PairLoss | None, x: LogProbs) -> dict[str, Any]:
 
 def _preference(
     name: str, column: Tensor, weight: Tensor, ties: Tensor | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return weighted means of a number of both answers, and how often the chosen one is larger."""
 
     def mean(values: Tensor) -> float:
@@ -290,8 +290,8 @@ def _preference(
     }
 
 
-def print_scores(scores: Mapping[str, Any]) -> None:
-    slices: dict[str, Any] = {"all": scores}
+def print_scores(scores: JsonObject) -> None:
+    slices: JsonObject = {"all": scores}
     for column, values in scores["by"].items():
         slices |= {f"{column}: {value}": numbers for value, numbers in values.items()}
     headings = ("slice", "pairs", "accuracy (95 %)", "ties", "margin (95 %)", "chosen", "rejected")

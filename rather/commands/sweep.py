@@ -19,7 +19,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 import typer
@@ -44,7 +43,7 @@ from rather.config.load import dump_yaml
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, RatherError
-from rather.files import own, parse_yaml, read_bytes, replace_own
+from rather.files import JsonObject, own, parse_yaml, read_bytes, replace_own
 from rather.losses.metrics import wilson
 from rather.losses.objective import from_config
 from rather.pipeline.pipeline import DPOPipeline
@@ -89,7 +88,7 @@ class SweepRun:
     def console(self) -> Path:
         return self.config.log_dir / CONSOLE
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         return {name: getattr(self, name) for name in ("values", "state", "exit_code", "error")}
 
 
@@ -359,7 +358,7 @@ def choose_metric(base: DPOConfig, wanted: str | None) -> str | None:
     return wanted or (own if data.given else None)
 
 
-def results(sweep: Sweep, metric: str | None) -> dict[str, Any]:
+def results(sweep: Sweep, metric: str | None) -> JsonObject:
     """Return the metrics of all runs so far, and which run is the best, as JSON types."""
     runs, key, sign = [], str(metric), 1 if str(metric).endswith(FALLS) else -1
     for run in sweep.runs:
@@ -382,7 +381,7 @@ def results(sweep: Sweep, metric: str | None) -> dict[str, Any]:
     return {"metric": metric, "best": top["name"], "not_worse": near, "runs": runs}
 
 
-def print_results(sweep: Sweep, found: Mapping[str, Any]) -> None:
+def print_results(sweep: Sweep, found: JsonObject) -> None:
     """Print a table, which run is the best, and what speaks against trusting it."""
     metric, names = found["metric"], ("value", "reference_forwards", "seconds")
     rows = []

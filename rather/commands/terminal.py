@@ -90,15 +90,15 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        raise typer.Exit(guarded(lambda: function(*args, **kwargs) or 0))
+        raise typer.Exit(guarded(lambda: function(*args, **kwargs)))
 
     return run
 
 
-def guarded(work: Callable[[], int]) -> int:
+def guarded(work: Callable[[], int | None]) -> int:
     """Run a command; print Rather's own errors as one message and return their exit code."""
     try:
-        return work()
+        return work() or 0
     except (RatherError, Ended) as error:
         echo(redact(f"rather: {error}"), err=True)
         if isinstance(error, RayGone):
@@ -124,11 +124,7 @@ def known_model(name: str) -> str:
     """Refuse a model that is neither here nor on the hub, before torch is imported."""
     from rather.data.hub import refuse_unknown_model
 
-    def check() -> int:
-        refuse_unknown_model(name)
-        return 0
-
-    if code := guarded(check):
+    if code := guarded(lambda: refuse_unknown_model(name)):
         raise typer.Exit(code)
     return name
 

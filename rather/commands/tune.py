@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import typer
 
@@ -25,7 +24,7 @@ from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.data.prepare import prepare
 from rather.errors import ConfigError
-from rather.files import replace_own, write_own
+from rather.files import JsonObject, replace_own, write_own
 from rather.losses.objective import from_config
 from rather.pipeline.steps import PreparedSteps
 from rather.report.folder import MetricsReader
@@ -60,7 +59,7 @@ class Tuning:
     shared: Sequence[str]  # overrides of all runs
     folder: Path
     budget: float
-    state: dict[str, Any] = field(default_factory=dict)
+    state: JsonObject = field(default_factory=dict)
 
     @staticmethod
     def of(file: Path, overrides: Sequence[str], budget: float) -> Tuning:
@@ -95,7 +94,7 @@ class Tuning:
     def save(self) -> None:
         replace_own(self.folder / STATE, strict_json(self.state, indent=1) + "\n")
 
-    def train(self, name: str, values: Mapping[str, Any], steps: int) -> int:
+    def train(self, name: str, values: JsonObject, steps: int) -> int:
         """Train one setting up to so many steps and measure it; return an exit code to end with."""
         runs = self.state["runs"]
         run = runs.setdefault(name, {"values": dict(values), "steps": 0})
@@ -161,8 +160,9 @@ class Tuning:
         if code := probe(first):
             return code
         # Now the cost of a step is known: use the share of the range test.
-        room = (self.left - (1 - SHARE) * self.budget) / len(probes) - self._start
-        longer = first + int(room / self._step_seconds)
+        step, start = self._costs
+        room = (self.left - (1 - SHARE) * self.budget) / len(probes) - start
+        longer = first + int(room / step)
         longer = longer if longer >= 2 * first else first  # a few steps are not worth a start
         if code := probe(rounds.setdefault("range", min(total_steps, longer))):
             return code
@@ -184,7 +184,8 @@ class Tuning:
         while True:
             for name in names:
                 done = self.state["runs"].get(name, {}).get("steps", 0)
-                if self.left < self._start + self._step_seconds * max(0, steps - done):
+                step, start = self._costs
+                if self.left < start + step * max(0, steps - done):
                     echo("tune: the budget is used up; the best so far counts.", err=True)
                     return 0
                 if code := self.train(name, every[name], steps):
@@ -195,21 +196,15 @@ class Tuning:
             steps = min(total_steps, PER_ROUND * steps)
 
     @property
-    def _trained(self) -> list[dict[str, Any]]:
+    def _costs(self) -> tuple[float, float]:
+        """The seconds of a step, and what a run takes besides; the first ones fill caches."""
         found = [run for run in self.state["runs"].values() if run["steps"]]
         if not found:
             raise ConfigError(f"No setting could be trained; see {self.folder / STATE}.")
-        return found
-
-    @property
-    def _step_seconds(self) -> float:
-        """The seconds of a step in the quickest run."""
-        return float(min(run["step_seconds"] for run in self._trained))
-
-    @property
-    def _start(self) -> float:
-        """The seconds that a run takes besides its steps; the first ones fill caches."""
-        return float(min(run["start_seconds"] for run in self._trained))
+        step, start = (
+            min(run[name] for run in found) for name in ("step_seconds", "start_seconds")
+        )
+        return float(step), float(start)
 
     def _first_steps(self, settings: int, total_steps: int) -> int:
         """Return the steps of the first round, so that all rounds fit into the budget."""
@@ -218,12 +213,14 @@ class Tuning:
             counts.append(math.ceil(counts[-1] / PER_ROUND))
         # A round continues the runs of the previous one.
         steps = sum(n * (PER_ROUND**i - PER_ROUND**i // PER_ROUND) for i, n in enumerate(counts))
-        room = 0.9 * self.left - self._start * sum(counts)
-        return max(1, min(total_steps, int(room / (self._step_seconds * steps))))
+        step, start = self._costs
+        room = 0.9 * self.left - start * sum(counts)
+        return max(1, min(total_steps, int(room / (step * steps))))
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> JsonObject:
         """Return the frontier of held-out loss and drift, the best setting, and why."""
-        runs, most = self.state["runs"], max(run["steps"] for run in self._trained)
+        runs = self.state["runs"]
+        most = max(run["steps"] for run in runs.values())
         order = self.ranked(name for name, run in runs.items() if run["steps"] == most)
         frontier, least = [], math.inf
         for name in self.ranked(name for name in runs if "calibrated_loss" in runs[name]):
@@ -244,7 +241,7 @@ def tune(file: Path, overrides: Sequence[str], budget: float, losses: Sequence[s
     return tuning
 
 
-def write_best(tuning: Tuning, found: Mapping[str, Any], out: Path) -> None:
+def write_best(tuning: Tuning, found: JsonObject, out: Path) -> None:
     """Write the YAML of the best setting, with the reasons above it."""
     best = found["runs"][found["best"]]
     lines = ["Chosen by rather tune. The schedule of the learning rate is that of the base config;",
@@ -258,7 +255,7 @@ def write_best(tuning: Tuning, found: Mapping[str, Any], out: Path) -> None:
     write_own(out, "".join(f"# {line}\n" for line in lines) + dump_yaml(config))
 
 
-def _numbers(run: Mapping[str, Any]) -> str:
+def _numbers(run: JsonObject) -> str:
     if "calibrated_loss" not in run:
         return str(run.get("error", "not measured"))
     low, high = run["rewards/accuracies_low"], run["rewards/accuracies_high"]
@@ -267,7 +264,7 @@ def _numbers(run: Mapping[str, Any]) -> str:
     return text + (f", drift {run['drift']:.4g} per token" if "drift" in run else "")
 
 
-def print_result(found: Mapping[str, Any]) -> None:
+def print_result(found: JsonObject) -> None:
     rows = []
     for name, run in found["runs"].items():
         numbers = [f"{run[key]:.4f}" if key in run else "" for key in MEASURED[:3]]

@@ -6,10 +6,9 @@ A sentence names the keys that it depends on. It is not reported if one of them 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rather.config.compat import clippings, lora_file, parity_problems
+from rather.config.compat import Problems, clippings, lora_file, parity_problems
 from rather.config.inherit import value_at
 from rather.config.plugins import did_you_mean
 from rather.config.strategies import (
@@ -23,10 +22,8 @@ from rather.config.strategies import (
 if TYPE_CHECKING:
     from rather.config.schema import DPOConfig
 
-Problems = Iterator[tuple[str, str]]
-
 FLOOR = ("min_lr", "min_lr_rate")
-SCHEDULE_NUMBERS: dict[str, tuple[str, ...]] = {
+SCHEDULE_NUMBERS = {
     "constant": (),
     "constant_with_warmup": (),
     "linear": FLOOR,
@@ -57,7 +54,7 @@ OF_ADAPTER = (*(f"{ARGS}.{name}" for name in DETAILS_OF_ADAPTER), f"{ARGS}.lora_
 
 # A condition is a key that is set (not null, not its default), or key=beginning of its value.
 # Each of the first keys needs one of the second.
-NEEDS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+NEEDS = [
     (("save_best", "early_stopping_patience"), EVAL_PAIRS),
     (("eval_steps",), (*EVAL_PAIRS, "eval_prompts")),
     (("metric_for_best_model",), ("save_best", "early_stopping_patience")),
@@ -67,7 +64,7 @@ NEEDS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("eval_prompts",), ("eval_prompts.prompts", "eval_prompts.file")),
 ]
 # None of the first conditions can be combined with one of the second.
-EXCLUDES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+EXCLUDES = [
     (EVAL_PAIRS[1:], EVAL_PAIRS[:1]),
     (("eval_prompts.prompts",), ("eval_prompts.file",)),
     (("loss_type",), ("ipo",)),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rather.config.values import section_problems
 from rather.errors import ConfigError
-from rather.files import read_json
+from rather.files import JsonObject, read_json
 
 if TYPE_CHECKING:
     from rather.config.schema import ActorConfig, ActorModelArgs, DPOConfig, StrategyArgs
@@ -122,7 +122,7 @@ def _for_roles(top: Mapping[str, str], of_role: Mapping[str, str]) -> dict[str, 
 IGNORED, REFUSED = _for_roles(TOP_IGNORED, ROLE_IGNORED), _for_roles(TOP_REFUSED, ROLE_REFUSED)
 
 
-def roll_keys(data: Mapping[str, Any]) -> tuple[dict[Names, str], dict[Names, str]]:
+def roll_keys(data: JsonObject) -> tuple[dict[Names, str], dict[Names, str]]:
     """Return (ignored key path -> warning, refused key path -> reason) for keys that only ROLL has.
 
     A value that requests nothing (false, 0, null, empty) is ignored without a warning.
@@ -160,30 +160,19 @@ def _paths(data: Mapping[str, Any], before: Names = ()) -> Iterator[tuple[Names,
 # --- a DeepSpeed configuration as strategy_config, or in a JSON file that it names: sharding stage,
 # offloading and clipping are read; what only tunes DeepSpeed's buffers and prints is ignored ---
 
-FILE = "config_file"
-ZERO = "zero_optimization"
-STAGE, CLIPPING = f"{ZERO}.stage", "gradient_clipping"
-UNUSED = (
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    f"{ZERO}.overlap_comm",
-    f"{ZERO}.contiguous_gradients",
-    f"{ZERO}.reduce_scatter",
-    f"{ZERO}.reduce_bucket_size",
-    f"{ZERO}.allgather_bucket_size",
-    f"{ZERO}.allgather_partitions",
-    f"{ZERO}.sub_group_size",
-    f"{ZERO}.round_robin_gradients",
-    f"{ZERO}.stage3_prefetch_bucket_size",
-    f"{ZERO}.stage3_param_persistence_threshold",
-    f"{ZERO}.stage3_max_live_parameters",
-    f"{ZERO}.stage3_max_reuse_distance",
-    f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
-    f"{ZERO}.offload_optimizer.pin_memory",
-    f"{ZERO}.offload_param.pin_memory",
-)
+FILE, STAGE, CLIPPING = "config_file", "zero_optimization.stage", "gradient_clipping"
+UNUSED = """
+    steps_per_print wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    zero_optimization.overlap_comm zero_optimization.contiguous_gradients
+    zero_optimization.reduce_scatter zero_optimization.reduce_bucket_size
+    zero_optimization.allgather_bucket_size zero_optimization.allgather_partitions
+    zero_optimization.sub_group_size zero_optimization.round_robin_gradients
+    zero_optimization.stage3_prefetch_bucket_size
+    zero_optimization.stage3_param_persistence_threshold
+    zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
+    zero_optimization.stage3_gather_16bit_weights_on_model_save
+    zero_optimization.offload_optimizer.pin_memory zero_optimization.offload_param.pin_memory
+""".split()  # noqa: SIM905 - a table of names
 ELSEWHERE = {
     "train_batch_size": "train_batch_size at the top level",
     "train_micro_batch_size_per_gpu": "actor_train.training_args.per_device_train_batch_size",
@@ -191,7 +180,7 @@ ELSEWHERE = {
     "bf16.enabled": "model_args.dtype: bf16",
     "fp16.enabled": "model_args.dtype: fp16",
 }
-OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
+OFFLOADS = [f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param")]
 ALLOWED: dict[str, tuple[Any, ...]] = {
     STAGE: (0, 1, 2, 3),
     **dict.fromkeys(OFFLOADS, ("cpu", "none", None, "auto")),
@@ -203,14 +192,14 @@ def is_deepspeed(name: str | None) -> bool:
     return (name or "").startswith("deepspeed_")
 
 
-def deepspeed_settings(details: Mapping[str, Any]) -> dict[str, Any]:
+def deepspeed_settings(details: JsonObject) -> JsonObject:
     """Return dotted key -> value, of strategy_config or of the file that it names."""
     content = read_object(Path(str(details[FILE]))) if FILE in details else details
     found = {".".join(names): value for names, value in _paths(content)}
     return {key: value for key, value in found.items() if not isinstance(value, Mapping)}
 
 
-def deepspeed_sharding(details: Mapping[str, Any]) -> tuple[int, bool]:
+def deepspeed_sharding(details: JsonObject) -> tuple[int, bool]:
     """Return the sharding stage, and whether optimizer or weights are offloaded to the CPU."""
     settings = deepspeed_settings(details)
     return settings.get(STAGE, 0), any(settings.get(key) == "cpu" for key in OFFLOADS)
@@ -233,7 +222,7 @@ def clippings(actor: ActorConfig) -> dict[str, float | None]:
     }
 
 
-def deepspeed_problems(details: Mapping[str, Any]) -> Problems:
+def deepspeed_problems(details: JsonObject) -> Problems:
     """Yield (key inside strategy_config, sentence) for every setting that is not supported."""
     if FILE in details and len(details) > 1:
         yield FILE, "is a whole configuration; remove the other keys"
@@ -252,7 +241,7 @@ def deepspeed_problems(details: Mapping[str, Any]) -> Problems:
             yield (FILE, f"{details[FILE]}: {key}: {text}") if FILE in details else (key, text)
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> JsonObject:
     """Return the object in a JSON file, or raise a ConfigError that says why it is unusable."""
     try:
         values = read_json(file.expanduser())
@@ -275,7 +264,7 @@ INITIALIZATIONS = {"kaiming_uniform": True, "PiSSA": "pissa_niter_4"}  # Colossa
 NOT_SUPPORTED = {"embedding_lora_dropout": 0, "lora_train_bias": "none"}  # other than these values
 
 
-def lora_file(args: ActorModelArgs) -> tuple[dict[str, Any], list[str]]:
+def lora_file(args: ActorModelArgs) -> tuple[JsonObject, list[str]]:
     """Return the settings of the lora_config file by Rather's keys, and what is wrong with it."""
     try:
         values = read_object(Path(args.lora_config)) if args.lora_config else {}
@@ -297,37 +286,16 @@ def lora_file(args: ActorModelArgs) -> tuple[dict[str, Any], list[str]]:
 
 DATA = "actor_train.data_args"
 # TRL drops only rows whose prompt fills the length, and cuts answers at the end.
-PRESETS: dict[str, Any] = {f"{DATA}.overlong": "truncate_response", "on_bad": "error"}
-TRL_LOSSES = (
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "bco_pair",
-    "sigmoid_norm",
-)
+PRESETS: JsonObject = {f"{DATA}.overlong": "truncate_response", "on_bad": "error"}
+TRL_LOSSES = """
+    sigmoid hinge ipo exo_pair nca_pair robust sppo_hard aot aot_unpaired apo_zero apo_down discopop
+    sft bco_pair sigmoid_norm
+""".split()  # noqa: SIM905 - a table of names
 OF_A_MICRO_BATCH = ("sft", "aot", "aot_unpaired")
-NOT_IN_TRL = (
-    "gamma",
-    "gamma_beta_ratio",
-    "length_normalization",
-    "cpo_alpha",
-    "alphapo_alpha",
-    "odpo_alpha",
-    "pref_ftx",
-    "soft_labels",
-    "rpo_alpha",
-    "reference_free",
-)
+NOT_IN_TRL = """
+    gamma gamma_beta_ratio length_normalization cpo_alpha alphapo_alpha odpo_alpha pref_ftx
+    soft_labels rpo_alpha reference_free
+""".split()  # noqa: SIM905 - a table of names
 FIXED = {
     "score": "last",
     "separator": "",

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,7 +38,7 @@ from rather.config.redaction import looks_secret
 from rather.config.schema import FOR_A_RUN, DPOConfig
 from rather.config.show import public_values
 from rather.errors import ConfigError
-from rather.files import BoundedLoader, Opener, own, parse_yaml, regular, yaml_text
+from rather.files import BoundedLoader, JsonObject, Opener, own, parse_yaml, regular, yaml_text
 
 COMMAND_LINE = "command line"
 HINTS = {  # what PyYAML says -> what to do
@@ -78,17 +79,15 @@ def load_config(
 
     Raise one ConfigError with every problem. `check_paths`: models and data files must exist.
     """
-    config = load(path, overrides)
+    path = Path(path).expanduser()
+    sources = _key_lines(path)
+    config = _validated(path, _compose(path, overrides, sources), sources)
     if check_paths:
         paths.check_paths(config)
     return config
 
 
-def load(path: str | Path, overrides: Iterable[str] = ()) -> DPOConfig:
-    """Return the config of a YAML file without looking for the files that it names."""
-    path = Path(path).expanduser()
-    sources = _key_lines(path)
-    return _validated(path, _compose(path, overrides, sources), sources)
+load = partial(load_config, check_paths=False)
 
 
 def load_found(path: Path, *, trust_remote_code: bool = False) -> DPOConfig:
@@ -101,7 +100,7 @@ def load_found(path: Path, *, trust_remote_code: bool = False) -> DPOConfig:
     written = parse_yaml(yaml_text(path, own))
     secret = [names for names, leaf in _leaves(written) if _reads_secret(str(leaf))]
 
-    def as_data(values: dict[str, Any]) -> None:
+    def as_data(values: JsonObject) -> None:
         home = path.absolute().parents[1]  # where the folder is now
         values |= {"output_dir": str(home), "logging_dir": str(home / "logs")}
         for name in ("checkpoint_config", "track_with", "tracker_kwargs"):
@@ -154,7 +153,7 @@ def _validated(
     path: Path,
     composed: DictConfig,
     sources: dict[str, str],
-    change: Callable[[dict[str, Any]], None] = lambda values: None,
+    change: Callable[[JsonObject], None] = lambda values: None,
 ) -> DPOConfig:
     """Fill in ${...}, change values and return the config; or raise an error with all problems."""
     raw = _plain(composed)
@@ -189,7 +188,7 @@ def _validated(
 
 
 @_limited_insertions()
-def composed_values(path: Path) -> dict[str, Any]:
+def composed_values(path: Path) -> JsonObject:
     """Return the values of a file, its defaults list and ${...} filled in, before validation."""
     try:
         return _plain(_compose(path, [], _key_lines(path)), resolve=True)
@@ -203,7 +202,7 @@ def dump_yaml(config: DPOConfig) -> str:
 
 
 def config_from_dict(
-    data: Mapping[str, Any],
+    data: JsonObject,
     sources: Mapping[str, str] = MappingProxyType({}),
     found: Mapping[Names, str] = MappingProxyType({}),
 ) -> DPOConfig:
@@ -250,7 +249,7 @@ def _near(path: str, sources: Mapping[str, str]) -> str:
     return f" ({place})" if place else ""
 
 
-def _field_problems(error: ValidationError, data: Mapping[str, Any]) -> dict[Names, str]:
+def _field_problems(error: ValidationError, data: JsonObject) -> dict[Names, str]:
     """Return one sentence per key; pydantic has an error for each member of a union."""
     found: dict[Names, str] = {}
     for item in error.errors():
@@ -272,7 +271,7 @@ def _field_problems(error: ValidationError, data: Mapping[str, Any]) -> dict[Nam
     return found
 
 
-def _without(data: Mapping[str, Any], dropped: Iterable[Names]) -> dict[str, Any]:
+def _without(data: JsonObject, dropped: Iterable[Names]) -> JsonObject:
     """Return a copy of nested values without some keys."""
     nested: dict[str, list[Names]] = {}
     for first, *rest in dropped:
@@ -346,7 +345,7 @@ def _compose(path: Path, overrides: Iterable[str], sources: dict[str, str]) -> D
     is a number for a key that only takes text (`exp_name=2024`).
     """
     own: list[str] = []
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     problems = []
     for argument in overrides:
         name, equals, text = argument.partition("=")
@@ -414,8 +413,8 @@ def _in_short(error: BaseException) -> str:
     return "; ".join(kept[:3]) or type(error).__name__
 
 
-def _plain(composed: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
+def _plain(composed: DictConfig, *, resolve: bool = False) -> JsonObject:
     """Return plain values. YAML reads the key of `1: x` as a number, JSON as text."""
     found = json.dumps(OmegaConf.to_container(composed, resolve=resolve), default=str)
-    values: dict[str, Any] = json.loads(found)
+    values: JsonObject = json.loads(found)
     return values

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os.path import expanduser
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
@@ -45,6 +45,7 @@ from rather.config.values import (
     WorkerClass,
     Zero,
 )
+from rather.files import JsonObject
 
 Schedule = Literal[
     "constant",
@@ -134,7 +135,7 @@ class ActorModelArgs(ModelArgs):
         return bool(PISSA.fullmatch(str(self.init_lora_weights)))
 
     @property
-    def adapter_settings(self) -> dict[str, Any] | None:
+    def adapter_settings(self) -> JsonObject | None:
         """Return everything that defines the trained adapter; None without one."""
         names = ["lora_rank", "lora_alpha", "lora_target", *checks.DETAILS_OF_ADAPTER[1:]]
         names += ["adapter_name_or_path", "quantization"]
@@ -273,7 +274,7 @@ class StrategyArgs(Section):
     strategy_name: str | None = None
     """ddp, zero1, zero2, zero3, hsdp, fsdp2_train, megatron_train, ...; default: zero2 on several
     devices."""
-    strategy_config: dict[str, Any] = {}
+    strategy_config: JsonObject = {}
     """Details of the strategy, with Megatron's key names."""
     tp_size: Count | None = None
     """Tensor-parallel degree."""
@@ -643,12 +644,12 @@ class LossConfig(LossModifiers, LossParameters, LossKeys):
         return "pairs" if self.rows == "pairs" else "answers"
 
     @property
-    def loss_numbers(self) -> dict[str, Any]:
+    def loss_numbers(self) -> JsonObject:
         """Return the parameters of losses that are set; a loss's signature says which it has."""
         return self.model_dump(include={*LOSS_NUMBERS}, exclude_none=True) | self.loss_args
 
     @property
-    def loss_modifiers(self) -> dict[str, Any]:
+    def loss_modifiers(self) -> JsonObject:
         """Return the modifiers of losses that are set."""
         return self.model_dump(include={*LOSS_MODIFIERS}, exclude_none=True)
 
@@ -773,7 +774,7 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
     """A whole run. (Python orders inherited fields from the last base to the first.)"""
 
     _followed: dict[str, str] = PrivateAttr(default_factory=dict)
-    _unresolved: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _unresolved: JsonObject = PrivateAttr(default_factory=dict)
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
@@ -794,7 +795,7 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
         return self._followed
 
     @property
-    def unresolved(self) -> dict[str, Any]:
+    def unresolved(self) -> JsonObject:
         """Return the values before ${...} was filled in; empty unless loaded from a file."""
         return self._unresolved
 

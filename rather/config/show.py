@@ -14,6 +14,7 @@ from rather.config.redaction import looks_secret, redact
 from rather.config.schema import DPOConfig, LossConfig
 from rather.config.values import MASK, Section
 from rather.errors import ConfigError
+from rather.files import JsonObject
 
 PREFACE = """# Configuration
 
@@ -43,10 +44,10 @@ def secret_values(values: Any, secret: bool = False) -> Iterator[str]:
         yield values
 
 
-def public_values(config: DPOConfig) -> dict[str, Any]:
+def public_values(config: DPOConfig) -> JsonObject:
     """Return all effective values without secrets; a key that follows a hidden one is hidden."""
     values = config.model_dump()
-    shown: dict[str, Any] = _masked(values, config.unresolved, config.unresolved)
+    shown: JsonObject = _masked(values, config.unresolved, config.unresolved)
     for path, source in config.followed.items():
         if value_at(values, path) == value_at(values, source):
             parent, _, name = path.rpartition(".")
@@ -109,7 +110,7 @@ def explain(config: DPOConfig | None, path: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> JsonObject:
     """Return the JSON Schema of a config file; ${...} is allowed wherever a value is."""
     schema = DPOConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"

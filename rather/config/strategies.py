@@ -6,11 +6,10 @@ names. A strategy's name only selects a sharding stage; torch.distributed always
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from rather.config.compat import deepspeed_problems, deepspeed_sharding, is_deepspeed
+from rather.config.compat import Problems, deepspeed_problems, deepspeed_sharding, is_deepspeed
 from rather.config.plugins import did_you_mean
 from rather.config.values import Count, Section, section_problems
 from rather.errors import ConfigError
@@ -253,7 +252,7 @@ def _sizes(args: StrategyArgs) -> list[set[int]]:
     return [{size for size in sizes if size} for sizes in given]
 
 
-def strategy_problems(role: RoleConfig, devices: int | None = None) -> Iterator[tuple[str, str]]:
+def strategy_problems(role: RoleConfig, devices: int | None = None) -> Problems:
     """Yield (key inside strategy_args, sentence) for what is impossible on this many devices."""
     args, name = role.strategy_args, role.strategy_args.strategy_name or DEFAULT
     known = [each for each in STAGES if not (role.trains and each.endswith("_infer"))]
@@ -269,7 +268,7 @@ def strategy_problems(role: RoleConfig, devices: int | None = None) -> Iterator[
         yield from _layout_problems(args, devices or len(role.devices))
 
 
-def _layout_problems(args: StrategyArgs, devices: int) -> Iterator[tuple[str, str]]:
+def _layout_problems(args: StrategyArgs, devices: int) -> Problems:
     details, name, sizes = details_of(args), args.strategy_name, _sizes(args)
     if any(len(given) > 1 for given in sizes):
         yield "strategy_config", f"two values of a degree: tp, pp, cp, ep {sizes}; keep one of them"

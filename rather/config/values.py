@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core.core_schema import ValidationInfo
 
 from rather.config.plugins import did_you_mean
-from rather.files import real_path
+from rather.files import JsonObject, real_path
 
 MASK = "***"
 MOST_DEVICES = 65_536
@@ -76,9 +76,7 @@ class Section(BaseModel):
         return int(value) if is_count and value.is_integer() else value
 
 
-def section_problems(
-    section: type[Section], values: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
+def section_problems(section: type[Section], values: JsonObject) -> Iterator[tuple[str, str]]:
     """Yield (key, sentence) for every unknown key and every wrong value."""
     try:
         section.model_validate(values)

@@ -19,6 +19,7 @@ from rather.config.redaction import looks_secret
 from rather.config.schema import DPOConfig
 from rather.config.values import MASK
 from rather.errors import ConfigError
+from rather.files import JsonObject
 from rather.migrate.rules import (
     CHANGED,
     IMPOSSIBLE,
@@ -89,12 +90,12 @@ class Peer:
     name: str
     rules: Mapping[str, Rule]
     version: str = ""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: JsonObject = field(default_factory=dict)
     programs: Mapping[str, str | Mapping[str, str] | None] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     marks: str = ""
     words: tuple[str, ...] = ()
-    reader: Callable[[Path, dict[str, Any]], dict[str, Any]] | None = None
+    reader: Callable[[Path, JsonObject], JsonObject] | None = None
     config: str = ""
     whole: str = ""
     always: tuple[str, ...] = ()
@@ -115,7 +116,7 @@ class Migrated:
 
     peer: Peer
     name: str
-    values: dict[str, Any]
+    values: JsonObject
     rows: list[Outcome]
     config: DPOConfig
 
@@ -161,7 +162,7 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     if peer.config and not file and source.script:
         file = source.script.parent / peer.config
     values = peer.reader(file, source.flags) if peer.reader and file else source.values
-    written: dict[str, Any] = {PROGRAM: source.program} if source.program in peer.programs else {}
+    written: JsonObject = {PROGRAM: source.program} if source.program in peer.programs else {}
     for key, value in flatten(values, whole=peer.whole.split()).items():
         # `--no_remove_unused_columns` means remove_unused_columns: false.
         name = key.removeprefix("no_")
@@ -230,15 +231,15 @@ def _missing(determined: set[str], config: DPOConfig, peer: Peer) -> Iterator[Ou
             yield Outcome(MISSING, note=note + paths[0], key=f"({name})")
 
 
-def nested_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested_keys(values: JsonObject) -> JsonObject:
     """Return dotted paths as nested mappings."""
-    result: dict[str, Any] = {}
+    result: JsonObject = {}
     for path, value in values.items():
         set_at(result, path, value)
     return result
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: JsonObject) -> JsonObject:
     """Return dotted paths as nested mappings, in the order of the schema."""
     order = list(table())
 
@@ -305,7 +306,7 @@ def _default(row: Outcome, said: set[str]) -> Outcome | None:
     return row._replace(status=WRITTEN, values=differ, note=notes) if differ else None
 
 
-def _values(rows: list[Outcome]) -> dict[str, Any]:
+def _values(rows: list[Outcome]) -> JsonObject:
     return {path: value for row in rows for path, value in row.values.items()}
 
 
@@ -337,7 +338,7 @@ def _without(row: Outcome, problems: list[str]) -> Outcome:
     return row
 
 
-def summary(migrated: Migrated) -> dict[str, Any]:
+def summary(migrated: Migrated) -> JsonObject:
     """Return what became of each key, for programs."""
     return {
         "tool": migrated.peer.name,

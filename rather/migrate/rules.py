@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rather.errors import ConfigError
+from rather.files import JsonObject
 from rather.migrate.source import plain
 
 Given = Mapping[str, Any]  # the tool's keys, nested ones with dots; its defaults for unset keys
@@ -65,6 +66,7 @@ def short(value: Any) -> str:
 
 NOT_NEEDED = Outcome(NEEDLESS)
 Rule = Callable[[Any, Given], Outcome]
+Rules = dict[str, Rule]
 Condition = Callable[[Any, Given], object]
 
 
@@ -89,7 +91,7 @@ def keys(names: str) -> list[str]:
     return names.split()
 
 
-def facts(text: str) -> dict[str, Rule]:
+def facts(text: str) -> Rules:
     """Return the rules of a table, each with names of keys, a sign, and what they mean.
 
     `= path`: Rather's key of the same meaning. Then, if wanted: `: a=b c=d`, its values by the
@@ -100,7 +102,7 @@ def facts(text: str) -> dict[str, Rule]:
     Names may fill several lines, and have conditions as well. Of several lines with a name, the
     first counts whose conditions hold; if none does, the key is not needed.
     """
-    rules: dict[str, Rule] = {}
+    rules: Rules = {}
     lines: list[tuple[list[str], list[str], Rule]] = []
     names: list[str] = []
     for line in text.strip().splitlines():
@@ -120,7 +122,7 @@ def facts(text: str) -> dict[str, Rule]:
     return rules
 
 
-def defaults(text: str) -> dict[str, Any]:
+def defaults(text: str) -> JsonObject:
     """Return defaults from lines of `a=1 b=true` with conditions; the first that holds counts."""
     cases: dict[str, list[tuple[Condition, Any]]] = {}
     for line in text.strip().splitlines():
@@ -142,7 +144,7 @@ def all_of(conditions: list[str]) -> Condition:
     return lambda value, given: all(holds(value, given) for holds in tests)
 
 
-def gives(values: dict[str, Any], note: str = "") -> Outcome:
+def gives(values: JsonObject, note: str = "") -> Outcome:
     """Return values of the same meaning; a note marks a change in meaning."""
     return Outcome(CHANGED if note else RENAMED, values, note)
 

@@ -34,8 +34,11 @@ PART = re.compile(
     rf"""(?P<plain>[^\s;|&()<>'"\\`$]+|\$(?![\w{{(@*#?]))|{EXPANSION.pattern}""",
     re.S,
 )
-FLOW = ("then", "else", "do", "!", "{", "time", "exec", "nohup", "sudo")
-DECLARE = ("export", "declare", "local", "readonly", "typeset", "-a", "-x", "-r", "-ax")
+# Words before a command or an assignment.
+LEADING = """
+    then else do ! { time exec nohup sudo
+    export declare local readonly typeset -a -x -r -ax
+""".split()  # noqa: SIM905 - a table of names
 OPENS, CLOSES = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 MOST_TEXT = 1_000_000
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
@@ -94,7 +97,7 @@ def _commands(text: str, variables: Variables) -> Iterator[tuple[Variables, list
             assigned[name[1]] = unknown if name[2] else value
         else:
             more, at = _word(text, at, variables)
-            if words or more[:1] not in ([word] for word in (*FLOW, *DECLARE)):
+            if words or not more or more[0] not in LEADING:
                 words += more
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rather.errors import ConfigError
-from rather.files import MOST_DIGITS, parse_json, parse_yaml, yaml_text
+from rather.files import MOST_DIGITS, JsonObject, parse_json, parse_yaml, yaml_text
 from rather.migrate.shell import commands
 
 NUMBER = re.compile(r"[+-]?(\d++\.?\d*+|\.\d++)([eE][+-]?\d++)?")
@@ -26,6 +26,7 @@ TRAINS = re.compile(
 PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus", "n_gpus_per_node",
              "NPROC_PER_NODE")  # fmt: skip
 NODES = ("nnodes", "num_nodes", "num_machines", "NNODES")
+LAUNCHED = (*PROCESSES, *NODES)
 ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "CUDA_VISIBLE_DEVICES")
 ALL_VISIBLE = ("accelerate", "deepspeed", "llamafactory-cli", "axolotl")  # start one each
 MAPPING_OF = ("compute_environment", "distributed_type")  # keys of accelerate's own file
@@ -36,12 +37,12 @@ class SourceSettings:
     """Nested values, and what a command line says: words, program, devices, overrides of a file."""
 
     name: str
-    values: dict[str, Any]
+    values: JsonObject
     words: tuple[str, ...] = ()
     devices: int | None = None  # 0: the launcher is told, but only when it runs
     file: Path | None = None
     program: str = ""
-    flags: dict[str, Any] = field(default_factory=dict)
+    flags: JsonObject = field(default_factory=dict)
     folder: Path = Path()
     script: Path | None = None  # the program's file, if it is here
 
@@ -66,8 +67,8 @@ def read_line(
     except ValueError as error:
         raise ConfigError(f"{name}: is not a command line ({error}).") from None
     program, after = start or ("", 0)
-    launcher = dict(_written(words[:after])) if start else dict(_written(words))
-    written = [item for item in _written(words[after:]) if start or item[0] not in _LAUNCHED]
+    launcher = dict(_written(words[: after or None]))
+    written = [item for item in _written(words[after:]) if start or item[0] not in LAUNCHED]
     flags = {key: value for key, value in written if key}
     others = [str(value) for key, value in written if not key]
     config = _config_file(flags, others, folder, name)
@@ -79,14 +80,11 @@ def read_line(
     own = {key: environment[key] for key in ENVIRONMENT if key in environment}
     launched = {**own, **_accelerate(launcher, folder), **launcher}
     devices = _devices(words[:1], launched, folder)
-    script = folder / words[after - 1] if start else None
-    script = script if script and script.is_file() else None
+    script = folder / words[after - 1] if start else folder
+    found = script if script.is_file() else None
     return SourceSettings(
-        name, values, tuple(words), devices, config, program, flags, folder, script
+        name, values, tuple(words), devices, config, program, flags, folder, found
     )
-
-
-_LAUNCHED = (*PROCESSES, *NODES)
 
 
 def _training(
@@ -156,7 +154,7 @@ def _text(path: Path) -> str:
         ) from None
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> JsonObject:
     """Read the keys and values of a YAML or JSON file."""
     text = _text(path)
     try:
@@ -170,9 +168,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return values
 
 
-def _config_file(
-    flags: Mapping[str, Any], others: list[str], folder: Path, name: str
-) -> Path | None:
+def _config_file(flags: JsonObject, others: list[str], folder: Path, name: str) -> Path | None:
     """Return the config file that a command line names; a missing one is an error."""
     files = [word for word in others if word.endswith(FILES) and word[0] != "-"]
     if flags.get("config"):
@@ -207,10 +203,8 @@ def _written(words: list[str]) -> Iterator[tuple[str, Any]]:
         while not equals and i < len(words) and not _ends_values(words[i], taken):
             taken.append(words[i])
             i += 1
-        yield (
-            _named(key),
-            True if not taken else plain(taken[0]) if len(taken) == 1 else plain(taken),
-        )
+        key = key if key in PROCESSES else key.replace("-", "_")
+        yield key, plain(taken[0] if len(taken) == 1 else taken or True)
 
 
 def _ends_values(word: str, taken: list[str]) -> bool:
@@ -219,24 +213,18 @@ def _ends_values(word: str, taken: list[str]) -> bool:
     return is_flag or word.endswith(".py") or bool(taken and SETTING.match(word))
 
 
-def _named(key: str) -> str:
-    return key if key in PROCESSES else key.replace("-", "_")
-
-
-def _accelerate(launcher: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _accelerate(launcher: JsonObject, folder: Path) -> JsonObject:
     """Return the processes that accelerate's own file asks for."""
     file = folder / str(launcher.get("config_file", ""))
     if not file.is_file() or file.suffix not in FILES:
         return {}
-    found = parse_yaml(_text(file))
-    return {
-        key: found[key] for key in ("num_processes",) if isinstance(found, dict) and key in found
-    }
+    found, key = parse_yaml(_text(file)), "num_processes"
+    return {key: found[key]} if isinstance(found, dict) and key in found else {}
 
 
-def _devices(first: list[str], flags: Mapping[str, Any], folder: Path) -> int | None:
+def _devices(first: list[str], flags: JsonObject, folder: Path) -> int | None:
     """Return how many processes a launcher starts; 0 if that is only known when it runs."""
-    numbers = {key: plain(flags[key]) for key in (*PROCESSES, *NODES) if key in flags}
+    numbers = {key: plain(flags[key]) for key in LAUNCHED if key in flags}
     processes = next((numbers[key] for key in PROCESSES if key in numbers), None)
     nodes = next((numbers[key] for key in NODES if key in numbers), 1)
     if hosts := flags.get("hostfile"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from math import nan
 from pathlib import Path
@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 from rather.config.redaction import redact
 from rather.errors import ConfigError
-from rather.files import own
+from rather.files import JsonObject, own
 from rather.tracking.json_lines import (
     JsonLines,
-    JsonObject,
     current_name,
     parse_object,
     read_lines,
@@ -123,22 +122,16 @@ class Folder:
 
 def without_secrets(value: Any) -> Any:
     """Redact every text of a value; all texts at once, as one by one would take seconds."""
-    clean = iter(redact(BETWEEN.join(_texts(value))).split(BETWEEN))
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, str):
-            return next(clean)
-        if isinstance(value, dict):
-            return {key: replace(each) for key, each in value.items()}
-        return [replace(each) for each in value] if isinstance(value, list) else value
-
-    return replace(value)
+    texts: list[str] = []
+    _each_text(value, texts.append)
+    clean = iter(redact(BETWEEN.join(texts)).split(BETWEEN))
+    return _each_text(value, lambda _: next(clean))
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts, in the order in which `without_secrets` replaces them."""
+def _each_text(value: Any, change: Callable[[str], Any]) -> Any:
+    """Return a value with all its texts changed, always in the same order."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _each_text(each, change) for key, each in value.items()}
+    return [_each_text(each, change) for each in value] if isinstance(value, list) else value

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rather.errors import ConfigError
-from rather.tracking.json_lines import JsonObject
+from rather.files import JsonObject
 
 Line = tuple[Sequence[Any], Sequence[float | None]]  # x and y of its points
 

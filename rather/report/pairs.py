@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rather.data.pairs import hex_id
 from rather.errors import ConfigError
-from rather.files import own
+from rather.files import JsonObject, own
 from rather.tracking.json_lines import LEDGER, read_object
 from rather.tracking.run import LEDGER_SCHEMA
 
@@ -31,9 +31,7 @@ MEANINGS = {
     "chosen_falls": "the chosen answer became less likely",
 }
 # Of the flip score, chosen on other seeds than the reported ones (bench/flipped_pairs.py).
-FADING = (
-    0.4  # each later visit counts so much of the one before it: models learn wrong labels by heart
-)
+FADING = 0.4  # what a visit counts of the one before it: models learn wrong labels by heart
 CUT = 0.5  # above it the model disagrees with the label
 
 
@@ -123,7 +121,7 @@ class PairHistory:
             return 0.0
         return float(np.corrcoef(self.last, self.longer)[0, 1] ** 2)
 
-    def rows(self, findings: dict[str, Flags]) -> list[dict[str, Any]]:
+    def rows(self, findings: dict[str, Flags]) -> list[JsonObject]:
         """Return one object per pair, the most suspicious first."""
         numbers = ("flip_score", "first", "last", "mean", "chosen_moved", "gradient_weight")
         return [
@@ -153,13 +151,11 @@ def _doubt(margin: Floats, start: NDArray[np.int64], visits: NDArray[np.int64]) 
 
 def auc(score: Floats, positive: Flags) -> float:
     """Return the chance that a positive has a higher score than a negative; ties count half."""
-    _, inverse, counts = np.unique(score, return_inverse=True, return_counts=True)
-    middle = np.cumsum(counts) - (counts - 1) / 2  # mean rank of each value, from 1
-    ranks, size = middle[inverse], int(positive.sum())
-    others = len(score) - size
-    if not size or not others:
+    others = np.sort(score[~positive])
+    if not len(others) or len(others) == len(score):
         raise ValueError("both positives and negatives are needed")
-    return float((ranks[positive].sum() - size * (size + 1) / 2) / (size * others))
+    below, up_to = (np.searchsorted(others, score[positive], side) for side in ("left", "right"))
+    return float((below + up_to).mean() / (2 * len(others)))
 
 
 # --- calibration ---
@@ -211,7 +207,7 @@ class Doctor:
         order = np.argsort(-self.history.flip_score, kind="stable")
         return [int(each) for each in self.history.ids[order][self.findings[finding][order]]]
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         counts = {name: int(flags.sum()) for name, flags in self.findings.items()}
         found = {"pairs": len(self.history.ids), "epochs": int(self.history.visits.max()), **counts}
         return found | {"explained_by_length": round(self.history.explained_by_length, 4)}

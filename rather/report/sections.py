@@ -13,6 +13,7 @@ import numpy as np
 
 from rather.data.findings import BARS, bar_labels
 from rather.data.show import report_rows, short, side_name, unit_of
+from rather.files import JsonObject
 from rather.report.folder import (
     ANSWERS,
     CONFIG,
@@ -24,7 +25,7 @@ from rather.report.folder import (
 )
 from rather.report.page import LEVELS, chart, escape, lines, page, plotly_bundle, slug, table
 from rather.report.pairs import MEANINGS, Doctor
-from rather.tracking.json_lines import LEDGER, JsonObject
+from rather.tracking.json_lines import LEDGER
 from rather.tracking.outcome import outcome_text
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,9 @@ from rather.config.keys import table
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig
 from rather.config.show import public_values
+from rather.files import JsonObject
 from rather.report.folder import STARTS
-from rather.tracking.json_lines import JsonObject, append_line
+from rather.tracking.json_lines import append_line
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rather.errors import DiskError
-from rather.files import own, parse_json, read_bytes
+from rather.files import JsonObject, own, parse_json, read_bytes
 
 log = logging.getLogger(__name__)
 
 Record = Mapping[str, float | int]  # one line of metrics.jsonl
-JsonObject = dict[str, Any]
 
 # These characters end a line for str.splitlines and JavaScript, but not for JSON.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from rather.data.messages import KNOWN_ROLES, ROLES
+from rather.files import JsonObject
 from rather.migrate.engine import Peer
 from rather.migrate.peers.shared import (
     HELD_OUT,
@@ -31,8 +32,10 @@ from rather.migrate.rules import (
     Given,
     Outcome,
     Rule,
+    Rules,
     Unsupported,
     algorithm,
+    all_of,
     defaults,
     facts,
     gives,
@@ -59,7 +62,7 @@ OF_ENTRY = {
 }
 
 
-def read_as(entry: dict[str, Any]) -> tuple[str | None, dict[str, str]]:
+def read_as(entry: JsonObject) -> tuple[str | None, dict[str, str]]:
     """Return the template that an entry's type names, and the columns that have other names."""
     kind, own = entry.get("type"), entry
     if isinstance(kind, dict):
@@ -84,7 +87,7 @@ def read_as(entry: dict[str, Any]) -> tuple[str | None, dict[str, str]]:
     return KINDS[template], {key: name for key, name in fields.items() if name and name != key}
 
 
-def entries(value: Any) -> list[dict[str, Any]]:
+def entries(value: Any) -> list[JsonObject]:
     return [entry if isinstance(entry, dict) else {"path": entry} for entry in value or ()]
 
 
@@ -129,17 +132,15 @@ def special_tokens(value: Any, given: Given) -> Outcome:
 
 
 def adapter_kind(value: Any, given: Given) -> Outcome:
-    if value == "qlora":
-        return gives({"model.quantization": "4bit"})
-    if not value:
-        return gives({"model.lora_rank": None})
+    if value == "qlora" or not value:
+        return gives({"model.quantization": "4bit"} if value else {"model.lora_rank": None})
     return only("lora", why="adapters are LoRA or QLoRA")(value, given)
 
 
 ADAPTER = adapter(
     "lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save", "adapter", None, ""
 )
-RULES: dict[str, Rule] = {
+RULES: Rules = {
     **HF,
     **ADAPTER,
     **facts(f"""
@@ -248,7 +249,7 @@ RULES: dict[str, Rule] = {
     "test_datasets": datasets(HELD_OUT),
     "val_set_size": SPLIT,
     "chat_template": template,
-    "sequence_len": when(lambda value, given: value, length()),
+    "sequence_len": when(all_of(["set"]), length()),
     "num_epochs": epochs,
     "optimizer": optimizer,
     "lr_scheduler": to("training.lr_scheduler_type", SCHEDULES),

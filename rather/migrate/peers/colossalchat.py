@@ -23,7 +23,9 @@ from rather.migrate.rules import (
     Given,
     Outcome,
     Rule,
+    Rules,
     Unsupported,
+    all_of,
     defaults,
     facts,
     gives,
@@ -53,10 +55,9 @@ def warmup(value: Any, given: Given) -> Outcome:
 
 
 def files(path: str) -> Rule:
-    return when(
-        lambda value, given: value,
-        to(path, lambda v: v if isinstance(v, list) else [v], note="folders of prepare_dataset.py"),
-    )
+    note = "folders of prepare_dataset.py"
+    found = to(path, lambda value: value if isinstance(value, list) else [value], note=note)
+    return when(all_of(["set"]), found)
 
 
 def accumulation(value: Any, given: Given) -> Outcome:
@@ -64,7 +65,7 @@ def accumulation(value: Any, given: Given) -> Outcome:
     return gives({"training.gradient_accumulation_steps": value}, note if value > 1 else "")
 
 
-RULES: dict[str, Rule] = facts("""
+RULES: Rules = facts("""
     pretrain = pretrain
     tokenizer_dir = model.tokenizer_name_or_path
     ref_tp = ref_tp

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rather.data.messages import KNOWN_ROLES, ROLES
-from rather.files import parse_json, yaml_text
+from rather.files import JsonObject, parse_json, yaml_text
 from rather.migrate.engine import FOLDER, Peer
 from rather.migrate.peers.shared import (
     HELD_OUT,
@@ -33,6 +33,7 @@ from rather.migrate.rules import (
     Given,
     Outcome,
     Rule,
+    Rules,
     Unsupported,
     algorithm,
     defaults,
@@ -79,7 +80,7 @@ def registered(path: str) -> Rule:
     return rule
 
 
-def registry(given: Given) -> dict[str, Any]:
+def registry(given: Given) -> JsonObject:
     folder = Path(given.get("dataset_dir") or "data")
     for place in (given[FOLDER] / folder, folder, given[FOLDER]):
         file = place / "dataset_info.json"
@@ -89,7 +90,7 @@ def registry(given: Given) -> dict[str, Any]:
     return {}
 
 
-def columns(entry: dict[str, Any], given: Given) -> dict[str, str]:
+def columns(entry: JsonObject, given: Given) -> dict[str, str]:
     """Return the columns of a file that have other names; other kinds of rows are refused."""
     file, named = entry["file_name"], entry.get("columns") or {}
     if given.get("stage") in ("dpo", "rm") and not entry.get("ranking"):
@@ -101,7 +102,7 @@ def columns(entry: dict[str, Any], given: Given) -> dict[str, str]:
     return {COLUMNS[key][0]: name for key, name in named.items() if name not in COLUMNS[key]}
 
 
-RULES: dict[str, Rule] = {
+RULES: Rules = {
     **HF,
     **adapter("lora_rank lora_alpha lora_dropout lora_target additional_target", "finetuning_type", "full", "freeze"),
     **facts(f"""

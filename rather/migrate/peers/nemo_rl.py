@@ -10,7 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rather.config.schema import as_list
 from rather.errors import ConfigError
+from rather.files import JsonObject
 from rather.migrate.engine import Peer, nested_keys
 from rather.migrate.peers.shared import (
     ADAMW,
@@ -32,8 +34,10 @@ from rather.migrate.rules import (
     Given,
     Outcome,
     Rule,
+    Rules,
     Unsupported,
     algorithm,
+    all_of,
     facts,
     gives,
     keys,
@@ -49,7 +53,7 @@ MOST_PARENTS = 8
 OTHER_ALGORITHMS = ("grpo", "sft", "rm", "distillation", "ppo")
 
 
-def recipe(path: Path, flags: dict[str, Any]) -> dict[str, Any]:
+def recipe(path: Path, flags: JsonObject) -> JsonObject:
     """Read a file over its parents (`defaults:`) and under flags; fill in ${a.b} and ${.b}."""
     values = _merged(inherited(path, 0), nested_keys(flags))
     algorithms = [name for name in OTHER_ALGORITHMS if name in values]
@@ -58,24 +62,23 @@ def recipe(path: Path, flags: dict[str, Any]) -> dict[str, Any]:
     return {key: _filled(item, values, values, 0) for key, item in values.items()}
 
 
-def inherited(path: Path, depth: int) -> dict[str, Any]:
+def inherited(path: Path, depth: int) -> JsonObject:
     if not path.is_file() or depth > MOST_PARENTS:
         raise ConfigError(f"{path}: this parent of a recipe (defaults:) does not exist; fetch it.")
     own = read_mapping(path)
-    parents = own.pop("defaults", [])
-    values: dict[str, Any] = {}
-    for parent in [parents] if isinstance(parents, str) else parents:
+    values: JsonObject = {}
+    for parent in as_list(own.pop("defaults", [])):
         values = _merged(values, inherited(path.parent / str(parent), depth + 1))
     return _merged(values, own)
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _merged(below: JsonObject, above: JsonObject) -> JsonObject:
     """Merge mappings, unless the upper one says `_override_: true`; replace all other values."""
     result = {} if above.get("_override_") else dict(below)
     for key, value in above.items():
-        old = result.get(key)
+        old: Any = result.get(key)
         is_section = isinstance(old, dict) and isinstance(value, dict)
-        result[key] = _merged(old, value) if is_section and old is not None else value
+        result[key] = _merged(old, value) if is_section else value
     result.pop("_override_", None)
     return result
 
@@ -97,18 +100,15 @@ def _filled(value: Any, owner: Any, root: Any, depth: int) -> Any:
     return _filled(place, owner, root, depth + 1)
 
 
-def of(backend: str, rules: dict[str, Rule]) -> dict[str, Rule]:
+def of(backend: str, rules: Rules) -> Rules:
     """Return the rules of a backend's keys, which are used only if the backend is on."""
-    switch = f"policy.{backend}.enabled"
-    return {
-        f"policy.{backend}.{key}": when(lambda value, given: given.get(switch), rule)
-        for key, rule in rules.items()
-    }
+    is_on = all_of([f"policy.{backend}.enabled=true"])
+    return {f"policy.{backend}.{key}": when(is_on, rule) for key, rule in rules.items()}
 
 
-def of_adapter(backend: str, section: str) -> dict[str, Rule]:
+def of_adapter(backend: str, section: str) -> Rules:
     """Return the rules of the adapter of a backend; without one all weights are trained."""
-    switch = f"policy.{backend}.{section}.enabled"
+    is_on = all_of([f"policy.{backend}.{section}.enabled=true"])
     rules = facts("""
         dim = model.lora_rank
         alpha = model.lora_alpha
@@ -118,10 +118,9 @@ def of_adapter(backend: str, section: str) -> dict[str, Rule]:
              "lora_B_init_method a2a_experimental lora_dtype use_triton"),
         never("not an option of adapters here", off=("post", "xavier", "zero", True)),
     )  # fmt: skip
-    is_on = {key: when(lambda value, given: given.get(switch), rule) for key, rule in rules.items()}
     whole = when(lambda value, given: not value, lambda *_: gives({"model.lora_rank": None}))
-    return of(backend, {f"{section}.{key}": rule for key, rule in is_on.items()} | {
-        f"{section}.enabled": whole})  # fmt: skip
+    adapter = {f"{section}.{key}": when(is_on, rule) for key, rule in rules.items()}
+    return of(backend, {**adapter, f"{section}.enabled": whole})
 
 
 def with_validation(value: Any, given: Given) -> Outcome:
@@ -180,8 +179,7 @@ PARALLEL = {
     "activation_checkpointing": recompute,
     **facts("context_parallel_size = strategy.cp_size if >1"),
 }
-DECAYS = "policy.megatron_cfg.scheduler.lr_decay_style"
-RULES: dict[str, Rule] = {
+RULES: Rules = {
     "(section)": algorithm({"dpo": "sigmoid"}),
     **of("dtensor_cfg", PARALLEL | facts("""
         tensor_parallel_size = strategy.tp_size if >1
@@ -195,6 +193,7 @@ RULES: dict[str, Rule] = {
         pipeline_model_parallel_size = strategy.pp_size if >1
         scheduler.lr_decay_style = training.lr_scheduler_type: constant=constant_with_warmup linear=linear cosine=cosine
         scheduler.weight_decay_incr_style @ constant; it is constant here
+        optimizer.min_lr if set if policy.megatron_cfg.scheduler.lr_decay_style!=constant ! a least learning rate; set lr_scheduler_kwargs
         optimizer.lr = training.learning_rate
         optimizer.clip_grad = max_grad_norm
         optimizer.weight_decay = training.weight_decay
@@ -220,11 +219,8 @@ RULES: dict[str, Rule] = {
         moe_shared_expert_overlap ~
     """) | {
         "optimizer.optimizer": IS_ADAMW,
-        "optimizer.min_lr": when(
-            lambda value, given: given.get(DECAYS) != "constant" and value,
-            never("a least learning rate; set lr_scheduler_kwargs")),
         "scheduler.lr_decay_iters": when(
-            lambda value, given: given.get(DECAYS) != "constant", same_as("dpo.max_num_steps")),
+            all_of(["policy.megatron_cfg.scheduler.lr_decay_style!=constant"]), same_as("dpo.max_num_steps")),
         **dict.fromkeys(("scheduler.start_weight_decay", "scheduler.end_weight_decay"),
                         same_as("policy.megatron_cfg.optimizer.weight_decay")),
     }),
@@ -282,7 +278,7 @@ RULES: dict[str, Rule] = {
     "policy.max_total_sequence_length": length(note="longer pairs are dropped and counted; NeMo-RL keeps them with "
                                                "weight 0"),
     "policy.precision": to("model.dtype", DTYPES),
-    **{f"policy.{key}": when(lambda value, given: not given.get("policy.megatron_cfg.enabled"), rule) for key, rule in
+    **{f"policy.{key}": when(all_of(["policy.megatron_cfg.enabled!=true"]), rule) for key, rule in
        {"optimizer.name": IS_ADAMW, "optimizer.kwargs.betas": betas, "scheduler": schedule}.items()},
     "data.dataset_name": with_validation,
     "cluster.gpus_per_node": gpus,

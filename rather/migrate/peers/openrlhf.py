@@ -29,6 +29,7 @@ from rather.migrate.rules import (
     Given,
     Outcome,
     Rule,
+    Rules,
     defaults,
     facts,
     gives,
@@ -95,7 +96,7 @@ def precision(given: Given) -> Any:
     return "bf16" if "bf16" not in given and given[ALIASED] else UNSET
 
 
-RULES: dict[str, Rule] = {
+RULES: Rules = {
     **adapter("lora_rank lora_alpha lora_dropout target_modules modules_to_save", "lora_rank", 0, None),
     **facts("""
         adam_eps = training.adam_epsilon

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from rather.config import compat
@@ -23,41 +23,31 @@ from rather.migrate.rules import (
 RANK, ROUTER = (f"actor_train.model_args.{key}" for key in ("lora_rank", "moe_aux_loss_coef"))
 
 
-class OwnKeys(Mapping[str, Rule]):
+class OwnKeys(dict[str, Any]):
     """Keep every key of Rather's schema; report other keys as the config loader does."""
 
-    def __init__(self) -> None:
-        self.aside, self.refused = compat.IGNORED, compat.REFUSED
-
-    def __getitem__(self, key: str) -> Rule:
-        if key in self.aside:
-            return needless(self.aside[key])
-        if key in self.refused:
-            return lambda value, given: Outcome(
-                IMPOSSIBLE if value else NEEDLESS, note=self.refused[key]
-            )
-        if key.partition(".")[0] in ("hydra", "defaults", *compat.GROUPS):
+    def get(self, key: str, _: Any = None) -> Rule | None:
+        first = key.partition(".")[0]
+        if key in compat.IGNORED:
+            return needless(compat.IGNORED[key])
+        if key in compat.REFUSED:
+            note = compat.REFUSED[key]
+            return lambda value, given: Outcome(IMPOSSIBLE if value else NEEDLESS, note=note)
+        if first in ("hydra", "defaults", *compat.GROUPS):
             return needless("Hydra's own")
-        if key in table() or ".strategy_config." in key or key.partition(".")[0] == "system_envs":
-            return lambda value, given: kept(key, value, given)
-        raise KeyError(key)
-
-    def __iter__(self) -> Any:
-        return iter([*table(), *self.aside, *self.refused])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+        if key in table() or ".strategy_config." in key or first == "system_envs":
+            return partial(kept, key)
+        return None
 
 
 def kept(key: str, value: Any, given: Given) -> Outcome:
-    if value is None and key not in (RANK, ROUTER):
-        return NOT_NEEDED
-    return Outcome(RENAMED, {key: value})
+    is_empty = value is None and key not in (RANK, ROUTER)
+    return NOT_NEEDED if is_empty else Outcome(RENAMED, {key: value})
 
 
 PEER = Peer(
     "roll",
-    OwnKeys(),
+    OwnKeys({**table(), **compat.IGNORED, **compat.REFUSED}),
     programs={"start_dpo_pipeline": None},
     version="0.3",
     defaults={

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rather.config.keys import table
-from rather.files import HUB_NAME
+from rather.files import HUB_NAME, JsonObject
 from rather.migrate.rules import (
     CHANGED,
     IMPOSSIBLE,
@@ -19,7 +19,9 @@ from rather.migrate.rules import (
     Given,
     Outcome,
     Rule,
+    Rules,
     Unsupported,
+    all_of,
     facts,
     gives,
     keys,
@@ -133,8 +135,9 @@ def dataset(path: str = SAMPLES, *, split: str = "", config: str = "") -> Rule:
             if own.endswith(READABLE) and counted:
                 raise Unsupported(f"save the rows of {name} to a file of their own")
             is_file = name.startswith("hf://") or name.endswith(READABLE)
-            files.append(found.get(name) or (name if is_file else f"{Path(own).name}.jsonl"))
-            remote += [] if is_file or found.get(name) else [name]
+            if not (file := found.get(name) or (name if is_file else "")):
+                remote.append(name)
+            files.append(file or f"{Path(own).name}.jsonl")
         note = f"only local files are read: save {', '.join(remote)} as JSON lines there"
         status, note = (OPEN, note) if remote else (RENAMED, "")
         return Outcome(status, {path: one_or_all(files)}, note)
@@ -144,15 +147,14 @@ def dataset(path: str = SAMPLES, *, split: str = "", config: str = "") -> Rule:
 
 def trackers(value: Any, given: Given) -> Outcome:
     names = value if isinstance(value, list) else str(value).split(",")
-    wanted = [name for name in names if name not in ("none", "None", "all")]
     known = table()["track_with"].choices
-    kept = [name for name in wanted if name in known]
-    lost = [name for name in wanted if name not in known]
+    kept = [name for name in names if name in known]
+    lost = [name for name in names if name not in (*known, "none", "None", "all")]
     note = f"no tracker {', '.join(lost)}; supported: {', '.join(known)}" if lost else ""
     return Outcome(LEFT_OUT if lost else RENAMED, {"track_with": one_or_all(kept) or None}, note)
 
 
-def switches(keys: str) -> dict[str, Rule]:
+def switches(keys: str) -> Rules:
     """Return the rules of keys that each switch on the tracker of their name; several may be on."""
     owners = {key: name for key in keys.split() for name in table()["track_with"].choices
               if name in key}  # fmt: skip
@@ -160,7 +162,7 @@ def switches(keys: str) -> dict[str, Rule]:
     def rule(value: Any, given: Given) -> Outcome:
         return trackers([name for key, name in owners.items() if given.get(key)], given)
 
-    return dict.fromkeys(owners, when(lambda value, given: value, rule))
+    return dict.fromkeys(owners, when(all_of(["set"]), rule))
 
 
 SPLIT = to("held_out.split", lambda value: int(value) if value >= 1 else value or None)
@@ -198,7 +200,7 @@ def recompute(value: Any, given: Given) -> Outcome:
     return gives({"model.disable_gradient_checkpointing": not value})
 
 
-def devices(count: int) -> dict[str, Any]:
+def devices(count: int) -> JsonObject:
     return {"actor_train.device_mapping": f"0-{count - 1}"} if count > 1 else {}
 
 
@@ -281,13 +283,9 @@ def best_metric(value: Any, given: Given) -> Outcome:
     return to(path)(f"eval/{str(value).removeprefix('eval_')}", given) if value else NOT_NEEDED
 
 
-def has_steps(given: Given) -> bool:
-    steps = given.get("max_steps")
-    return isinstance(steps, int) and steps > 0
-
-
 def epochs(value: Any, given: Given) -> Outcome:
-    if has_steps(given):
+    steps = given.get("max_steps")
+    if isinstance(steps, int) and steps > 0:
         return Outcome(NEEDLESS, note="max_steps counts alone")
     return to("training.num_train_epochs")(value, given)
 
@@ -301,12 +299,12 @@ def most_steps(value: Any, given: Given) -> Outcome:
 def split_batches(value: Any, given: Given) -> Outcome:
     if not isinstance(value, dict | None):
         raise Unsupported("a file of its own; set the sizes yourself")
-    if (value or {}).get("split_batches"):
+    if value and value.get("split_batches"):
         raise Unsupported("split_batches makes per_device_train_batch_size that of all devices")
     return NOT_NEEDED
 
 
-HF: dict[str, Rule] = facts("""
+HF: Rules = facts("""
     learning_rate = training.learning_rate
     lr_scheduler_kwargs = training.lr_scheduler_kwargs
     weight_decay = training.weight_decay
@@ -390,7 +388,7 @@ def trained(value: Any, given: Given) -> Outcome:
     return only("lora", why="weights are trained whole or by a LoRA adapter")(value, given)
 
 
-def adapter(names: str, switch: str, *off: Any) -> dict[str, Rule]:
+def adapter(names: str, switch: str, *off: Any) -> Rules:
     """Return rules for the keys of an adapter: rank, alpha, dropout, targets, modules to save.
 
     There is no adapter if the key `switch` has one of the values `off`.
@@ -403,7 +401,7 @@ def adapter(names: str, switch: str, *off: Any) -> dict[str, Rule]:
         use_rslora = model.use_rslora
         use_dora = model.use_dora
     """) | {
-        dropout: when(lambda value, given: value, lambda *_: gives(
+        dropout: when(all_of(["set"]), lambda *_: gives(
             {"model.lora_dropout": 0.0}, "dropout is off in preference training")),
         target: to("model.lora_target", _targets),
     }  # fmt: skip
@@ -412,21 +410,15 @@ def adapter(names: str, switch: str, *off: Any) -> dict[str, Rule]:
         return value is not None and given.get(switch) not in off
 
     return {name: when(is_on, rule) for name, rule in rules.items()} | {
-        "load_in_8bit": eight_bits,
+        "load_in_8bit": when(all_of(["set"]), lambda *_: Outcome(CHANGED, note=(
+            "the frozen weights are not rounded to 8 bits: more exact, and up to twice the memory "
+            "(quantization: 4bit needs less)"))),
         **facts("""
             load_in_4bit = model.quantization: true=4bit false=none
             bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage
             bnb_4bit_compute_dtype lora_task_type ~
         """),
-    }
-
-
-def eight_bits(value: Any, given: Given) -> Outcome:
-    note = (
-        "the frozen weights are not rounded to 8 bits: more exact, and up to twice the memory "
-        "(quantization: 4bit needs less)"
-    )
-    return Outcome(CHANGED, note=note) if value else NOT_NEEDED
+    }  # fmt: skip
 
 
 def _targets(value: Any) -> Any:

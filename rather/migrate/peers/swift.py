@@ -32,8 +32,10 @@ from rather.migrate.rules import (
     Given,
     Outcome,
     Rule,
+    Rules,
     Unsupported,
     algorithm,
+    all_of,
     defaults,
     facts,
     gives,
@@ -85,12 +87,11 @@ def min_lr(value: Any, given: Given) -> Outcome:
 
 def degree(path: str) -> Rule:
     return when(
-        lambda value, given: value and value > 1,
-        lambda value, given: gives({STRATEGY: "megatron_train", path: value}),
+        all_of([">1"]), lambda value, given: gives({STRATEGY: "megatron_train", path: value})
     )
 
 
-RULES: dict[str, Rule] = {
+RULES: Rules = {
     **HF,
     **adapter("lora_rank lora_alpha lora_dropout target_modules modules_to_save", "tuner_type", "full"),
     **facts(f"""

@@ -33,7 +33,7 @@ from rather.migrate.rules import (
     SFT,
     Given,
     Outcome,
-    Rule,
+    Rules,
     Unsupported,
     converted,
     defaults,
@@ -136,7 +136,7 @@ def launched(value: Any, given: Given) -> Outcome:
     return gives({STRATEGY: strategy} | devices(given.get("num_processes") or count))
 
 
-RULES: dict[str, Rule] = {
+RULES: Rules = {
     **HF,
     **adapter("lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save", "use_peft", False, None),
     **facts("""
