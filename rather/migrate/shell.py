@@ -41,6 +41,7 @@ LEADING = """
 """.split()  # noqa: SIM905 - a table of names
 OPENS, CLOSES = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 MOST_TEXT = 1_000_000
+ARITHMETIC = re.compile(r"\s*\d{1,9}(\s*[-+*/]\s*\d{1,9})*\s*")
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
@@ -166,13 +167,11 @@ def _run(inner: str, variables: Variables) -> str:
         inner = inner[1:-1] if arithmetic else inner.removeprefix("expr ")
         named = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"$\1", inner) if arithmetic else inner
         terms = _fill(named.replace("\\*", "*"), variables)
-        spaced = re.sub(r"([-+*/])", r" \1 ", terms).split()
-        numbers = [int(term) for term in spaced[::2] if term.isdigit() and len(term) < 10]
-        signs = spaced[1::2]
-        if len(numbers) == len(spaced[::2]) and set(signs) <= set(OPERATORS):
-            if len(numbers) != len(signs) + 1 or len(set(signs)) > 1 or 0 in numbers[1:]:
+        if ARITHMETIC.fullmatch(terms):
+            numbers, signs = list(map(int, re.findall(r"\d+", terms))), {*terms} & OPERATORS.keys()
+            if len(signs) > 1 or 0 in numbers[1:]:
                 raise ValueError("arithmetic that is not read")
-            return str(reduce(OPERATORS[signs[0]], numbers) if signs else numbers[0])
+            return str(reduce(OPERATORS[signs.pop()], numbers) if signs else numbers[0])
     first, *rest = inner.split(maxsplit=1) or [""]
     if first in ("dirname", "basename") and rest:
         path = PurePath("".join(_fill(rest[0], variables).split()).strip("\"'"))
