@@ -22,12 +22,13 @@ from torch import Tensor
 from rather.api.in_memory import (
     InMemorySteps,
     InMemoryWorker,
+    LogitsTrainer,
     StepShare,
+    answer_sums,
     pack_step,
     packed_attention,
     process_rank,
 )
-from rather.api.logits import LogitsTrainer, answer_sums
 from rather.api.torch_optimizer import TorchOptimizer, replace_parameters, with_args
 from rather.cluster.launch import Roles
 from rather.cluster.role import shared_folder

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rather.cluster.health import PHASES
 from rather.cluster.host import Process
@@ -30,9 +30,6 @@ from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
 from rather.model.sizes import model_problems
 from rather.parallel.mesh import gather_objects, max_over_ranks
-
-if TYPE_CHECKING:
-    from rather.cluster.resources import ResourceManager
 
 log = logging.getLogger(__name__)
 
@@ -183,9 +180,11 @@ def _under_torchrun(config: DPOConfig, names: list[str]) -> Roles:
 
 
 def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | None) -> Roles:
+    from rather.cluster.cluster import Cluster, FrozenReference
     from rather.cluster.resources import ResourceManager
 
     actor, reference = mappings(config)
+    ahead = with_reference and not set(actor) & set(reference)
     if config.ray.address is None:
         device_kind(config.platform)  # refuses what this machine lacks before anything starts
         if config.num_nodes > 1:
@@ -200,39 +199,29 @@ def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | 
         platform=config.platform,
         timeouts=config.timeouts,
     )
-    try:
-        return _clusters(config, manager, with_reference, supervision)
-    except BaseException:
-        manager.close()
-        raise
 
-
-def _clusters(
-    config: DPOConfig,
-    manager: ResourceManager,
-    with_reference: bool,
-    supervision: Supervision | None,
-) -> Roles:
-    """Start the roles on a manager that has no processes yet."""
-    from rather.cluster.cluster import Cluster, FrozenReference
-
-    actor, reference = mappings(config)
-    ahead = with_reference and not set(actor) & set(reference)
-    policy = Cluster("actor_train", None, manager, config.actor_train, pipeline_config=config)
-    held: Cluster | None = None
-    if with_reference:
-        cls = FrozenReference if ahead and not config.sync_ref_model else Cluster
-        held = cls("reference", None, manager, config.reference, pipeline_config=config)
-        held.supervision = supervision
-        policy.takes_turns = held.takes_turns = not ahead and actor != reference
-        how = "on its own devices, one step ahead" if ahead else "on the policy's devices, in turn"
-        log.info("reference: %s", how)
+    def start() -> Roles:
+        """Start the roles on the manager, which has no processes yet."""
+        policy = Cluster("actor_train", None, manager, config.actor_train, pipeline_config=config)
+        held: Cluster | None = None
+        if with_reference:
+            cls = FrozenReference if ahead and not config.sync_ref_model else Cluster
+            held = cls("reference", None, manager, config.reference, pipeline_config=config)
+            held.supervision = supervision
+            policy.takes_turns = held.takes_turns = not (ahead or config.shares_devices)
+            place = "its own devices, one step ahead" if ahead else "the policy's devices, in turn"
+            log.info("reference: on %s", place)
+        roles = Roles(policy, held, manager.kind, here=False, runs_ahead=ahead, restart=restart)
+        roles.gpu_memory = policy.rooms[0].device
+        roles.closing.callback(manager.close)
+        return roles
 
     def restart() -> Roles:
         manager.renew()
-        return _clusters(config, manager, with_reference, supervision)
+        return start()
 
-    roles = Roles(policy, held, manager.kind, here=False, runs_ahead=ahead, restart=restart)
-    roles.gpu_memory = policy.rooms[0].device
-    roles.closing.callback(manager.close)
-    return roles
+    try:
+        return start()
+    except BaseException:
+        manager.close()
+        raise

@@ -184,8 +184,8 @@ def largest(batches: Sequence[PairBatch]) -> int:
 
 
 def sentence(error: BaseException) -> str:
-    """Return the first line of an error; the others are about the allocator."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip()
+    """Return the first line of an error; the others are about the allocator, or Ray's account."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()
 
 
 def shortage(error: BaseException) -> MemoryShortage:

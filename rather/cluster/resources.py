@@ -18,7 +18,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from typing import Any
 
 from rather.cluster.health import ANSWER, StackSnapshot
 from rather.cluster.host import Host, Link, Process, all_gone, connection_problem
-from rather.cluster.memory import Ledger, Room
+from rather.cluster.memory import Ledger, Room, sentence
 from rather.config import plugins
 from rather.config.schema import Timeouts
 from rather.errors import ConfigError, RayGone, WorkerError, WorkerLost
@@ -213,7 +213,7 @@ class ResourceManager:
         hosts = [place.get("NodeManagerHostname", "a lost machine") for place in places]
         names = [f"device {d} on {host}" for d, host in zip(mapping, hosts, strict=True)]
         doing = "start a process (Ray needs room for its logs there)"
-        found = self._all(asked, doing, self.timeouts.start, lambda: names)
+        found = self._all(asked, doing, self.timeouts.start, names)
         return [
             Seat(handle, place["NodeID"], place["NodeManagerAddress"], *facts)
             for handle, place, facts in zip(handles, places, found, strict=True)
@@ -235,8 +235,7 @@ class ResourceManager:
         # Longer than any deadline of the driver, or the echo of a failure would arrive first.
         common = (len(seats), *place, 60 + self.timeouts.longest, self.kind)
         asked = [seat.handle.join.remote(rank, *common) for rank, seat in enumerate(seats)]
-        names = partial(map, str, seats)
-        results = self._all(asked, "connect", self.timeouts.start, names)
+        results = self._all(asked, "connect", self.timeouts.start, map(str, seats))
         for seat, result in zip(seats, results, strict=True):
             if result.failure:
                 raise WorkerError(
@@ -282,7 +281,7 @@ class ResourceManager:
         asked: Sequence[Any],
         doing: str,
         seconds: float | None = None,
-        names: Callable[[], Iterable[str]] = list,
+        names: Iterable[str] = (),
     ) -> list[Any]:
         """Return the answers; `names` are those of the processes, for the one that gives none."""
         from ray.exceptions import GetTimeoutError, RayActorError, RayError
@@ -295,7 +294,7 @@ class ResourceManager:
             why = f"timed out after {seconds:.0f} s" if late else last_line(error)
             kind = WorkerLost if isinstance(error, RayActorError) else WorkerError
             where = self._cluster
-            for name, ref in zip(names(), asked, strict=False):
+            for name, ref in zip(names, asked, strict=False):
                 try:
                     self._ray.get(ref, timeout=0)
                 except RayError as own:
@@ -349,7 +348,7 @@ class ResourceManager:
             self._reserve()
         except Exception as error:  # Ray raises the base class if its raylet is gone
             raise WorkerError(
-                f"lost workers cannot be replaced: {_first_line(error).rstrip('.')}. {RESUME}"
+                f"lost workers cannot be replaced: {sentence(error).rstrip('.')}. {RESUME}"
             ) from error
         self.is_stopped = False
 
@@ -437,7 +436,7 @@ def connected(
                 ray.init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"ray.address: no Ray cluster answers at {address}: {_first_line(error)}. If it "
+                f"ray.address: no Ray cluster answers at {address}: {sentence(error)}. If it "
                 "was started with a token, set RAY_AUTH_MODE=token here as well."
             ) from error
         return ray, True
@@ -458,7 +457,7 @@ def connected(
             break
         except Exception as error:  # Ray raises the base class if its own processes do not start
             ray.shutdown()
-            why = f"{_first_line(error)} {_last_of_raylet(folder / 'ray')}".strip()
+            why = f"{sentence(error)} {_last_of_raylet(folder / 'ray')}".strip()
             if pause is None:
                 kept = private_folder()
                 with suppress(OSError):
@@ -580,10 +579,6 @@ def _read_environment_again() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = os.environ[LOOPBACK].lower() in ("1", "true")
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def last_line(error: BaseException) -> str:

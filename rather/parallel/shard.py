@@ -126,7 +126,7 @@ def places(policy: PolicyModel | Stages, mesh: Mesh) -> dict[str, ShardSpec]:
         else:
             whole[dim] = policy.tp_sizes[name]
             own = part(whole[dim], mesh.rank("tp"), mesh.size("tp"))
-            place = ShardSpec.full(whole).narrow(dim, own.start, own.stop - own.start)
+            place = ShardSpec.full(whole).narrow(dim, *own)
         if (count := policy.experts.get(name)) is not None:  # of all ranks; here is a part
             place = ShardSpec.full([count, *whole[1:]])
             place = place.narrow(0, mesh.rank("ep") * whole[0], whole[0])

@@ -70,12 +70,13 @@ class _Ranks(NamedTuple):
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
         rows = part(whole.shape[dim], self.rank, self.of)
-        return whole.narrow(dim, rows.start, rows.stop - rows.start).clone()  # the whole can go
+        return whole.narrow(dim, *rows).clone()  # the whole can go
 
 
-def part(size: int, rank: int, of: int) -> slice:
-    """Return a rank's share of so many rows or columns; shares differ by at most one."""
-    return slice(size * rank // of, size * (rank + 1) // of)
+def part(size: int, rank: int, of: int) -> tuple[int, int]:
+    """Return the first of a rank's rows or columns, and their number; shares differ by one."""
+    first = size * rank // of
+    return first, size * (rank + 1) // of - first
 
 
 def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
@@ -158,9 +159,8 @@ def check_split(config: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> 
         raise ConfigError(f"{refused} ({error})") from error
     off = []
     for name, one in expected.items():
-        if name in divided.tp_dims:
-            own = part(one.shape[divided.tp_dims[name]], mesh.rank("tp"), tp)
-            one = one.narrow(divided.tp_dims[name], own.start, own.stop - own.start)
+        if (dim := divided.tp_dims.get(name)) is not None:
+            one = one.narrow(dim, *part(one.shape[dim], mesh.rank("tp"), tp))
         off.append((found[name] - one).abs().max() / (1e-6 + one.abs().max()))
     worst = float(gather_ranks(torch.stack(off), group.group_name).max())
     if not worst < TOLERANCE:
@@ -248,7 +248,7 @@ class _Cutter:
         embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
         shared = getattr(embedding, "weight", None)
         if isinstance(head, nn.Linear):
-            first = part(len(head.weight), ranks.rank, ranks.of).start
+            first, _ = part(len(head.weight), ranks.rank, ranks.of)
             self.policy.words = Words(first, ranks.group)
             self.cut(head, "bias", 0)
             tied = shared is head.weight
@@ -257,7 +257,7 @@ class _Cutter:
                 embedding.weight = head.weight
                 shared = None
         if isinstance(embedding, nn.Embedding):
-            _restrict(embedding, part(self.policy.vocabulary_size, ranks.rank, ranks.of), ranks)
+            _restrict(embedding, self.policy.vocabulary_size, ranks)
             if shared is not None:
                 self.cut(embedding, "weight", 0)
 
@@ -306,15 +306,16 @@ def _sum(ranks: _Ranks, linear: _RowLinear, _module: Any, _args: Any, output: Te
     return out if linear.bias is None else out + linear.bias
 
 
-def _restrict(embedding: nn.Embedding, own: slice, ranks: _Ranks) -> None:
+def _restrict(embedding: nn.Embedding, words: int, ranks: _Ranks) -> None:
     """Restrict an embedding to this rank's words: others give zeros; ranks sum the results."""
     look_up, silent = embedding.forward, embedding.padding_idx
-    embedding.num_embeddings = count = own.stop - own.start
-    is_here = silent is not None and own.start <= silent < own.stop
-    embedding.padding_idx = silent - own.start if silent is not None and is_here else None
+    first, count = part(words, ranks.rank, ranks.of)
+    embedding.num_embeddings = count
+    if silent is not None:
+        embedding.padding_idx = silent - first if 0 <= silent - first < count else None
 
     def forward(input_ids: Tensor) -> Tensor:
-        places = input_ids - own.start
+        places = input_ids - first
         outside = (places < 0) | (places >= count)
         found = look_up(places.masked_fill(outside, 0))
         return ranks.end(found.masked_fill(outside[..., None], 0))

@@ -58,11 +58,10 @@ class ReferenceStream:
         if source and objective:
             self.source = source
             if roles.reference and roles.is_main:
-                where: Any = {"device": roles.reference.device, "kind": roles.kind}
-                how: Any = {"compute": self._compute}
+                given = config, objective, self._compute, roles.reference.device
+                self.logps = ReferenceLogps(*given, kind=roles.kind)
                 if not roles.runs_ahead:
-                    how["announce"] = roles.broadcast
-                self.logps = ReferenceLogps(config, objective, **how, **where)
+                    self.logps.announce = roles.broadcast
 
     # --- before the first step ---
 

@@ -230,7 +230,8 @@ def divided_differences(dtype: torch.dtype) -> dict[str, float]:
 
 def _divided_difference(dtype: torch.dtype, treatment: str, bias: bool, keep_bytes: int) -> float:
     options: dict[str, Any] = {**TREATMENTS[treatment], "keep_bytes": keep_bytes, "squares": True}
-    own = part(VOCAB, dist.get_rank(), dist.get_world_size())
+    first, count = part(VOCAB, dist.get_rank(), dist.get_world_size())
+    own = slice(first, first + count)
     *tensors, targets = inputs(dtype, bias=bias)
     want = both(*tensors, targets, **options)
     whole = gradients(want[0], tensors)
@@ -238,7 +239,7 @@ def _divided_difference(dtype: torch.dtype, treatment: str, bias: bool, keep_byt
     cut = [None if t is None else t.detach()[own].clone().requires_grad_() for t in tensors[1:]]
     group = dist.group.WORLD.group_name
     got = both(
-        enter(tensors[0], group), *cut, targets, **options, words=head.Words(own.start, group)
+        enter(tensors[0], group), *cut, targets, **options, words=head.Words(first, group)
     )
     assert got[0].requires_grad
     assert not got[1].requires_grad
@@ -262,7 +263,8 @@ def test_a_divided_vocabulary_equals_the_whole(
 def numeric_slope() -> float:
     """By finite differences on all ranks at once: a change of a hidden row is seen by every rank's words."""
     group = dist.group.WORLD.group_name
-    own = part(VOCAB, dist.get_rank(), dist.get_world_size())
+    first, count = part(VOCAB, dist.get_rank(), dist.get_world_size())
+    own = slice(first, first + count)
     hidden, weight, bias, targets = inputs()
     words, cut = head.Words(own.start, group), (weight.detach()[own], bias.detach()[own])
 
