@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rather.cluster.health import (
+    COMPUTED,
     CUT,
     GRACE,
+    ONE,
     Deadlines,
     Failure,
     hang_error,
@@ -77,25 +79,17 @@ class Cluster(RoleOnRanks):
 
     # --- calls ---
 
-    def _run(
-        self,
-        method: str,
-        *args: Any,
-        batches: Sequence[PairBatch] | None = None,
-        one: bool = False,
-        exchange: bool = False,
-    ) -> list[Any]:
+    def _run(self, method: str, *args: Any) -> list[Any]:
         import ray
 
-        role, computes = self.role, batches is not None
-        first, *others = self._calls[:1] if one else self._calls
-        given: Any = (batches, *args) if computes else args
-        if given and others:
-            given = ray.put(given)  # once, however many ranks there are
+        role, computes = self.role, method in COMPUTED
+        first, *others = self._calls[:1] if method in ONE else self._calls
+        # Put once, however many ranks there are.
+        given: Any = ray.put(args) if args and others else args
         # What all ranks have computed of micro-batches is the same: one returns it.
         called = [first(role, method, given, silent=False)]
         called += [call(role, method, given, silent=computes) for call in others]
-        tokens = 0 if batches is None else tokens_of(batches)
+        tokens = tokens_of(args[0]) if computes else 0
         values = self._collect(called, phase_of(self.role, method), tokens)
         if computes and self.takes_turns:
             self._run("release")

@@ -115,7 +115,12 @@ def set_environment(given: Mapping[str, str]) -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-# --- deadlines ---
+# --- calls of a role, and their deadlines ---
+
+COMPUTED = ("train_step", "compute_log_probs")  # of micro-batches, the same on all ranks
+ONE = ("score", "numbers", "export")  # one rank is enough
+# Whose values torchrun's processes exchange; of other calls each may return its own at once.
+EXCHANGED = ("folder_problem", "plan", "write_weights", "mix_weights", "export")
 
 _METHODS = {
     "start": "folder_problem open_pairs initialize embedding_rows plan",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rather.cluster.health import PHASES
+from rather.cluster.health import COMPUTED, PHASES
 from rather.cluster.host import Process
 from rather.cluster.memory import Ledger, Room
 from rather.cluster.remote import RemoteReference, serve
@@ -24,7 +24,7 @@ from rather.cluster.role import (
     shared_folder,
     started_by_torchrun,
 )
-from rather.cluster.supervision import COMPUTING, PATIENCE, Peers, Supervision, Watchdog
+from rather.cluster.supervision import PATIENCE, Peers, Supervision, Watchdog
 from rather.cluster.worker import ActorWorker, RankInfo, make_worker
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
@@ -133,7 +133,7 @@ def launch(
         # In one process only the steps are watched: loading and saving take what disk and network
         # take. A remote reference has deadlines of its own, because a thread calls it.
         if not isinstance(role, RemoteReference):
-            roles.watchdog.watch(role, PHASES if processes > 1 else COMPUTING)
+            roles.watchdog.watch(role, PHASES if processes > 1 else (*COMPUTED, "score"))
     return roles
 
 

@@ -22,7 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rather.cluster.health import CUT, GRACE, PHASES, Failure, Limit, hang_error, phase_of
+from rather.cluster.health import (
+    COMPUTED,
+    CUT,
+    GRACE,
+    ONE,
+    PHASES,
+    Failure,
+    Limit,
+    hang_error,
+    phase_of,
+)
 from rather.cluster.host import CallResult, Host, Process, connect, keep_alive, open_port
 from rather.cluster.memory import Ledger
 from rather.cluster.role import RoleOnRanks, log_records
@@ -69,26 +79,18 @@ class RemoteReference(RoleOnRanks):
                 connection.send(None)
 
     def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
-        found = self._run("compute_log_probs", batches=batches)[0]
+        found = self._run("compute_log_probs", batches)[0]
         return {name: torch.from_numpy(column) for name, column in found.items()}
 
-    def _run(
-        self,
-        method: str,
-        *args: Any,
-        batches: Sequence[PairBatch] | None = None,
-        one: bool = False,
-        exchange: bool = False,
-    ) -> list[Any]:
+    def _run(self, method: str, *args: Any) -> list[Any]:
         if not self._connections:
             return [None]
-        given = args if batches is None else (batches, *args)
-        called = self._connections[:1] if one else self._connections
+        called = self._connections[:1] if method in ONE else self._connections
         with self._turn:
             for rank, connection in enumerate(called):
                 with suppress(OSError):  # reported when its answer is awaited
                     # What all ranks have computed of micro-batches is the same: one returns it.
-                    connection.send((method, given, batches is not None and rank > 0))
+                    connection.send((method, args, method in COMPUTED and rank > 0))
             return self._collect(called, method)
 
     def _collect(self, called: Sequence[Connection], method: str) -> list[Any]:

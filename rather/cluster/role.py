@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from rather.cluster.health import Failure, first_cause, place_of, set_environment
+from rather.cluster.health import EXCHANGED, ONE, Failure, first_cause, place_of, set_environment
 from rather.cluster.host import CallResult, interface_to, join_group
 from rather.cluster.memory import Ledger, Room, need_of, shortage
 from rather.cluster.worker import ActorWorker, RankInfo, make_worker
@@ -48,11 +48,7 @@ class RoleOnRanks:
     rooms: Sequence[Room]  # the free memory of each rank before any model was loaded
     device: str  # on which this process gets log-probs
 
-    # `_run(method, *args, batches=None, one=False, exchange=False)` calls a method on all ranks and
-    # returns their values. With `batches`, the first argument, all ranks compute the same value.
-    # With `one`, one rank is enough. Without `exchange`, a torchrun process may return its own
-    # value alone, without waiting for the others.
-    _run: Callable[..., list[Any]]
+    _run: Callable[..., list[Any]]  # calls a method on all ranks, and returns their values
 
     def __init__(self, role: str, config: DPOConfig, kind: str, ledger: Ledger) -> None:
         self.role, self.config, self.kind, self.ledger = role, config, kind, ledger
@@ -83,7 +79,7 @@ class RoleOnRanks:
         run_dir = self.config.run_dir
         # The name is new: a network file system may remember for a while that a name is not there.
         with shared_folder(run_dir / secrets.token_hex(8)) as folder:
-            problems = set(filter(None, self._run("folder_problem", folder, exchange=True)))
+            problems = set(filter(None, self._run("folder_problem", folder)))
         if problems:
             raise ConfigError(
                 f"output_dir: {run_dir.absolute()} is not a folder that all machines share, and "
@@ -101,7 +97,7 @@ class RoleOnRanks:
         return int(self._run("embedding_rows")[0])
 
     def plan(self, largest_pair: int, make_room: Callable[[], bool] | None = None) -> int:
-        return int(min(self._run("plan", largest_pair, exchange=True)))
+        return int(min(self._run("plan", largest_pair)))
 
     def train_step(
         self,
@@ -110,18 +106,17 @@ class RoleOnRanks:
         *,
         limits: StepLimits | None = None,
     ) -> StepResult:
-        args = (reference, limits)
-        found: list[StepResult] = self._run("train_step", *args, batches=batches)
+        found: list[StepResult] = self._run("train_step", batches, reference, limits)
         return found[0]
 
     def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
-        found: list[Columns] = self._run("compute_log_probs", batches=batches)
+        found: list[Columns] = self._run("compute_log_probs", batches)
         return found[0]
 
     def score(
         self, facts: PairFacts, policy: Columns, reference: Columns | None
     ) -> dict[str, float]:
-        return dict(self._run("score", facts, policy, reference, one=True)[0])
+        return dict(self._run("score", facts, policy, reference)[0])
 
     def park(self) -> bool:
         return False
@@ -134,7 +129,7 @@ class RoleOnRanks:
         return int(max(self._run("peak_memory")))
 
     def numbers(self) -> dict[str, Any]:
-        return dict(self._run("numbers", one=True)[0])
+        return dict(self._run("numbers")[0])
 
     def write_state(self, folder: Path) -> None:
         """Let every rank write its shards; all machines must see the folder."""
@@ -147,18 +142,17 @@ class RoleOnRanks:
         self._run("read_state", path.absolute(), numbers)
 
     def write_weights(self, folder: Path, group: str) -> dict[str, tuple[int, str]]:
-        written = self._run("write_weights", folder.absolute(), group, exchange=True)
+        written = self._run("write_weights", folder.absolute(), group)
         return {name: facts for each in written for name, facts in each.items()}
 
     def mix_weights(self, weights: Path, share: float) -> None:
-        self._run("mix_weights", weights.absolute(), share, exchange=True)
+        self._run("mix_weights", weights.absolute(), share)
 
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> Kept:
         """Let all ranks write their shards, and one merge them into a model, tensor by tensor."""
         with shared_folder(folder) as shards:
             self.write_weights(shards, "model")
-            args = (shards, tokenizer, folder.absolute(), card)
-            kept: Kept = self._run("export", *args, one=True, exchange=True)[0]
+            kept: Kept = self._run("export", shards, tokenizer, folder.absolute(), card)[0]
             return kept
 
     def _error(
@@ -310,21 +304,12 @@ class SpmdCluster(RoleOnRanks):
     def pack(self, batches: Sequence[PairBatch]) -> None:
         self.worker.pack(batches)
 
-    def _run(
-        self,
-        method: str,
-        *args: Any,
-        batches: Sequence[PairBatch] | None = None,
-        one: bool = False,
-        exchange: bool = False,
-    ) -> list[Any]:
-        if batches is not None:
-            args = (batches, *args)
+    def _run(self, method: str, *args: Any) -> list[Any]:
         work, value, problem = getattr(self.worker, method), None, ""
         try:
-            if not exchange:
+            if method not in EXCHANGED:
                 return [work(*args)]
-            if not one or self.member.rank == 0:
+            if method not in ONE or self.member.rank == 0:
                 value = work(*args)
         except torch.OutOfMemoryError as error:
             # The others wait for this rank in a collective: repeating the call would not help.

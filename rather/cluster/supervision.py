@@ -30,6 +30,7 @@ import torch.distributed as dist
 from rather.checkpoint.checkpoint import LATEST
 from rather.cluster.health import (
     ANSWER,
+    COMPUTED,
     CUT,
     GRACE,
     Failure,
@@ -55,7 +56,6 @@ CHECK_EVERY = 1.0  # seconds
 PATIENCE = 30.0  # seconds for torchrun's store to answer on a busy machine
 PAUSE = 5.0  # seconds between two checks that show that this process was stopped
 START = 5.0  # seconds for torchrun's store to answer; it was there before
-COMPUTING = ("train_step", "compute_log_probs", "score")
 DEBUGGERS = ("bdb.py", "pydevd")
 
 
@@ -155,7 +155,7 @@ class Watchdog:
                 self.limit = before
 
     def _timed(self, work: Callable[..., Any], role: str, method: str) -> Callable[..., Any]:
-        first = ["first_step"] if method in ("train_step", "compute_log_probs") else []
+        first = ["first_step"] if method in COMPUTED else []
         phases = chain(first, repeat(phase_of(role, method)))
 
         @wraps(work)
