@@ -423,20 +423,21 @@ class ActorWorker:
         """Export the shards that all ranks have written as a Hugging Face model."""
         return export_run(self.part, stored(shards, "model"), self.source, tokenizer, folder, card)
 
-    def can_compare(self) -> bool:
-        """Return whether an exported model differs from this one, and fits next to it."""
+    def compare_file(self, folder: Path, batches: Sequence[PairBatch]) -> list[Columns]:
+        """Return the columns of these pairs here, and with the weights of an exported model.
+
+        Empty if that model does not differ from this one, or does not fit next to it.
+        """
         weights, dtype = list(self.part.parameters()), self.part.causal_lm.config.dtype
         differs = dtype not in (torch.float32, *(p.dtype for p in weights))
-        if not differs or self.part.rounding.held or self.is_divided:
-            return False
         free = torch.cuda.mem_get_info()[0] if self.on_gpu else free_memory()
-        return bool(free > 8 * sum(p.numel() for p in weights))
-
-    def file_log_probs(self, folder: Path, batches: Sequence[PairBatch]) -> Columns:
-        """Return the columns of these pairs with the weights of an exported model."""
+        fits = free > 8 * sum(p.numel() for p in weights)
+        if not (differs and fits) or self.part.rounding.held or self.is_divided:
+            return []
         reward = self.config.task == "reward"
         policy = load_policy(str(folder), ModelArgs(dtype="fp32"), self.device, reward=reward)
-        return RankTrainer(policy.requires_grad_(False), self.trainer.loss).log_probs(batches)
+        other = RankTrainer(policy.requires_grad_(False), self.trainer.loss)
+        return [self.compute_log_probs(batches), other.log_probs(batches)]
 
     # --- the process ---
 

@@ -89,26 +89,25 @@ class Evaluation:
             reference = {**reference, "baseline": mean}
         return self.policy.score(facts, policy, reference)
 
-    def compare_file(self, folder: Path) -> tuple[int, float, float] | None:
-        """Return the mean margin of some held-out pairs in memory, and with an exported model.
+    def compare_file(self, folder: Path) -> None:
+        """Log the mean margin of some held-out pairs in memory, and with an exported model.
 
-        None if it cannot be measured, or if the file has the weights that were trained with.
+        Nothing if it cannot be measured, or if the file has the weights that were trained with.
         """
         worker = self.policy
-        if not (self.sets and isinstance(worker, ActorWorker) and worker.can_compare()):
-            return None
+        if not self.sets or not isinstance(worker, ActorWorker):
+            return
         name, dataset = next(iter(self.sets.items()))
         rows = np.arange(min(COMPARED, len(dataset)))
         step = self.retry.packing.step(PairRows(f"eval/{name}", rows, self.pairs), 0)
+        if not (found := worker.compare_file(folder, step.policy)):
+            return
         facts, known = PairFacts.of_pairs(step.pairs), self.reference.columns(step)
-        if not facts.weight.any():
-            return None
-        found = [worker.compute_log_probs(step.policy), worker.file_log_probs(folder, step.policy)]
         metrics = [metrics_of([(facts, columns, known)], self._score) for columns in found]
-        if "rewards/margins" not in metrics[0]:
-            return None
-        here, there = (each["rewards/margins"] for each in metrics)
-        return len(facts.weight), here, there
+        margins = [each["rewards/margins"] for each in metrics if "rewards/margins" in each]
+        if margins:
+            text = "held-out margin of %d pairs: %.4g in training, %.4g with this model"
+            log.info(text, len(rows), *margins)
 
     def _parts(
         self, name: str, pairs: int, number: int, stopped: Stopped

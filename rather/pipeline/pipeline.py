@@ -295,9 +295,7 @@ class DPOPipeline(TrainingLoop):
         kept = self.actor_train.save_model(folder, self.tokenizer, card)
         log.info("%s: %s", folder, kept)
         assert self.evaluation is not None
-        if margins := self.evaluation.compare_file(folder):
-            text = "held-out margin of %d pairs: %.4g in training, %.4g with this model"
-            log.info(text, *margins)
+        self.evaluation.compare_file(folder)
         return kept.as_json()
 
     def _end(self) -> None:
