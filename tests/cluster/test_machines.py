@@ -248,7 +248,7 @@ def test_a_process_that_does_not_start_is_named_with_its_machine() -> None:
 
     manager._ray = SimpleNamespace(get=get)
     with pytest.raises(WorkerError, match=r"^device 1 on b: could not start.+ after 3 s$"):
-        manager._all(["on a", "on b"], "start", 3.0, lambda: ["device 0 on a", "device 1 on b"])
+        manager._all(["on a", "on b"], "start", 3.0, ["device 0 on a", "device 1 on b"])
 
 
 def test_a_process_that_dies_is_named_while_others_still_start() -> None:
@@ -262,7 +262,7 @@ def test_a_process_that_dies_is_named_while_others_still_start() -> None:
 
     manager._ray = SimpleNamespace(get=get)
     with pytest.raises(WorkerLost, match=r"^device 1 on b: could not start"):
-        manager._all(["on a", "on b"], "start", 3.0, lambda: ["device 0 on a", "device 1 on b"])
+        manager._all(["on a", "on b"], "start", 3.0, ["device 0 on a", "device 1 on b"])
 
 
 def test_a_link_is_silent_if_the_kernel_of_the_other_machine_does_not_answer() -> None:
