@@ -55,7 +55,8 @@ class TorchOptimizer(Optimizer):
             name: local(p.detach()) for name, p in self.parameters.items()
         }
         self.updates, self.loss_scale = 0, LossScale() if compute == torch.float16 else None
-        self._states, self._on_cuda = {}, False  # gradients stay where the optimizer looks
+        # Gradients stay where the optimizer looks.
+        self._states, self._on_cuda, self._totals = {}, False, None
         self._initial = copy.deepcopy(self._settings())
 
     @property

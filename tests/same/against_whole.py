@@ -50,7 +50,7 @@ def worst_difference(
         all_reduce_([got[name] for name in sorted(divided.tp_partial)], group)
     for name, dim in divided.tp_dims.items():
         own = part(divided.tp_sizes[name], mesh.rank("tp"), mesh.size("tp"))
-        want[name] = want[name].narrow(dim, own.start, own.stop - own.start)
+        want[name] = want[name].narrow(dim, *own)
     assert want.keys() == got.keys()
     return max(_difference(want[name], got[name]) for name in want)
 
