@@ -32,8 +32,7 @@ from rather.parallel.mesh import Mesh, gather_objects
 from rather.parallel.stages import Objective, parts_of
 from rather.pipeline.checks import refuse_columns
 from rather.pipeline.steps import NO_LIMIT, Step
-from rather.train.nonfinite import StepLimits
-from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
+from rather.train.rank_trainer import Limits, RankTrainer, StepResult, WholeModelRunner
 
 
 class StepShare(NamedTuple):
@@ -86,10 +85,7 @@ class InMemoryWorker(ActorWorker):
         return StepShare.of(batches, self.trainer.mesh)
 
     def train_step(
-        self,
-        batches: Sequence[PairBatch],
-        reference: Columns | None,
-        limits: StepLimits | None = None,
+        self, batches: Sequence[PairBatch], reference: Columns | None, limits: Limits = None
     ) -> StepResult:
         share = self._step_share(batches)
         if share.is_repeated:

@@ -38,8 +38,7 @@ from rather.errors import BatchTooLarge, ConfigError, DiskError, RatherError
 from rather.model.export import Kept
 from rather.parallel.load import compute_dtype, cpu_has_bf16, device_of
 from rather.parallel.mesh import gather_objects
-from rather.train.nonfinite import StepLimits
-from rather.train.rank_trainer import StepResult
+from rather.train.rank_trainer import Limits, StepResult
 
 
 class RoleOnRanks:
@@ -100,11 +99,7 @@ class RoleOnRanks:
         return int(min(self._run("plan", largest_pair)))
 
     def train_step(
-        self,
-        batches: Sequence[PairBatch],
-        reference: Columns | None,
-        *,
-        limits: StepLimits | None = None,
+        self, batches: Sequence[PairBatch], reference: Columns | None, limits: Limits = None
     ) -> StepResult:
         found: list[StepResult] = self._run("train_step", batches, reference, limits)
         return found[0]

@@ -48,8 +48,7 @@ from rather.parallel.mesh import build_mesh, max_over_ranks
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages, parts_of
 from rather.plan.speed import worth_compiling
-from rather.train.nonfinite import StepLimits
-from rather.train.rank_trainer import RankTrainer, Runner, StepResult, WholeModelRunner
+from rather.train.rank_trainer import Limits, RankTrainer, Runner, StepResult, WholeModelRunner
 
 RECOMPUTED = {
     "none": "kept",
@@ -292,10 +291,7 @@ class ActorWorker:
     # --- work ---
 
     def train_step(
-        self,
-        batches: Sequence[PairBatch],
-        reference: Columns | None,
-        limits: StepLimits | None = None,
+        self, batches: Sequence[PairBatch], reference: Columns | None, limits: Limits = None
     ) -> StepResult:
         """Train on this rank's share of a step, of which the arguments are those of all ranks."""
         own = self._share(batches)
