@@ -64,7 +64,7 @@ class TrainingLoop:
     answers: Answers | None = None
     summary: RunSummary | None = None
     _on_record: Callable[[Record], None] | None = None
-    _export: Callable[[Path], object]
+    _export_model: Callable[[Path], object]
 
     def _build_loop(self, identity: Mapping[str, Any]) -> None:
         """Build the parts that both constructors share."""
@@ -346,7 +346,7 @@ class TrainingLoop:
         """Export the best model; if the disk is full, the run continues without it."""
         folder = self.config.run_dir / "best_model"
         try:
-            self._export(folder)
+            self._export_model(folder)
             if self.saving:
                 self.saving.upload_results()
         except DiskError as error:

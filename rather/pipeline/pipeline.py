@@ -289,7 +289,7 @@ class DPOPipeline(TrainingLoop):
             self.answers.begin(self.tokenizer, resumes=newest is not None)
         self._restore(newest)
 
-    def _export(self, folder: Path) -> Mapping[str, float]:
+    def _export_model(self, folder: Path) -> Mapping[str, float]:
         pairs, with_reference = len(self.data.train), self.reference is not None
         card = model_card(self.config, self.progress.step, pairs, with_reference=with_reference)
         kept = self.actor_train.save_model(folder, self.tokenizer, card)
@@ -311,7 +311,7 @@ class DPOPipeline(TrainingLoop):
             return
         self.progress.refuse_no_update()
         if self.summary:
-            self.changes = self._export(self.config.run_dir / "model")
+            self.changes = self._export_model(self.config.run_dir / "model")
             log.info("The trained model is in %s.", self.config.run_dir / "model")
         self._report_outcome()
         if self.run_dir and self.roles.is_main:
