@@ -186,6 +186,12 @@ def _same(text: str, note: str) -> Rule:
     return to(path, others, note=note) if colon else to(path, note=note)
 
 
+def names_of(value: Any) -> list[str]:
+    """Return the names in a list, or between commas."""
+    names = value if isinstance(value, list) else str(value).split(",")
+    return [str(name).strip() for name in names]
+
+
 def one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 

@@ -39,6 +39,7 @@ from rather.migrate.rules import (
     defaults,
     facts,
     gives,
+    names_of,
     one_or_all,
     pairs,
     to,
@@ -62,9 +63,7 @@ def registered(path: str) -> Rule:
     def rule(value: Any, given: Given) -> Outcome:
         if not value:
             return NOT_NEEDED
-        given_names = value if isinstance(value, list) else str(value).split(",")
-        names = [name.strip() for name in given_names]
-        known = registry(given)
+        names, known = names_of(value), registry(given)
         entries = [known.get(name) or {} for name in names]
         files = [entry.get("file_name") for entry in entries]
         renamed = [columns(entry, given) for entry in entries if entry.get("file_name")]

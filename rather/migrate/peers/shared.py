@@ -25,6 +25,7 @@ from rather.migrate.rules import (
     facts,
     gives,
     keys,
+    names_of,
     one_or_all,
     only,
     pairs,
@@ -125,7 +126,7 @@ def dataset(path: str = SAMPLES, *, split: str = "", config: str = "") -> Rule:
     def rule(value: Any, given: Given) -> Outcome:
         if value in NOTHING:
             return NOT_NEEDED
-        names = [str(name) for name in value] if isinstance(value, list) else str(value).split(",")
+        names = names_of(value)
         found = {
             name: address(name, given.get(split), given.get(config)) for name in names if split
         }
@@ -146,8 +147,7 @@ def dataset(path: str = SAMPLES, *, split: str = "", config: str = "") -> Rule:
 
 
 def trackers(value: Any, given: Given) -> Outcome:
-    names = value if isinstance(value, list) else str(value).split(",")
-    known = table()["track_with"].choices
+    names, known = names_of(value), table()["track_with"].choices
     kept = [name for name in names if name in known]
     lost = [name for name in names if name not in (*known, "none", "None", "all")]
     note = f"no tracker {', '.join(lost)}; supported: {', '.join(known)}" if lost else ""
@@ -422,7 +422,7 @@ def adapter(names: str, switch: str, *off: Any) -> Rules:
 
 
 def _targets(value: Any) -> Any:
-    names = value if isinstance(value, list) else str(value).replace(" ", "").split(",")
+    names = names_of(value)
     if names in (["all"], ["all-linear"]):
         return "all-linear"
     return one_or_all(names)
