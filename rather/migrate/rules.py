@@ -189,7 +189,7 @@ def _same(text: str, note: str) -> Rule:
 def names_of(value: Any) -> list[str]:
     """Return the names in a list, or between commas."""
     names = value if isinstance(value, list) else str(value).split(",")
-    return [str(name).strip() for name in names]
+    return [name.strip() for name in names]
 
 
 def one_or_all(values: list[Any]) -> Any:
