@@ -49,10 +49,11 @@ from rather.model.budget import LADDER
 from rather.model.check import random_pairs
 from rather.model.policy import PolicyModel
 from rather.model.sizes import sizes_of
+from rather.optim.adamw import local
 from rather.optim.optimizer import Optimizer
 from rather.parallel import apply
 from rather.parallel.mesh import Mesh, build_mesh
-from rather.parallel.shard import announce, counted, local, places, units
+from rather.parallel.shard import announce, counted, places, units
 from rather.parallel.stages import Stage, Stages
 from rather.plan.memory import Chosen, Device, MemoryForecast, Work
 from rather.train.rank_trainer import RankTrainer

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from rather.config.schema import DPOConfig, TrainingArgs
 from rather.errors import ConfigError
+from rather.optim.adamw import local
 from rather.optim.optimizer import LossScale, Optimizer
-from rather.parallel.shard import local
 
 # Fields of transformers' TrainingArguments that mean the same here.
 SHARED = tuple(name for name in TrainingArgs.model_fields if name != "log_num_zeros_in_grad")

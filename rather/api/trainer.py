@@ -38,8 +38,9 @@ from rather.config.strategies import Layout, layout
 from rather.data.batch import Columns, PairLogps, TokenPair
 from rather.data.feed import Feed
 from rather.errors import ConfigError, DataError
+from rather.losses.losses import LOSSES
 from rather.losses.metrics import Window
-from rather.losses.objective import configure, from_config, rule
+from rather.losses.objective import configure, from_config
 from rather.model.check import check_model, untrained_parts
 from rather.model.export import FileCast, export_model, export_stored
 from rather.model.policy import PolicyModel
@@ -232,7 +233,7 @@ class DPOTrainer:
         return self._loss("orpo", PairLogps(policy, None, lengths))
 
     def _loss(self, name: str, x: PairLogps) -> tuple[Tensor, Tensor, Tensor]:
-        own = rule(name).numbers
+        own = LOSSES.find(name, "pref_loss").numbers
         numbers = {key: n for key, n in self.config.loss_numbers.items() if key in own}
         loss = configure([name], numbers)
         chosen, rejected = loss.rewards(x).detach().unbind(1)

@@ -51,7 +51,7 @@ from rather.checkpoint.sharded_tensors import (
     split_by_size,
 )
 from rather.errors import CheckpointError, DiskError
-from rather.files import own, read_bytes, read_json, sync, write_own
+from rather.files import own, read_bytes, read_json, replace_own, sync
 
 log = logging.getLogger(__name__)
 
@@ -189,9 +189,8 @@ def copy_to(path: Path, folder: Path) -> None:
 
 def leave_note(folder: Path, writer: str, written: Written, trouble: str = "") -> None:
     """Record what one of several writers has added to a checkpoint, or why it could not."""
-    temporary = folder / f".{writer}.note"
-    write_own(temporary, json.dumps({"written": written, "trouble": trouble}))
-    os.rename(temporary, folder / f"{writer}.note")
+    note = json.dumps({"written": written, "trouble": trouble})
+    replace_own(folder / f"{writer}.note", note)
 
 
 def remove_written(folder: Path, rank: int | None) -> None:

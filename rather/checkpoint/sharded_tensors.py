@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -211,7 +212,7 @@ def safetensors_file(
                 yield data[start : start + CHUNK]
 
 
-class LocalShards(Mapping[str, Tensor]):
+class LocalShards(UserDict[str, Tensor]):
     """The shards of whole or stored tensors that belong to this rank.
 
     `specs` are those of parameters; an optimizer moment, `<parameter>.<kind>`, is sharded like its
@@ -219,21 +220,15 @@ class LocalShards(Mapping[str, Tensor]):
     """
 
     def __init__(self, source: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> None:
-        self._source, self._specs = source, specs
+        self.data, self._specs = source, specs  # type: ignore[assignment]
 
     def __getitem__(self, key: str) -> Tensor:
-        spec = self._specs.get(key) or self._specs.get(key.rpartition(".")[0])
+        spec, source = self._specs.get(key) or self._specs.get(key.rpartition(".")[0]), self.data
         if spec is None or key.endswith(".step"):  # a step is a scalar
-            return self._source[key]
-        if isinstance(self._source, ShardedFiles):
-            return self._source.read(key, spec)
-        return self._source[key][spec.slices]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._source)
-
-    def __len__(self) -> int:
-        return len(self._source)
+            return source[key]
+        if isinstance(source, ShardedFiles):
+            return source.read(key, spec)
+        return source[key][spec.slices]
 
 
 def shards_file(shards: Mapping[str, Tensor | Shard]) -> Iterator[bytes | memoryview]:

@@ -14,12 +14,12 @@ import hashlib
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,9 @@ class Store:
         except (RatherError, OSError):
             raise
         except Exception as error:  # boto3, botocore, s3transfer and urllib3 have no common base
-            text = f"{self.address}: {error}. Check the address, the credentials and the network."
-            raise DiskError(text) from error
+            raise DiskError(
+                f"{self.address}: {error}. Check the address, the credentials and the network."
+            ) from error
 
     def objects(self) -> Objects:
         """Return all objects below the address."""
@@ -124,8 +125,9 @@ class Store:
             if _contents(folder, step, full=False)[1] != manifest:
                 raise DiskError(f"{folder}: was replaced while it was uploaded.")
             with self.errors():
-                key = f"{self.key}/{target}/{MANIFEST}"
-                self.client.put_object(Bucket=self.bucket, Key=key, Body=manifest)
+                self.client.put_object(
+                    Bucket=self.bucket, Key=f"{self.key}/{target}/{MANIFEST}", Body=manifest
+                )
             complete.insert(0, target)
         latest = max((time for _, time in there.values()), default=datetime.max)
         past = {name for name, (_, time) in there.items() if time < latest - ABANDONED}
@@ -215,9 +217,7 @@ class Uploads:
     add_incident: Callable[..., None]
     current: Path | None = None  # must not be pruned
     _waiting: dict[str, tuple[Path, int]] = field(default_factory=dict)  # folder and step by kind
-    _failed: dict[str, tuple[Path, int]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _thread: threading.Thread | None = None
+    _pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "upload"))
 
     def begin(self, *, overwrite: bool) -> None:
         """Download the run if its folder has no checkpoint, or delete its stored checkpoints."""
@@ -235,44 +235,38 @@ class Uploads:
         elif stored and not own_steps:
             self.store.restore(self.run_dir, self.run_files)
         elif stored and step_of(stored[0]) > max(own_steps):
-            text = "%s/%s is later than the checkpoints in %s; move that folder away to resume it"
-            log.warning(text, self.store.address, stored[0], self.run_dir)
+            log.warning(
+                "%s/%s is later than the checkpoints in %s; move that folder away to resume it",
+                self.store.address,
+                stored[0],
+                self.run_dir,
+            )
 
     def add(self, folder: Path, step: int) -> None:
-        with self._lock:
-            new = {folder.name.partition("-")[0]: (folder, step)}
-            self._waiting, self._failed = {**self._failed, **self._waiting, **new}, {}
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
-                self._thread.start()
+        self._waiting[folder.name.partition("-")[0]] = folder, step
+        self._pool.submit(self._work)
 
     def close(self) -> None:
         """Wait for all uploads, and try those that failed again."""
-        for retry in (True, False):
-            if thread := self._thread:
-                thread.join()
-            for folder, step in list(self._failed.values()) if retry else ():
-                self.add(folder, step)
-        for folder, _ in self._failed.values():
-            text = "%s was not uploaded to %s; run the same command again"
-            log.warning(text, folder, self.store.address)
+        self._pool.submit(self._work).result()
+        for folder, _ in self._waiting.values():
+            log.warning(
+                "%s was not uploaded to %s; run the same command again", folder, self.store.address
+            )
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self.current = self._thread = None
-                    return
-                kind = next(iter(self._waiting))
-                self.current, step = self._waiting.pop(kind)
-                folder = self.current
+        """Upload what waits; what fails stays there."""
+        for kind, (folder, step) in list(self._waiting.items()):
+            self.current = folder
             try:
                 for name in self.run_files:
                     if (self.run_dir / name).is_file():
                         self.store.put(name, self.run_dir / name)
                 self.store.upload(folder, step, self.keep if kind == "checkpoint" else 1)
+                if self._waiting[kind] == (folder, step):
+                    del self._waiting[kind]
             except Exception as error:  # whatever it is, the run goes on
-                self._failed[kind] = folder, step
                 facts = {"folder": str(folder), "reason": str(error)}
                 self.add_incident("missed_upload", step, **facts)
                 log.warning("MISSED UPLOAD of %s: %s", folder, error)
+        self.current = None

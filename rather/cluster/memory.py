@@ -24,8 +24,8 @@ from rather.data.batch import PairBatch
 from rather.errors import ConfigError, MemoryShortage
 from rather.losses.objective import from_config
 from rather.model.sizes import sizes_of
+from rather.optim.adamw import local
 from rather.parallel.load import cpu_has_bf16, stored_dtype
-from rather.parallel.shard import local
 from rather.plan.memory import LayerBytes, known_shapes, role_state
 
 if TYPE_CHECKING:

@@ -46,6 +46,11 @@ class TokenPair:
         """The most tokens that the pair takes in a micro-batch: the prompt counts once."""
         return len(self.prompt) + len(self.chosen) + len(self.rejected)
 
+    @property
+    def answers(self) -> tuple[tuple[NDArray[np.int32], tuple[Span, ...]], ...]:
+        """The tokens and scored spans of chosen and rejected."""
+        return (self.chosen, self.chosen_scored), (self.rejected, self.rejected_scored)
+
     def sequence(self, side: str) -> tuple[list[int], list[int]]:
         """Return the tokens of prompt and one answer, and 1 for each that is scored."""
         ids = [*self.prompt.tolist(), *getattr(self, side).tolist()]
@@ -219,6 +224,6 @@ class PairFacts(NamedTuple):
 
 def scored_lengths(pairs: Sequence[TokenPair]) -> NDArray[np.int64]:
     """Return the number of scored tokens of chosen and rejected, [pairs, 2]."""
-    spans = [side for pair in pairs for side in (pair.chosen_scored, pair.rejected_scored)]
-    counts = [sum(end - first for first, end in side) for side in spans]
+    spans = (scored for pair in pairs for _, scored in pair.answers)
+    counts = [sum(end - first for first, end in each) for each in spans]
     return np.array(counts, np.int64).reshape(-1, 2)

@@ -51,7 +51,7 @@ class Cache:
     """A folder of built files: <address>.arrow and, written last, its report <address>.json."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()
         folder.mkdir(parents=True, exist_ok=True)
 
     def find_or_build(self, address: str, make: Callable[[Path], Json]) -> tuple[PairFile, Json]:

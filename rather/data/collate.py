@@ -25,6 +25,7 @@ from rather.data.batch import TokenPair
 from rather.data.formats import extras_of
 from rather.data.json_rows import DropReason
 from rather.data.pack import common_tokens
+from rather.data.pairs import spans_of
 from rather.errors import DataError
 
 IGNORED = -100  # label of a token that is not scored
@@ -96,13 +97,10 @@ def _labelled(rows: list[Row]) -> list[Row]:
 
 def _pair(chosen: Row, rejected: Row, extras: Mapping[str, Any]) -> TokenPair:
     """Return a pair whose prompt is the common beginning; each answer keeps at least one token."""
-    spans: list[Any] = []
-    for name, (_, scored) in (("chosen", chosen), ("rejected", rejected)):
-        # Half-open; nothing predicts the first token of a sequence.
-        edges = np.flatnonzero(np.diff(np.append(scored[1:], False), prepend=False)) + 1
-        if not len(edges):
+    spans = spans_of(chosen[1]), spans_of(rejected[1])
+    for name, found in zip(("chosen", "rejected"), spans, strict=True):
+        if not found:
             raise DataError(f"a {name} row has no scored token after its first token.")
-        spans.append(tuple((int(first), int(end)) for first, end in edges.reshape(-1, 2)))
     one, other = chosen[0].astype(np.int32), rejected[0].astype(np.int32)
     common = min(common_tokens(one, other), len(one) - 1, len(other) - 1)
     try:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
-from math import ceil, sqrt
-from typing import Literal, NamedTuple
+from math import sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,22 +22,14 @@ BARS = 16
 SEVERITIES = ("serious", "warning", "info")
 LENGTH_MATTERS = 0.65  # accuracy of "pick the longer answer", or the shorter
 
-SIDES: tuple[Literal["left"], Literal["right"]] = ("left", "right")  # of equal numbers
 Hashes = NDArray[np.uint64]
 
 
-class FindingRule(NamedTuple):
-    """One kind of finding. Its share is a warning, or serious, from these values on."""
-
-    warning: float
-    serious: float
-    kinds: tuple[str, ...]  # the share is that of pairs which the report counts under these
-    text: str
-    advice: str
-
-
-RULES = {
-    "leakage": FindingRule(
+# Kind of a finding -> from which share on it is a warning, or serious; the kinds under which the
+# report counts its pairs; what is said, and advised.
+Rule = tuple[float, float, tuple[str, ...], str, str]
+RULES: dict[str, Rule] = {
+    "leakage": (
         0,
         0.1,
         ("prompt_in_training_data",),
@@ -46,7 +38,7 @@ RULES = {
         "Remove these rows from one of the two sets, or use validation.data_args.split, which "
         "holds out whole prompts.",
     ),
-    "prompt_difference": FindingRule(
+    "prompt_difference": (
         0,
         0.5,
         (),
@@ -55,7 +47,7 @@ RULES = {
         "Prompt the trained model with exactly the training prompt, or choose the "
         "data_args.template it is served with.",
     ),
-    "contradictory_pairs": FindingRule(
+    "contradictory_pairs": (
         0,
         0.05,
         ("contradictory_pair",),
@@ -63,7 +55,7 @@ RULES = {
         "same two answers to the same prompt are preferred the other way round.",
         "Keep the judgement that you trust; otherwise robust or label_smoothing helps.",
     ),
-    "contradictory_labels": FindingRule(
+    "contradictory_labels": (
         0,
         0.05,
         ("contradictory_label",),
@@ -71,14 +63,14 @@ RULES = {
         "the same answer to the same prompt has the other label.",
         "Keep the label that you trust.",
     ),
-    "duplicate_pairs": FindingRule(
+    "duplicate_pairs": (
         0.01,
         0.05,
         ("duplicate_pair",),
         "{percent} of the {unit} of {set} ({duplicate_pair}) repeat an earlier one.",
         "Remove them, unless they should count more; a weight column does that explicitly.",
     ),
-    "truncation": FindingRule(
+    "truncation": (
         0.01,
         0.05,
         ("truncated_prompt", "truncated_response"),
@@ -86,7 +78,7 @@ RULES = {
         "beginning of their prompt, {truncated_response} the end of an answer.",
         "Raise sequence_length, or set data_args.overlong to drop.",
     ),
-    "length_bias": FindingRule(
+    "length_bias": (
         0,
         0.8,
         (),
@@ -162,9 +154,7 @@ def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) 
             "pairs": len(pairs),
             "prompts": len(np.unique(prompt)),
             "lengths": _spreads(lengths),
-            "length_bias": _length_bias(lengths["chosen"], lengths["rejected"])
-            if is_paired
-            else _bias_of_labels(lengths["chosen"], label),
+            "length_bias": _length_bias(lengths["chosen"], label, lengths.get("rejected")),
         }
     inference = report["train"]["inference"]
     for one in inference["examples"]:
@@ -187,13 +177,13 @@ def _findings(entries: Json, look: Json) -> list[Json]:
 
     def judge(name: str, set_name: str, share: float, facts: Json) -> None:
         if share:
-            rule = RULES[name]
+            warning, serious, _, text, advice = RULES[name]
             percent = f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
-            severity = SEVERITIES[2 - (share >= rule.warning) - (share >= rule.serious)]
+            severity = SEVERITIES[2 - (share >= warning) - (share >= serious)]
             facts |= {"set": set_name, "percent": percent}
             found.append(
                 {"name": name, "severity": severity, "set": set_name, "number": round(share, 4)}
-                | {"text": rule.text.format_map(facts), "advice": rule.advice}
+                | {"text": text.format_map(facts), "advice": advice}
             )
 
     for set_name, entry in entries.items():
@@ -201,8 +191,8 @@ def _findings(entries: Json, look: Json) -> list[Json]:
         counts: Json = defaultdict(int, pairs=entry["pairs"], unit=unit)
         for group in GROUPS:
             counts |= {kind: one["count"] for kind, one in entry.get(group, {}).items()}
-        for name, rule in RULES.items():
-            judge(name, set_name, sum(counts[kind] for kind in rule.kinds) / entry["pairs"], counts)
+        for name, (_, _, kinds, *_) in RULES.items():
+            judge(name, set_name, sum(counts[kind] for kind in kinds) / entry["pairs"], counts)
     check = look["inference"]
     if check["different"]:
         first = {key: "".join(check["examples"][0][key])[:80] for key in ("training", "inference")}
@@ -217,31 +207,32 @@ def _findings(entries: Json, look: Json) -> list[Json]:
     return sorted(found, key=lambda one: (order[one["severity"]], order[one["name"]]))
 
 
-def _length_bias(chosen: NDArray[np.int32], rejected: NDArray[np.int32]) -> dict[str, float]:
-    """Measure how well the length of an answer alone predicts which one is chosen; a tie is half."""
-    longer, shorter = float((chosen > rejected).mean()), float((chosen < rejected).mean())
-    both = np.concatenate([chosen, rejected]).astype(np.float64)
-    label = np.repeat([1.0, 0.0], len(chosen))
-    return {
-        "chosen_longer": round(longer, 4),
-        "longer_wins": round(longer + (1 - longer - shorter) / 2, 4),
-        "correlation": round(float(np.corrcoef(both, label)[0, 1]), 4) if both.std() > 0 else 0.0,
-        "difference": float(np.median(chosen.astype(np.float64) - rejected)),
-    }
+def _length_bias(
+    length: NDArray[Any], label: NDArray[Any], rejected: NDArray[Any] | None = None
+) -> dict[str, float]:
+    """Measure how well the length of an answer alone predicts that it is the better one.
 
-
-def _bias_of_labels(length: NDArray[np.int32], label: NDArray[np.float64]) -> dict[str, float]:
-    """Measure how well length alone tells a desirable answer from an undesirable one."""
+    Without rejected answers, each desirable one is compared with all undesirable ones. A tie counts
+    half.
+    """
     good, bad = length[label == 1], np.sort(length[label == 0])
-    if not len(good) or not len(bad):
-        return {"chosen_longer": 0.5, "longer_wins": 0.5, "correlation": 0.0, "difference": 0.0}
-    shorter, up_to = (np.searchsorted(bad, good, side).mean() / len(bad) for side in SIDES)
+    longer = shorter = 0.5
+    difference = np.zeros(1)
+    if rejected is not None:
+        longer, shorter = (length > rejected).mean(), (length < rejected).mean()
+        difference = length.astype(np.float64) - rejected
+        length = np.concatenate([length, rejected])
+        label = np.arange(len(length)) < len(rejected)
+    elif len(good) and len(bad):
+        longer = np.searchsorted(bad, good, "left").mean() / len(bad)
+        shorter = 1 - np.searchsorted(bad, good, "right").mean() / len(bad)
+        difference = np.median(good, keepdims=True) - np.median(bad)
     spread = length.std() * label.std()
     return {
-        "chosen_longer": round(float(shorter), 4),
-        "longer_wins": round(float(shorter + up_to) / 2, 4),
+        "chosen_longer": round(float(longer), 4),
+        "longer_wins": round(float(1 + longer - shorter) / 2, 4),
         "correlation": round(float(np.corrcoef(length, label)[0, 1]), 4) if spread else 0.0,
-        "difference": float(np.median(good) - np.median(bad)),
+        "difference": float(np.median(difference)),
     }
 
 
@@ -254,11 +245,10 @@ def _spreads(lengths: Mapping[str, NDArray[np.int32]]) -> dict[str, Json]:
     spreads = {}
     for part, own in lengths.items():
         shown = own if part == "prompt" else answers
-        largest, width = float(np.percentile(shown, 99)), 1
-        first = int(shown.min())
-        while first + width * BARS <= largest:  # bars begin at multiples of their width
-            width = ceil((largest + 1 - first) / BARS) if width == 1 else width + 1
-            first = int(shown.min()) // width * width
+        least, largest = int(shown.min()), float(np.percentile(shown, 99))
+        width = max(1, int(largest - least) // BARS)
+        while (first := least // width * width) + width * BARS <= largest:
+            width += 1  # bars begin at multiples of their width
         spreads[part] = {
             "median": float(np.median(own)),
             "p95": float(np.percentile(own, 95)),

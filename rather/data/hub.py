@@ -152,13 +152,12 @@ def _config(configs: list[dict[str, Any]], wanted: str, where: str) -> dict[str,
 def _patterns(files: Any) -> dict[str, list[str]]:
     """Return the patterns of each split in any of the forms that `datasets` reads."""
     if isinstance(files, dict):
-        return {str(name): list(map(str, _list(paths))) for name, paths in files.items()}
+        files = [{"split": split, "path": paths} for split, paths in files.items()]
     splits: dict[str, list[str]] = {}
     for each in _list(files):
-        is_split = isinstance(each, dict)
-        paths = _list(each.get("path")) if is_split else [each]
-        name = str(each.get("split", "train")) if is_split else "train"
-        splits.setdefault(name, []).extend(map(str, paths))
+        entry = each if isinstance(each, dict) else {"path": each}
+        paths = splits.setdefault(str(entry.get("split", "train")), [])
+        paths.extend(map(str, _list(entry.get("path"))))
     return splits
 
 

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple
 
 from rather.errors import DataError
 
@@ -34,11 +33,8 @@ class DropReason(Exception):
         self.reason, self.detail = reason, detail
 
 
-class RawRow(NamedTuple):
-    """A row as it is in the file, or why it cannot be read."""
-
-    number: int
-    content: bytes | DropReason
+# The number of a row, and its content as it is in the file, or why it cannot be read.
+RawRow = tuple[int, bytes | DropReason]
 
 
 def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str) -> Iterator[bytes]:
@@ -97,19 +93,19 @@ def split_lines(blocks: Iterable[bytes]) -> Iterator[RawRow]:
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:
                 if too_large or line.strip():
-                    yield RawRow(number, _too_large() if too_large else line)
+                    yield number, _too_large() if too_large else line
                 number, too_large = number + 1, False
             if len(rest) > MAX_ROW_BYTES:
                 too_large, rest = True, b""
     except DropReason as fault:
-        yield RawRow(number, fault)
+        yield number, fault
         return
     if too_large:
-        yield RawRow(number, _too_large())
+        yield number, _too_large()
     elif rest.strip():
         detail = "the last line is not complete; its writer was probably stopped"
         is_whole = rest.rstrip().endswith(b"}")
-        yield RawRow(number, rest if is_whole else DropReason("truncated", detail))
+        yield number, rest if is_whole else DropReason("truncated", detail)
 
 
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.S)
@@ -141,14 +137,14 @@ def split_values(blocks: Iterable[bytes], level: int) -> Iterator[RawRow]:
                 before, depth = depth, max(0, depth + (1 if token[0] in b"[{" else -1))
                 if before == level:  # between two rows: the next begins, or the array ends
                     if stray := _stray_text(held + block[first : token.start()]):
-                        yield RawRow(number, stray)
+                        yield number, stray
                         number += 1
                     held, first = bytearray(), token.start()
                     if depth <= before:
                         level, first = 0, at
                 elif depth == level:  # a row ends, or the array begins
                     if depth < before:
-                        yield RawRow(number, fault or bytes(held + block[first:at]))
+                        yield number, fault or bytes(held + block[first:at])
                         number, fault = number + 1, None
                     held, first = bytearray(), at
                 elif depth > MAX_DEPTH + level:
@@ -161,13 +157,18 @@ def split_values(blocks: Iterable[bytes], level: int) -> Iterator[RawRow]:
             if fault:
                 held.clear()  # the row is lost: do not hold it
     except DropReason as damage:
-        yield RawRow(number, damage)
+        yield number, damage
         return
     if depth > 0 or in_string or fault:
-        detail = f"the file ends inside row {number}; its writer was probably stopped"
-        yield RawRow(number, fault or DropReason("truncated", detail))
+        yield (
+            number,
+            fault
+            or DropReason(
+                "truncated", f"the file ends inside row {number}; its writer was probably stopped"
+            ),
+        )
     elif stray := _stray_text(held):
-        yield RawRow(number, stray)
+        yield number, stray
 
 
 def _stray_text(between: bytearray) -> DropReason | None:

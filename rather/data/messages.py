@@ -98,13 +98,13 @@ def check_roles(prompt: Turns, *answers: Turns) -> None:
     for turns in (prompt, *answers):
         ends, last = ["user", "tool"] if turns is prompt else ["assistant"], turns[-1]["role"]
         if last not in ends:
-            detail = f"a part must end with a {' or '.join(ends)} turn, it ends with {last}"
-            raise DropReason("bad_roles", detail)
+            raise DropReason(
+                "bad_roles", f"a part must end with a {' or '.join(ends)} turn, it ends with {last}"
+            )
     for answer in answers:
         roles = [None, *(turn["role"] for turn in (*prompt, *answer))]
         for before, role in pairwise(roles):
             if role not in FOLLOWS[before]:
                 place = f"after {before}" if before else "first"
                 expected = " or ".join(FOLLOWS[before])
-                detail = f"a {role} turn comes {place}; expected {expected}"
-                raise DropReason("bad_roles", detail)
+                raise DropReason("bad_roles", f"a {role} turn comes {place}; expected {expected}")

@@ -151,11 +151,8 @@ class _Unit:
         self.tokens = len(self.prompt)
         known: dict[bytes, int] = {}
         ordered: list[bytes] = []  # neighbours in this order have the longest common prefixes
-        for pair in (pairs[place] for place in places):
-            for response, scored in (
-                (pair.chosen, pair.chosen_scored),
-                (pair.rejected, pair.rejected_scored),
-            ):
+        for place in places:
+            for response, scored in pairs[place].answers:
                 key = response.tobytes()
                 if key not in known:
                     at = bisect_left(ordered, key)

@@ -8,7 +8,7 @@ second of import, and a copy of each row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rather.data.messages import Json
+from rather.data.sampler import Part, PicklesFields
 from rather.errors import DataError
 from rather.files import file_sha, parse_json, regular, text_sha
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 LONGEST_LINE = 1000  # bytes of a correction
 Ints = NDArray[np.int64]
-Part = tuple[int, int, float]  # first row, end row, mixing weight
 IDS = ("prompt", "chosen", "rejected")
 LISTS = (*IDS, "chosen_scored", "rejected_scored")
 NUMBERS = ("weight", "margin", "soft_label")
@@ -66,6 +66,12 @@ class Correction(NamedTuple):
         )
 
 
+def spans_of(scored: Any) -> tuple[tuple[int, int], ...]:
+    """Return the half-open spans of a mask's ones; nothing predicts the first token."""
+    edges = np.flatnonzero(np.diff([0, *scored[1:], 0])) + 1
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
 class _Batch:
     """A record batch as numpy views: row i of a list is values[offsets[i]:offsets[i + 1]]."""
 
@@ -98,14 +104,11 @@ class _Batch:
         )
 
 
-class PairFile:
+@dataclass(eq=False)
+class PairFile(PicklesFields):
     """The Arrow file itself. Reading raises OSError or ArrowInvalid if it is damaged."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PairFile, (self.path.absolute(),)
+    path: Path
 
     @cached_property
     def table(self) -> Any:
@@ -123,10 +126,6 @@ class PairFile:
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
-    def column(self, name: str) -> NDArray[Any]:
-        """Return a whole column of numbers."""
-        return np.asarray(self.table.column(name).to_numpy())
-
 
 def _joined(pair: TokenPair, other: TokenPair, limit: int) -> TokenPair:
     """Return a single answer with the answer of another as its rejected one, within a limit."""
@@ -138,7 +137,7 @@ def _joined(pair: TokenPair, other: TokenPair, limit: int) -> TokenPair:
 
 
 @dataclass(eq=False)
-class PairDataset:
+class PairDataset(PicklesFields):
     """Some or all pairs of a file, in the order of the data files.
 
     `corrections` belong to rows of the file. `take` applies them, columns do not have them.
@@ -152,10 +151,6 @@ class PairDataset:
     rows: Ints | None = None
     corrections: Mapping[int, Correction] = field(default_factory=dict)
     partners: tuple[Ints, int] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker on another machine needs: the name of the file, not its pairs."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __len__(self) -> int:
         return len(self.file) if self.rows is None else len(self.rows)
@@ -178,14 +173,14 @@ class PairDataset:
         found = np.concatenate([batch.scored for batch in self.file.batches])
         flipped = [row for row, each in self.corrections.items() if each.flip]
         found[flipped] = found[flipped, ::-1]
-        return found if self.rows is None else found[self.rows]
+        return self._own(found)
 
     @cached_property
     def groups(self) -> Ints | None:
         """The first pair of each row of the data files; None if no row gave more than one."""
-        begins = np.ones(len(self.file), bool)
-        source, number = self.file.column("source"), self.file.column("number")
-        begins[1:] = (source[1:] != source[:-1]) | (number[1:] != number[:-1])
+        begins = np.zeros(len(self.file), bool)
+        for name in ("source", "number"):
+            begins |= np.diff(self.file.table.column(name).to_numpy(), prepend=-1) != 0
         if self.rows is not None:
             begins = np.diff(np.cumsum(begins, dtype=np.int32)[self.rows], prepend=-1) != 0
         return None if begins.all() else np.flatnonzero(begins)
@@ -213,15 +208,17 @@ class PairDataset:
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a column of numbers."""
-        values = self.file.column(name)
-        return values if self.rows is None else values[self.rows]
+        return self._own(self.file.table.column(name).to_numpy())
 
     def lengths(self, name: str) -> NDArray[np.int32]:
         """Return how long each pair's list in a column is."""
         import pyarrow.compute as pc  # slow to import, and tokenising processes do without
 
-        values = np.asarray(pc.list_value_length(self.file.table.column(name)).to_numpy())
-        return values if self.rows is None else values[self.rows]
+        return self._own(pc.list_value_length(self.file.table.column(name)).to_numpy())
+
+    def _own(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return those of this set from the values of all pairs of the file."""
+        return np.asarray(values if self.rows is None else values[self.rows])
 
     @cached_property
     def largest_id(self) -> int:

@@ -24,8 +24,9 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict
-from itertools import chain
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import chain, cycle
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ import pyarrow as pa
 from rather.config import plugins
 from rather.config.redaction import looks_secret
 from rather.data.formats import EXTRAS, RowLayout, TextPair, read_row
-from rather.data.json_rows import DropReason, RawRow
+from rather.data.json_rows import DropReason
 from rather.data.messages import Content, Json, as_turns
 from rather.data.pairs import NUMBERS, SCHEMA
 from rather.data.read import TOO_DEEP, Chunk, DataFile, as_message, parsed_rows
@@ -162,25 +163,22 @@ def encode_chunks(
     One chunk per child is under way: memory does not grow with the input.
     """
     with ExitStack() as stack:
-        children = (Child(recipe, layout) for _ in range(processes))
-        idle = [stack.enter_context(closing(child)) for child in children]
+        children = [stack.enter_context(closing(Child(recipe, layout))) for _ in range(processes)]
         busy: deque[tuple[Child, Chunk]] = deque()
 
         def next_result() -> ChunkResult:
             child, chunk = busy.popleft()
             source = sources[chunk.source]
             head, table = child.receive(str(source.path), source.unit)
-            idle.append(child)
             return ChunkResult(chunk, head, pa.ipc.open_stream(table).read_next_batch())
 
-        for chunk in chunks:
-            result = None if idle else next_result()
+        for chunk, child in zip(chunks, cycle(children), strict=False):
+            result = next_result() if len(busy) == processes else None
             # Latin-1 keeps each byte of a row as one character.
             rows = [
                 (number, raw.decode("latin-1") if isinstance(raw, bytes) else raw.args)
                 for number, raw in chunk.rows
             ]
-            child = idle.pop()
             child.send({"source": chunk.source, "first": chunk.first, "rows": rows}, chunk.table)
             busy.append((child, chunk))
             if result:
@@ -199,7 +197,12 @@ class LimitedEncoder:
 
     def __init__(self, recipe: TokenRecipe, name: str) -> None:
         self.recipe, self.name = recipe, name
-        self._child: Child | None = None
+
+    @cached_property
+    def _child(self) -> Child:
+        child = Child(self.recipe, RowLayout())
+        weakref.finalize(self, child.close)
+        return child
 
     @property
     def end_of_turn(self) -> int | None:
@@ -217,16 +220,12 @@ class LimitedEncoder:
         return Encoded(**found)
 
     def _ask(self, name: str, pair: TextPair | None = None, **options: bool) -> Any:
-        if self._child is None:
-            self._child = Child(self.recipe, RowLayout())
-            self._close = weakref.finalize(self, self._child.close)
         try:
-            given = pair and asdict(pair)
-            self._child.send({"ask": name, "pair": given, "options": options})
+            self._child.send({"ask": name, "pair": pair and asdict(pair), "options": options})
             head, _ = self._child.receive(self.name)
         except BaseException:  # after Ctrl-C, the next question would get the answer to this one
-            self._close()
-            self._child = None
+            if "_child" in vars(self):
+                vars(self).pop("_child").close()
             raise
         if "dropped" in head:
             raise DropReason(*head["dropped"])
@@ -236,13 +235,13 @@ class LimitedEncoder:
 # ---- in the child
 
 
+@dataclass
 class ChunkEncoder:
     """Turns the rows of a chunk into one Arrow table, and reports what happened to them."""
 
-    def __init__(
-        self, encoder: Encoder, layout: RowLayout, at_row: Callable[[int], object]
-    ) -> None:
-        self.encoder, self.layout, self.at_row = encoder, layout, at_row
+    encoder: Encoder
+    layout: RowLayout
+    at_row: Callable[[int], object]
 
     def encode(self, chunk: Chunk) -> tuple[Json, bytes]:
         """Return the report as a JSON head, and the table as an Arrow message."""
@@ -287,8 +286,9 @@ class ChunkEncoder:
         for each in dropped:
             self._add_event("dropped", number, row, each.reason, each.detail)
         for _ in range(ties):
-            detail = "two answers of the same rank give no pair"
-            self._add_event("noted", number, row, "ties_skipped", detail)
+            self._add_event(
+                "noted", number, row, "ties_skipped", "two answers of the same rank give no pair"
+            )
         for pair, encoded in found:
             for note in encoded.notes.items():
                 self._add_event("noted", number, row, *note)
@@ -396,7 +396,7 @@ def main(connection: int, progress: int) -> None:
                 reply(_answer(chunks.encoder, head))
             else:
                 rows = (
-                    RawRow(i, raw.encode("latin-1") if isinstance(raw, str) else DropReason(*raw))
+                    (i, raw.encode("latin-1") if isinstance(raw, str) else DropReason(*raw))
                     for i, raw in head["rows"]
                 )
                 chunk = Chunk(head["source"], tuple(rows), table, head["first"])

@@ -177,14 +177,15 @@ def _check(config: DPOConfig, report: Json) -> None:
     }
     for name, found in {"training data": report["train"], **sets}.items():
         for problem, advice in _problems(config, found):
-            table = "".join(f"\n{line}" for line in as_lines(found))
-            raise BadRows(f"{name}: {problem}{table}\n{advice}", report)
+            lines = "\n".join([f"{name}: {problem}", *as_lines(found), advice])
+            raise BadRows(lines, report)
 
 
 def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with a set, and what to do about it."""
-    bad, total = share_dropped(report)
-    if report["overlong"] == "error" and any(kind in report["dropped"] for kind in TOO_LONG):
+    (bad, total), dropped = share_dropped(report), report["dropped"]
+    is_long = not dropped.keys().isdisjoint(TOO_LONG)
+    if report["overlong"] == "error" and is_long:
         yield (
             f"{config.unit} longer than sequence_length ({config.sequence_length}), and "
             "data_args.overlong is error.",
@@ -192,12 +193,15 @@ def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
         )
     if not report["pairs"]:
         files = ", ".join(entry["path"] for entry in report["files"])
-        yield (
-            f"0 {config.unit} in {files} ({report['rows']} rows read).",
-            f"No usable {config.unit}: fix the rows listed above{_other_way(report['dropped'])}."
-            if report["rows"]
-            else "The file has no rows. Is it the right file, and was it written completely?",
-        )
+        advice = "The file has no rows. Is it the right file, and was it written completely?"
+        if report["rows"]:
+            advice = f"No usable {config.unit}: fix the rows listed above"
+            if is_long:
+                advice += ", or raise sequence_length"
+            elif "missing_key" in dropped:
+                advice += ", or name their columns in data_args.columns"
+            advice += "."
+        yield f"0 {config.unit} in {files} ({report['rows']} rows read).", advice
     if bad and config.on_bad == "error":
         yield f"{bad} bad rows, and on_bad is error.", "Repair them or set on_bad: drop."
     if bad / total > config.max_bad_fraction:
@@ -206,13 +210,6 @@ def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
             f"{config.max_bad_fraction:g}.",
             "Repair the rows, or raise max_bad_fraction.",
         )
-
-
-def _other_way(dropped: Json) -> str:
-    if any(kind in dropped for kind in TOO_LONG):
-        return ", or raise sequence_length"
-    is_named = "missing_key" in dropped
-    return ", or name their columns in data_args.columns" if is_named else ""
 
 
 def layout_of(config: DPOConfig, data: DataArgs) -> RowLayout:

@@ -155,7 +155,7 @@ def chunks(source: DataFile, index: int, encoding: str = "utf-8") -> Iterator[Ch
         size = 0
         for row in split_lines(blocks) if level is None else split_values(blocks, level):
             rows.append(row)
-            size += len(row.content) if isinstance(row.content, bytes) else 0
+            size += len(row[1]) if isinstance(row[1], bytes) else 0
             if len(rows) == CHUNK_ROWS or size >= CHUNK_BYTES:
                 yield Chunk(index, tuple(rows), done=raw.tell() / total)
                 rows, size = [], 0
@@ -181,7 +181,7 @@ def _table_chunks(source: DataFile, index: int) -> Iterator[Chunk]:
                 for start in range(0, batch.num_rows, CHUNK_ROWS):
                     for part in _validated(batch.slice(start, CHUNK_ROWS)):
                         if isinstance(part, DropReason):
-                            yield Chunk(index, (RawRow(first, part),), done=first / rows)
+                            yield Chunk(index, ((first, part),), done=first / rows)
                             first += 1
                         else:
                             message = as_message(part)

@@ -17,48 +17,51 @@ CHANGES = (
 )  # fmt: skip
 GROUPS = ("dropped", "changed", "warned")
 TOO_LONG = ("prompt_too_long", "too_long")
-MEANINGS = {
-    "bad_encoding": "not valid in the file's encoding",
-    "bad_json": "not valid JSON",
-    "bad_mask": "a mask that does not fit its tokens",
-    "bad_roles": "turns in an order that no conversation has",
-    "bad_type": "a value of the wrong type",
-    "bad_unicode": "half of a surrogate pair",
-    "boundary_moved": "the prompt's last tokens change when the answer follows",
-    "contradictory_pair": "the same two answers preferred the other way round elsewhere",
-    "contradictory_label": "the same answer with the other label elsewhere",
-    "control_characters": "control, zero-width or text-direction characters",
-    "damaged_gzip": "gzip data that breaks off",
-    "double_bos": "several BOS became one",
-    "double_eos": "several end tokens became one",
-    "duplicate_pair": "the same one again",
-    "empty_prompt": "nothing is asked",
-    "empty_response": "an answer of white space",
-    "eos_lost": "a cut answer without its end token",
-    "eos_text_removed": "EOS written as text at the end of an answer",
-    "glued_boundary": "prompt and answer run together; set data_args.separator",
-    "identical_after_truncation": "both answers are the same tokens",
-    "identical_text": "both answers are the same text",
-    "in_training_data": "the same pair is in the training data",
-    "missing_key": "a needed key is missing",
-    "no_eos": "the tokenizer has no EOS to end an answer",
-    "nothing_scored": "no token left to score",
-    "prompt_in_training_data": "the same prompt is in the training data",
-    "prompt_mismatch": "the two answers belong to different prompts",
-    "prompt_too_long": "the prompt alone fills sequence_length",
-    "row_too_large": "a gigantic row",
-    "special_token_escaped": "special-token text made plain",
-    "special_token_text": "text of special tokens, which can forge turns",
-    "template_error": "the chat template refuses the row",
-    "ties_skipped": "answers of equal rank",
-    "too_deep": "values nested too deeply",
-    "too_few_answers": "fewer than two ranked answers",
-    "too_long": "longer than sequence_length",
-    "truncated": "the file ends in the middle of a row",
-    "truncated_prompt": "prompt cut on the left",
-    "truncated_response": "answers cut on the right",
-    "turn_not_scored": "an earlier turn that cannot be found",
-}
+MEANINGS = dict(
+    line.split(": ", 1)
+    for line in """\
+bad_encoding: not valid in the file's encoding
+bad_json: not valid JSON
+bad_mask: a mask that does not fit its tokens
+bad_roles: turns in an order that no conversation has
+bad_type: a value of the wrong type
+bad_unicode: half of a surrogate pair
+boundary_moved: the prompt's last tokens change when the answer follows
+contradictory_pair: the same two answers preferred the other way round elsewhere
+contradictory_label: the same answer with the other label elsewhere
+control_characters: control, zero-width or text-direction characters
+damaged_gzip: gzip data that breaks off
+double_bos: several BOS became one
+double_eos: several end tokens became one
+duplicate_pair: the same one again
+empty_prompt: nothing is asked
+empty_response: an answer of white space
+eos_lost: a cut answer without its end token
+eos_text_removed: EOS written as text at the end of an answer
+glued_boundary: prompt and answer run together; set data_args.separator
+identical_after_truncation: both answers are the same tokens
+identical_text: both answers are the same text
+in_training_data: the same pair is in the training data
+missing_key: a needed key is missing
+no_eos: the tokenizer has no EOS to end an answer
+nothing_scored: no token left to score
+prompt_in_training_data: the same prompt is in the training data
+prompt_mismatch: the two answers belong to different prompts
+prompt_too_long: the prompt alone fills sequence_length
+row_too_large: a gigantic row
+special_token_escaped: special-token text made plain
+special_token_text: text of special tokens, which can forge turns
+template_error: the chat template refuses the row
+ties_skipped: answers of equal rank
+too_deep: values nested too deeply
+too_few_answers: fewer than two ranked answers
+too_long: longer than sequence_length
+truncated: the file ends in the middle of a row
+truncated_prompt: prompt cut on the left
+truncated_response: answers cut on the right
+turn_not_scored: an earlier turn that cannot be found
+""".splitlines()
+)
 
 
 class RowCounts:

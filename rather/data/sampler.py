@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -21,8 +21,15 @@ Rows = NDArray[np.integer[Any]]
 Places = NDArray[np.int64]
 
 
+class PicklesFields:
+    """A dataclass that is pickled without what was computed from its fields."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, eq=False)
-class Order:
+class Order(PicklesFields):
     """Which pairs each optimizer step takes.
 
     A step never crosses an epoch; the last one of an epoch may be smaller.
@@ -35,9 +42,6 @@ class Order:
     batch: int
     seed: int
     groups: Places | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Order, (self.parts, self.batch, self.seed, self.groups)
 
     def pairs_in(self, epoch: int) -> int:
         """Return the pairs of an epoch; with groups and fractional weights, epochs differ."""

@@ -7,11 +7,11 @@ driver sends a few numbers, however many pairs, tokens and ranks there are.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from rather.data.batch import SCORED, Columns, PairBatch, PairFacts, TokenPair
 from rather.data.pack import plan_bins
 from rather.data.pairs import PairDataset
-from rather.data.sampler import Order
+from rather.data.sampler import Order, PicklesFields
 from rather.errors import ConfigError
 
 Flags = NDArray[np.bool_]
@@ -35,22 +35,10 @@ class RunPairs:
     sets: Mapping[str, PairDataset]
     order: Order
 
-    def rows(self, which: int | NDArray[Any]) -> NDArray[Any]:
-        """Return rows as they are, and for the number of a step (from 1) those that it takes."""
-        return self.order.step(which - 1) if isinstance(which, int) else which
-
-
-class _Named:
-    """Pickles the fields of a dataclass alone, without what was computed from them."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {field.name: field.init for field in fields(self)}  # type: ignore[arg-type]
-        return {name: getattr(self, name) if given else {} for name, given in kept.items()}
-
 
 @dataclass(frozen=True, eq=False)
-class PairRows(_Named, Sequence[TokenPair]):
-    """Pairs of a set, named by the number of a step or by rows, and read when they are needed."""
+class PairRows(PicklesFields, Sequence[TokenPair]):
+    """Pairs of a set, read when they are needed: some rows, or those of a step (from 1)."""
 
     name: str
     which: int | NDArray[Any]
@@ -67,7 +55,8 @@ class PairRows(_Named, Sequence[TokenPair]):
     @cached_property
     def rows(self) -> NDArray[Any]:
         assert self.source is not None
-        return self.source.rows(self.which)
+        which = self.which
+        return self.source.order.step(which - 1) if isinstance(which, int) else which
 
     @cached_property
     def taken(self) -> list[TokenPair]:
@@ -94,15 +83,8 @@ class PairRows(_Named, Sequence[TokenPair]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> TokenPair: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TokenPair]: ...
-    def __getitem__(self, index: int | slice) -> TokenPair | Sequence[TokenPair]:
+    def __getitem__(self, index: Any) -> Any:
         return self.taken[index]
-
-    def __iter__(self) -> Iterator[TokenPair]:
-        return iter(self.taken)
 
 
 @dataclass(frozen=True)
@@ -128,7 +110,7 @@ class Share:
 
 
 @dataclass(frozen=True, eq=False)
-class Batches(_Named, Sequence[PairBatch]):
+class Batches(PicklesFields, Sequence[PairBatch]):
     """The micro-batches of a step, packed when they are needed, whole or one rank's share.
 
     `budget` and the three fields after it, and `at_end`, are those of `pack`. With a `side`, each
@@ -146,7 +128,11 @@ class Batches(_Named, Sequence[PairBatch]):
     at_end: bool = False
     wanted: Flags | None = None
     shared: bool = False
-    shares: dict[tuple[int, int], Share] = field(default_factory=dict, init=False)  # packed already
+
+    @cached_property
+    def shares(self) -> dict[tuple[int, int], Share]:
+        """What is packed already, by rank and number of ranks."""
+        return {}
 
     def only(self, wanted: Flags, *, shared: bool = False) -> Batches:
         """Return the micro-batches that have at least one of these pairs."""
@@ -213,15 +199,8 @@ class Batches(_Named, Sequence[PairBatch]):
     def __len__(self) -> int:
         return len(self.share(0, 1).batches)
 
-    @overload
-    def __getitem__(self, index: int) -> PairBatch: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PairBatch]: ...
-    def __getitem__(self, index: int | slice) -> PairBatch | Sequence[PairBatch]:
+    def __getitem__(self, index: Any) -> Any:
         return self.share(0, 1).batches[index]
-
-    def __iter__(self) -> Iterator[PairBatch]:
-        return iter(self.share(0, 1).batches)
 
 
 class NamedSteps:
@@ -239,22 +218,22 @@ class NamedSteps:
                 ) from error
         self.pairs, self.place = pairs, place
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
-        self._following: dict[tuple[Any, ...], Future[Batches]] = {}  # packed ahead
+        # Batches that are packed ahead.
+        self._following: dict[tuple[Any, ...], tuple[Batches, Future[Share]]] = {}
 
     def find(self, batches: Batches) -> Batches:
         """Return the batches with their pairs, and begin to pack those of the next step."""
-        packed = self._following.pop(batches.key, None)
-        found = packed.result() if packed else batches.of(self.pairs)
+        if ahead := self._following.pop(batches.key, None):
+            found, packed = ahead
+            packed.result()
+        else:
+            found = batches.of(self.pairs)
         if following := found.following:
             kept = self._following.items()
-            own = {key: each for key, each in kept if key[0] >= found.number}
-            own[following.key] = self._packer.submit(self._packed, following)
-            self._following = own
+            self._following = {key: each for key, each in kept if key[0] >= found.number}
+            packed = self._packer.submit(following.share, *self.place)
+            self._following[following.key] = following, packed
         return found
-
-    def _packed(self, batches: Batches) -> Batches:
-        batches.share(*self.place)
-        return batches
 
 
 def tokens_of(batches: Sequence[PairBatch]) -> int:

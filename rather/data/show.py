@@ -126,8 +126,10 @@ def show_pairs(pairs: PairDataset, tokenizer: Any, n: int, console: Console) -> 
         console.rule(escape(pair["name"]), align="left")
         for side, one in pair["sides"].items():
             style = f"bold {COLOURS[side]}"
-            about = f"[{style}]{side}[/] ({one['tokens']} tokens, {one['scored']} scored)"
-            console.print(about, highlight=False)
+            console.print(
+                f"[{style}]{side}[/] ({one['tokens']} tokens, {one['scored']} scored)",
+                highlight=False,
+            )
             text = Text()
             for scored, tokens in groupby(one["shown"], key=lambda token: token[1]):
                 piece = "".join(token for token, _ in tokens)

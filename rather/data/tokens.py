@@ -33,6 +33,7 @@ from rather.data.formats import (
 )
 from rather.data.json_rows import DropReason
 from rather.data.messages import Content, Turns, as_turns, common_length, wrong_type
+from rather.data.pairs import spans_of
 from rather.data.read import HALF_CHARACTER
 from rather.data.template import RESERVED, ChatTemplate
 from rather.errors import DataError
@@ -179,8 +180,9 @@ class Encoder:
             text = text.rstrip().removesuffix(self.eos_text)
         if text == whole:
             return answer
-        detail = f"an answer ends with {self.eos_text!r}, which is added anyway"
-        self._note("eos_text_removed", detail)
+        self._note(
+            "eos_text_removed", f"an answer ends with {self.eos_text!r}, which is added anyway"
+        )
         return text if isinstance(answer, str) else (*answer[:-1], {**answer[-1], "content": text})
 
     def _ids_of(self, pair: TextPair) -> list[Ids]:
@@ -206,8 +208,9 @@ class Encoder:
         whole = [start, *(prompt + recipe.separator + answer for answer in answers)]
         first, *sequences = map(self._one_bos, self._ids(whole))
         if recipe.eos is None:
-            detail = "the tokenizer has no EOS: the model cannot learn where an answer ends"
-            self._note("no_eos", detail)
+            self._note(
+                "no_eos", "the tokenizer has no EOS: the model cannot learn where an answer ends"
+            )
             return [first, *sequences]
         for ids in sequences:
             while ids[-1:] == [recipe.eos]:
@@ -217,8 +220,9 @@ class Encoder:
 
     def _ids_of_chat(self, pair: TextPair, template: ChatTemplate) -> list[Ids]:
         if pair.tools and not template.tool_text and "tools" not in template.text:
-            detail = f"chat template {template.name} has no place for tools"
-            raise DropReason("template_error", detail)
+            raise DropReason(
+                "template_error", f"chat template {template.name} has no place for tools"
+            )
         if clash := [name for name in pair.template_kwargs if name in RESERVED]:
             raise DropReason("bad_type", f"chat_template_kwargs must not set {clash[0]!r}")
         rendered = [self._render(as_turns(pair.prompt, "user"), True)]
@@ -234,17 +238,16 @@ class Encoder:
         """Return the text of turns. Special-token text of an escaped row cannot match a token."""
         assert self.recipe.template
         if self.is_escaped:
-            turns = tuple(
-                {**t, "content": self.special.sub(self._mark, t["content"])} for t in turns
-            )
+
+            def marked(found: re.Match[str]) -> str:
+                return found[0][0] + self.mark + found[0][1:]
+
+            turns = tuple({**t, "content": self.special.sub(marked, t["content"])} for t in turns)
         given = (self.pair.tools, self.pair.template_kwargs)
         text = self.recipe.template.render(turns, start_answer, *given)
         if self.is_escaped:
             text = self.special.sub(lambda found: found[0] + self.real, text)
         return text.replace(self.mark, "")
-
-    def _mark(self, found: re.Match[str]) -> str:
-        return found[0][0] + self.mark + found[0][1:]
 
     def _ids(self, rendered: Sequence[str], *, add_special_tokens: bool = False) -> list[Ids]:
         tokenizer = self.tokenizer if add_special_tokens else self._active_tokenizer
@@ -378,8 +381,9 @@ class Encoder:
             text = turn["content"].strip()
             place = whole.find(text, starts[first] if first < len(starts) else len(whole))
             if place < 0:
-                detail = f"turn {i + 1} is not found in the rendered conversation"
-                self._note("turn_not_scored", detail)
+                self._note(
+                    "turn_not_scored", f"turn {i + 1} is not found in the rendered conversation"
+                )
                 continue
             stop = place + len(text)
             after = (j for j, at in enumerate(starts) if at >= stop and j >= first)
@@ -497,13 +501,11 @@ def _side(row: Row, side: str, score_all: bool) -> tuple[Ids, Spans]:
         raise DropReason("bad_mask", f"{side}_attention_mask has a hole at token {end + 1}")
     if not score_all and any(scored[:begin] + scored[end:]):
         raise DropReason("bad_mask", f"{side}_loss_mask scores padding")
-    # Nothing predicts the first token, so it is never scored.
-    mask = [0, *scored[begin + 1 : end], 0]
-    edges = [i for i in range(1, len(mask)) if mask[i] != mask[i - 1]]
-    if not edges:
-        detail = f"{side}_loss_mask scores no token that comes after another one"
-        raise DropReason("nothing_scored", detail)
-    return ids[begin:end], tuple(zip(edges[::2], edges[1::2], strict=True))
+    if not (spans := spans_of(scored[begin:end])):
+        raise DropReason(
+            "nothing_scored", f"{side}_loss_mask scores no token that comes after another one"
+        )
+    return ids[begin:end], spans
 
 
 def _numbers(row: Row, name: str, largest: int) -> list[int]:

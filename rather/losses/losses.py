@@ -271,3 +271,73 @@ def log_odds_ratio(x: PairLogps) -> Tensor:
     """log odds(chosen) - log odds(rejected), odds(p) = p / (1 - p) of the average log-prob."""
     average = averages(x).clamp(max=-1e-7)  # at p = 1 the odds are infinite
     return gap(average - torch.log(-torch.expm1(average)))
+
+
+# --- reward models (`task: reward`): x.policy holds scores instead of log-probs ---
+
+
+@loss(task="reward", reference=False, rewards=sums)
+def bradley_terry(x: PairLogps, *, center_rewards_coefficient: float = 0.0) -> Tensor:
+    """Reward model on pairs (2203.02155 eq. 1): -log sigmoid(chosen - rejected - margin)."""
+    margin = torch.nan_to_num(x.extra["margin"])  # 0 for pairs without one
+    return -logsigmoid(gap(x.policy) - margin) + center_rewards_coefficient * x.policy.sum(1) ** 2
+
+
+@loss(task="reward", reference=False, rewards=sums, extra=("margin",))
+def regression(x: PairLogps) -> Tensor:
+    """Reward model on scored answers: the squared error of the score."""
+    return (x.policy[:, 0] - x.extra["margin"]) ** 2
+
+
+# --- single answers with labels (`task: unpaired`): x.extra["soft_label"] is 1 or 0 ---
+
+
+def _by_label(
+    x: PairLogps,
+    margin: Tensor,
+    desirable: float,
+    undesirable: float,
+    of: Callable[[Tensor], Tensor] = torch.sigmoid,
+) -> Tensor:
+    """Return the weighted loss `of` minus the margin; an undesirable answer has the opposite one."""
+    label = x.extra["soft_label"]
+    weight = desirable * label + undesirable * (1 - label)
+    return weight * of(torch.where(label > 0.5, -margin, margin))
+
+
+@loss(task="unpaired", extra=("soft_label",), baseline="kl")
+def kto(
+    x: PairLogps,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """KTO (2402.01306 eq. 8): 1 - sigmoid(beta (a - KL)), or 1 - sigmoid(beta (KL - a))."""
+    margin = beta * (log_ratios(x)[:, 0] - x.extra["baseline"])
+    return _by_label(x, margin, desirable_weight, undesirable_weight)
+
+
+@loss(task="unpaired", extra=("soft_label",), baseline="mean")
+def bco(
+    x: PairLogps,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """BCO (2404.04656 eq. 8): -log sigmoid(beta a - d), or of the opposite; d: mean reward."""
+    margin = beta * log_ratios(x)[:, 0] - x.extra["baseline"]
+    return _by_label(x, margin, desirable_weight, undesirable_weight, lambda m: -logsigmoid(-m))
+
+
+@loss(task="unpaired", extra=("soft_label",))
+def apo_zero_unpaired(
+    x: PairLogps,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """APO-zero (2408.06266 eq. 4) on single answers: 1 - sigmoid(beta a), or sigmoid(beta a)."""
+    return _by_label(x, beta * log_ratios(x)[:, 0], desirable_weight, undesirable_weight)

@@ -235,7 +235,7 @@ def configure(
     terms = [
         Term(name, each, {k: v for k, v in given.items() if k in each.numbers}, weight)
         for name, weight in zip(names, weights or [1.0] * len(names), strict=True)
-        for each in [rule(name)]
+        for each in [LOSSES.find(name, "pref_loss")]
     ]
     chosen = Modifiers(**{k: v for k, v in (modifiers or {}).items() if v is not None})
     if problems := _number_problems(terms, given) + _modifier_problems(terms, chosen):
@@ -286,11 +286,6 @@ def _check_task(task: str, terms: Sequence[Term]) -> None:
             )
     if task != "preference" and len(terms) > 1:
         raise ConfigError(f"pref_loss: task: {task} takes one loss; name one of them.")
-
-
-def rule(name: str) -> LossRule:
-    """Return the loss with this name."""
-    return LOSSES.find(name, "pref_loss")
 
 
 def _number_problems(terms: Sequence[Term], given: Mapping[str, Any]) -> list[str]:

@@ -126,13 +126,13 @@ class ParameterState:
     @property
     def local(self) -> Tensor:
         """The part of the parameter on this rank; FSDP2 replaces it when it pads shards."""
-        return local_part(self.parameter).detach()
+        return local(self.parameter).detach()
 
     @property
     def gradient(self) -> Tensor | None:
         total = self.linear.total if self.linear else self._sum
         grad = total if self.sums_wide else self.parameter.grad
-        return None if grad is None else local_part(grad)
+        return None if grad is None else local(grad)
 
     def zero_grad(self) -> None:
         self._sum = self.parameter.grad = None
@@ -160,17 +160,9 @@ class ParameterState:
             own.copy_(moments[kind]) if kind in moments else own.zero_()
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that is on this rank: all of it, or its shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def prepare(states: Sequence[ParameterState], update: Update) -> Callable[[float], None] | None:
-    """Return what updates half-precision parameters on CUDA, given the scale of the gradients."""
-    from rather.optim import kernels
-
-    half = [state for state in states if state.form != "wide" and state.gradient is not None]
-    return kernels.prepare(half, update) if half else None
 
 
 def update_parameters(

@@ -9,7 +9,7 @@ table and a few numbers per parameter there. Imported only if CUDA is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -28,21 +28,22 @@ TILE = 1024  # weights at a time
 BLOCK = tl.constexpr(256)  # adamw.BLOCK
 
 
-def prepare(states: Sequence[ParameterState], update: Update) -> Callable[[float], None]:
-    """Return one launch that updates all parameters of one form and dtype.
+def prepare(states: Iterable[ParameterState], update: Update) -> Callable[[float], None] | None:
+    """Return what updates all parameters in half precision, given the scale of the gradients."""
+    half = [state for state in states if state.form != "wide" and state.gradient is not None]
+    dtypes = {state.parameter.dtype for state in half}
+    several = [[s for s in half if s.parameter.dtype == dtype] for dtype in dtypes]
+    launches = [_prepare(same, update) for same in several]
 
-    It takes the scale of the gradients. One launch for each parameter would take longer.
-    """
-    dtypes = {state.parameter.dtype for state in states}
-    if len(dtypes) > 1:
-        several = [[s for s in states if s.parameter.dtype == dtype] for dtype in dtypes]
-        launches = [prepare(same, update) for same in several]
+    def launch_all(scale: float) -> None:
+        for launch in launches:
+            launch(scale)
 
-        def launch_all(scale: float) -> None:
-            for one in launches:
-                one(scale)
+    return launch_all if launches else None
 
-        return launch_all
+
+def _prepare(states: Sequence[ParameterState], update: Update) -> Callable[[float], None]:
+    """Return one launch for all parameters of one form and dtype; one for each would take longer."""
     rows, numbers, gradients = [], [], []
     lean = states[0].form == "lean"
     for state in states:

@@ -20,13 +20,7 @@ from torch import Tensor, nn
 from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
-from rather.optim.adamw import (
-    ParameterState,
-    Update,
-    local_part,
-    prepare,
-    update_parameters,
-)
+from rather.optim.adamw import ParameterState, Update, local, update_parameters
 from rather.optim.rounding import Rounding
 from rather.optim.summing import Totals, summing
 
@@ -114,13 +108,13 @@ class Optimizer:
 
     def norms(self, names: Collection[str] | None = None) -> dict[str, float]:
         """Return the norm of each gradient on this rank, loss scale removed; waits for it."""
-        gradients = self.named_gradients(names)
-        norms = _norms(list(gradients.values()))
-        return {name: float(norm) / self.scale for name, norm in zip(gradients, norms, strict=True)}
+        found = self.named_gradients(names)
+        norms = zip(found, _norms(found), strict=True)
+        return {name: float(norm) / self.scale for name, norm in norms}
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
         """Return the norm of the gradient on this rank before clipping, loss scale removed."""
-        norms = _norms(self.gradients(names))
+        norms = _norms(self.named_gradients(names))
         if not norms:
             return torch.zeros((), dtype=torch.float64)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -129,7 +123,9 @@ class Optimizer:
     def prepare(self) -> None:
         """Do what an update can do before the norm of the gradient is known."""
         if self._on_cuda:
-            self._prepared = prepare(list(self._states.values()), self._update(1.0))
+            from rather.optim import kernels
+
+            self._prepared = kernels.prepare(self._states.values(), self._update(1.0))
 
     def _update(self, clip: float) -> Update:
         numbers = (self.args.adam_beta1, self.args.adam_beta2, self.args.adam_epsilon)
@@ -178,14 +174,14 @@ class Optimizer:
 
     def gradient_bytes(self) -> int:
         """Return the size of all gradients of this rank."""
-        own = [(local_part(state.parameter), state.sums_wide) for state in self._states.values()]
+        own = [(local(state.parameter), state.sums_wide) for state in self._states.values()]
         return sum(part.numel() * 4 if wide else part.nbytes for part, wide in own)
 
     def state_bytes(self) -> int:
         """Return the size of the moments on this rank, and of masters beyond the parameters."""
         states = self._states.values()
         kept = [tensor for state in states for tensor in (state.rest, *state.moments.values())]
-        return sum(local_part(tensor).nbytes for tensor in kept if tensor is not None)
+        return sum(local(tensor).nbytes for tensor in kept if tensor is not None)
 
     def zero_grad(self) -> None:
         self._prepared = None
@@ -237,8 +233,8 @@ class _Masters(UserDict[str, Any]):
         return self.data[name].master()  # type: ignore[no-any-return]
 
 
-def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_norm(gradients, 2, dtype=torch.float64)) if gradients else []
+def _norms(found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    return torch._foreach_norm(list(found.values()), 2, dtype=torch.float64) if found else ()
 
 
 def schedule(args: TrainingArgs, total_steps: int) -> Callable[[int], float]:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -25,6 +24,7 @@ from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.model.check import expert_blocks
 from rather.model.layers import layers_of
 from rather.model.policy import PolicyModel
+from rather.optim.adamw import local
 from rather.optim.rounding import Rounding
 from rather.parallel.mesh import Mesh
 from rather.parallel.stages import Stages
@@ -109,11 +109,6 @@ def settle(policy: PolicyModel) -> None:
     """Release gathered weights after passes without gradients: they would outlive an update."""
     for unit in units(policy):
         unit.reshard()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that is on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def places(policy: PolicyModel | Stages, mesh: Mesh) -> dict[str, ShardSpec]:

@@ -11,10 +11,9 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,28 +31,11 @@ RECENT = 65_536  # keys that wait in an index of their own before they are sorte
 Keys = NDArray[np.uint64]  # [entries, 2]: both halves
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-
-
 Slots = NDArray[np.int64]
-
-
-class Entries(NamedTuple):
-    """Known keys as columns, with the sum, and whether the run's own file has it."""
-
-    keys: Keys
-    sums: Floats
-    kept: Flags
-
-    @staticmethod
-    def of(keys: Keys, sums: Floats, kept: bool) -> Entries:
-        return Entries(keys, sums, np.full(len(sums), kept))
-
-    @staticmethod
-    def concat(parts: Sequence[Entries]) -> Entries:
-        return Entries(*map(np.concatenate, zip(*parts, strict=True)))
-
-    def at(self, rows: Flags) -> Entries:
-        return Entries(self.keys[rows], self.sums[rows], self.kept[rows])
+Entries = NDArray[Any]  # of ENTRY
+# Both halves of a key, the sum, and whether the run's own file has it.
+ENTRY = np.dtype([("key", "<u8", 2), ("sum", "<f8"), ("kept", "?")])
+NO_ENTRIES = np.empty(0, ENTRY)
 
 
 class Index(NamedTuple):
@@ -61,11 +43,6 @@ class Index(NamedTuple):
 
     high: NDArray[np.uint64]
     slot: NDArray[np.int32]
-
-    def with_slots(self, high: NDArray[np.uint64], begin: int) -> Index:
-        """Return it with keys whose slots follow each other from `begin`."""
-        slots = np.arange(begin, begin + len(high), dtype=np.int32)
-        return self.merged(Index(high, slots))
 
     def merged(self, other: Index) -> Index:
         high = np.concatenate([self.high, other.high])
@@ -77,7 +54,12 @@ def keys_of(data: bytes) -> Keys:
     return np.frombuffer(data, "<u8").reshape(-1, 2)
 
 
-NO_ENTRIES = Entries.of(keys_of(b""), np.empty(0), False)
+def entries_of(keys: Keys, sums: Floats, kept: bool) -> Entries:
+    found = np.empty(len(sums), ENTRY)
+    found["key"], found["sum"], found["kept"] = keys, sums, kept
+    return found
+
+
 NO_INDEX = Index(np.empty(0, "<u8"), np.empty(0, np.int32))
 
 
@@ -116,10 +98,10 @@ class BlockFile:
                 if block := _block_at(data, at):
                     count, payload, end = block
                     keys, sums = payload[: 16 * count], payload[16 * count : 24 * count]
-                    found.append(Entries.of(keys_of(keys), np.frombuffer(sums, "<f8"), kept))
+                    found.append(entries_of(keys_of(keys), np.frombuffer(sums, "<f8"), kept))
                     damaged -= end - at
                 at = data.find(MAGIC, end)
-        return Entries.concat(found), damaged
+        return np.concatenate(found), damaged
 
     def sync(self) -> None:
         """Wait until all blocks are on the disk: a checkpoint relies on them."""
@@ -159,16 +141,15 @@ class Table:
 
     def __init__(self) -> None:
         self._lock, self._used = threading.Lock(), 0
-        self._keys, self._sums, self._kept = NO_ENTRIES  # by slot, with room for more
+        self._entries = NO_ENTRIES  # by slot, with room for more
         self._sorted = self._recent = NO_INDEX
 
     def load(self, entries: Entries) -> None:
         """Add many entries; a key that has a value keeps it, the first of several."""
-        slots = self.slots(entries.keys)
-        is_new = np.isnan(self._sums[slots])
-        slots, (_, sums, kept) = slots[is_new], entries.at(is_new)
+        slots = self.slots(entries["key"])
+        is_new = np.isnan(self._entries["sum"][slots])
         # Of what is assigned twice, the last one stays.
-        self._sums[slots[::-1]], self._kept[slots[::-1]] = sums[::-1], kept[::-1]
+        self._entries[slots[is_new][::-1]] = entries[is_new][::-1]
 
     def slots(self, keys: Keys) -> Slots:
         """Return the slot of each key. That of a new key has no value yet."""
@@ -179,7 +160,7 @@ class Table:
                     place = np.minimum(np.searchsorted(index.high, keys[:, 0]), known - 1)
                     near = index.slot[place]
                     # Of two keys with the same first half (once in 10^7 tables), the second is new.
-                    hit = (self._keys[near] == keys).all(axis=1)
+                    hit = (self._entries["key"][near] == keys).all(axis=1)
                     found[hit] = near[hit]
             if (new := found < 0).any():
                 found[new] = self._add(keys[new])
@@ -191,13 +172,13 @@ class Table:
         own = np.where(is_repeat, first[source], np.arange(len(keys)))
         new, source = np.unique(own, return_inverse=True)
         begin, self._used = self._used, self._used + len(new)
-        if self._used > len(self._sums):
-            room = max(self._used, RECENT)  # at least as much again
-            more = Entries(np.zeros((room, 2), "<u8"), np.full(room, np.nan), np.zeros(room, bool))
-            before = Entries(self._keys, self._sums, self._kept)
-            self._keys, self._sums, self._kept = Entries.concat([before, more])
-        self._keys[begin : self._used] = keys[new]
-        self._recent = self._recent.with_slots(keys[new, 0], begin)
+        if self._used > len(self._entries):
+            more = np.zeros(max(self._used, RECENT), ENTRY)  # at least as much again
+            more["sum"] = np.nan
+            self._entries = np.concatenate([self._entries, more])
+        self._entries["key"][begin : self._used] = keys[new]
+        slots = np.arange(begin, self._used, dtype=np.int32)
+        self._recent = self._recent.merged(Index(keys[new, 0], slots))
         if len(self._recent.high) >= RECENT:
             self._sorted, self._recent = self._sorted.merged(self._recent), NO_INDEX
         return begin + source
@@ -205,18 +186,18 @@ class Table:
     def get(self, slots: Slots) -> tuple[Floats, Flags]:
         """Return the sums (NaN if unknown), and whether the run's own file has them."""
         with self._lock:
-            return self._sums[slots], self._kept[slots]
+            return self._entries["sum"][slots], self._entries["kept"][slots]
 
     def keys(self, slots: Slots) -> Keys:
         with self._lock:
-            return self._keys[slots]
+            return np.asarray(self._entries["key"][slots])
 
     def set(self, slots: Slots, sums: Floats) -> None:
         """Set values of the run's own file, which replace those of other files."""
         with self._lock:
-            is_free = ~self._kept[slots]
-            self._sums[slots[is_free]] = sums[is_free]
-            self._kept[slots] = True
+            is_free = ~self._entries["kept"][slots]
+            self._entries["sum"][slots[is_free]] = sums[is_free]
+            self._entries["kept"][slots] = True
 
 
 def first_places(slots: Slots) -> Slots | None:

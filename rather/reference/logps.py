@@ -78,15 +78,10 @@ class Counts:
     forwards: int = 0  # steps, and parts of evaluation sets, that the model saw
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """The values of one step, to be written once the device has computed them."""
-
-    slots: Slots
-    known: Floats  # before this step; NaN if unknown
-    kept: Flags  # in the run's own file
-    values: Tensor  # on their way to the host
-    arrived: torch.cuda.Event | None
+# The values of one step, to be written once the device has computed them: their slots, those that
+# were known before (else NaN), which of them are in the run's own file, all on their way to the
+# host, and when they have arrived.
+_Answer = tuple[Slots, Floats, Flags, Tensor, torch.cuda.Event | None]
 
 
 class ReferenceLogps:
@@ -144,8 +139,8 @@ class ReferenceLogps:
             segments = sorted(self.folder.glob(SEGMENTS))
             shared = [BlockFile(path, regular) for path in segments]
             self._table, entries = Table(), [*map(self._read, [self._own, *shared])]
-            self._table.load(Entries.concat(entries))
-            self.is_empty = not any(len(each.sums) for each in entries)
+            self._table.load(np.concatenate(entries))
+            self.is_empty = not any(map(len, entries))
 
     def _digest(self) -> str | None:
         role, root = self.config.reference, self.config.reference_cache_dir
@@ -182,9 +177,12 @@ class ReferenceLogps:
         # A run without a file of its own has nowhere to copy values to.
         entries, damaged = file.read(kept=self._own in (None, file))
         if damaged:
-            lost = f"{damaged} bytes are damaged; the log-probs they held are computed again"
-            log.warning("%s: %s", file.path, lost)
-        return entries.at(np.isfinite(entries.sums))
+            log.warning(
+                "%s: %s",
+                file.path,
+                f"{damaged} bytes are damaged; the log-probs they held are computed again",
+            )
+        return np.asarray(entries[np.isfinite(entries["sum"])])
 
     def knows(self, pairs: Sequence[TokenPair]) -> bool:
         """Return whether no pair needs the model."""
@@ -226,10 +224,7 @@ class ReferenceLogps:
         for pair, lengths in zip(pairs, scored_lengths(pairs), strict=True):
             prompt_key = self._key.copy()
             prompt_key.update(pair.prompt.data)
-            for response, scored in (
-                (pair.chosen, pair.chosen_scored),
-                (pair.rejected, pair.rejected_scored),
-            ):
+            for response, scored in pair.answers:
                 key = prompt_key.copy()
                 key.update(response.data)
                 numbers = [number for span in scored for number in span]
@@ -268,7 +263,7 @@ class ReferenceLogps:
                 host = values.to("cpu", non_blocking=True)
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrived.record()  # `keep` waits for it
-        self._answers.append(_Answer(slots, known, kept, host, arrived))
+        self._answers.append((slots, known, kept, host, arrived))
         return dict(zip(self.needed, values.view(len(self.stored), -1, 2), strict=False))
 
     def _run(self, batches: Batches, wanted: Flags, *, shared: bool = False) -> Columns:
@@ -299,15 +294,14 @@ class ReferenceLogps:
     def keep(self) -> None:
         """Write all values used since the last call to the run's file, then to the shared cache."""
         answers, self._answers = self._answers, []
-        for answer in answers:
-            if answer.arrived:
-                answer.arrived.synchronize()
-            values = answer.values.numpy()
+        for slots, known, kept, host, arrived in answers:
+            if arrived:
+                arrived.synchronize()
+            values = host.numpy()
             # A value that is not finite may come from a transient fault and must not be stored.
-            is_used = np.isfinite(values) & ~answer.kept
+            is_used = np.isfinite(values) & ~kept
             if is_used.any():
-                is_new = np.isnan(answer.known[is_used])
-                self._write(answer.slots[is_used], values[is_used], is_new)
+                self._write(slots[is_used], values[is_used], np.isnan(known[is_used]))
 
     def _write(self, slots: Slots, values: Floats, is_new: Flags) -> None:
         """Write to the files. If the disk is full the run continues, but saves no checkpoint."""

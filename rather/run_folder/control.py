@@ -56,8 +56,11 @@ def lock(run_dir: Path) -> Iterator[None]:
                     ) from error
                 time.sleep(0.02)
             except OSError as error:
-                reason = f"cannot be locked ({error.strerror}); do not start a second run here."
-                log.warning("%s: %s", run_dir, reason)
+                log.warning(
+                    "%s: %s",
+                    run_dir,
+                    f"cannot be locked ({error.strerror}); do not start a second run here.",
+                )
                 break
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -25,11 +25,12 @@ from rather.losses.objective import PairLoss
 from rather.model.collectives import all_reduce_
 from rather.model.layers import HostOffloaded, layers_of
 from rather.model.policy import START, PolicyModel, pair_columns
+from rather.optim.adamw import local
 from rather.optim.optimizer import Optimizer
 from rather.parallel.canonical import Canonical
 from rather.parallel.mesh import Mesh, max_over_ranks
 from rather.parallel.routers import balance_of
-from rather.parallel.shard import Stage, announce, counted, local, places, settle
+from rather.parallel.shard import Stage, announce, counted, places, settle
 from rather.parallel.stages import Objective, Stages
 from rather.train.nonfinite import (
     NonFiniteReport,
@@ -143,7 +144,12 @@ class RankTrainer:
         self._counted = counted(policy, self.mesh)
         self._is_alone = self.mesh.world == 1
         if optimizer and isinstance(policy, PolicyModel) and self.device.startswith("cuda"):
-            _streamline(policy, optimizer)
+            # Linear layers that need fewer kernels.
+            if hasattr(policy.causal_lm, "peft_config"):
+                from rather.model.adapters import AdaptedLinear
+
+                AdaptedLinear.replace(policy.causal_lm)
+            optimizer.sum_inside(m for layer in layers_of(policy) for m in layer.modules())
         self._dp, self._dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
         # Of several ranks with the same pairs, only the primary one reports numbers.
         self._is_primary = self.mesh.rank("cp") == self.mesh.rank("tp") == 0
@@ -471,15 +477,6 @@ class RankTrainer:
 
     def _on_device(self, columns: Columns) -> Columns:
         return {name: each.to(self.device, non_blocking=True) for name, each in columns.items()}
-
-
-def _streamline(policy: PolicyModel, optimizer: Optimizer) -> None:
-    """Replace linear layers by ones that need fewer kernels on CUDA."""
-    if hasattr(policy.causal_lm, "peft_config"):
-        from rather.model.adapters import AdaptedLinear
-
-        AdaptedLinear.replace(policy.causal_lm)
-    optimizer.sum_inside(module for layer in layers_of(policy) for module in layer.modules())
 
 
 def device_of(policy: PolicyModel | Stages) -> str:

@@ -197,8 +197,7 @@ def test_a_failed_upload_is_an_incident_and_tried_again(
     proxy.down = True
     for name in ("model", "checkpoint-2"):
         work.add(whole / name, 2)
-        if thread := work._thread:
-            thread.join()
+        work._pool.submit(int).result()  # after the upload
     assert {each[:2] for each in found} == {("missed_upload", 2)}
     assert f"MISSED UPLOAD of {whole / 'checkpoint-2'}: {STORE}/down" in caplog.text
     proxy.down = False

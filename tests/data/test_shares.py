@@ -96,8 +96,8 @@ def test_a_step_travels_as_a_few_bytes_and_the_next_one_is_packed_meanwhile(step
     found = worker.named.find(pickle.loads(sent))
     for one, other in zip(first.policy, found, strict=True):
         assert_equal(one, other)
-    (packed,) = worker.named._following.values()
-    ahead = packed.result()
+    ((ahead, packed),) = worker.named._following.values()
+    packed.result()
     assert worker.named.find(pickle.loads(pickle.dumps(second.policy))) is ahead
     for one, other in zip(second.policy, ahead, strict=True):
         assert_equal(one, other)

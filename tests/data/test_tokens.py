@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from rather.data.formats import RowLayout, TextPair, read_row
-from rather.data.json_rows import DropReason, RawRow
+from rather.data.json_rows import DropReason
 from rather.data.pool import ChunkEncoder
 from rather.data.read import Chunk
 from rather.data.template import TEMPLATES
@@ -351,7 +351,7 @@ def test_a_row_that_can_hardly_be_nested_deeper_is_a_counted_reason(
     deepest = bisect.bisect(range(1 << 20), False, key=is_too_deep)  # differs between Pythons
     for depth in range(deepest - 280, deepest + 20):
         raw = json.dumps(row).replace('"DEEP"', '{"a": ' * 2 + "[" * depth + "]" * depth + "}" * 2)
-        head, _ = worker.encode(Chunk(0, (RawRow(1, raw.encode()),)))
+        head, _ = worker.encode(Chunk(0, ((1, raw.encode()),)))
         found |= {reason for reason, _, _ in head["dropped"]}
     assert found == {"bad_type", "too_deep"}
 

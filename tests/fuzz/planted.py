@@ -30,7 +30,7 @@ def _loses_the_row_before_a_bad_one() -> list[Any]:
 
     def losing(*given: Any) -> Iterator[Any]:
         for chunk in chunks(*given):
-            ends = [str(row.content).rstrip("'").endswith("}") for row in chunk.rows]
+            ends = [str(raw).rstrip("'").endswith("}") for _, raw in chunk.rows]
             kept = zip(chunk.rows, [*ends[1:], True], ends, strict=True)
             yield replace(chunk, rows=tuple(row for row, *good in kept if all(good)))
 

@@ -259,7 +259,7 @@ def forge(folder: Path) -> Path:
     (segment,) = segments(folder)
     stored, _ = BlockFile(segment).read()
     segment.unlink()
-    BlockFile(segment).append(block_of(stored.keys, stored.sums - 1))
+    BlockFile(segment).append(block_of(stored["key"], stored["sum"] - 1))
     return segment.parent
 
 

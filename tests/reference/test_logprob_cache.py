@@ -26,6 +26,7 @@ from rather.reference.logprob_cache import (
     Keys,
     Table,
     block_of,
+    entries_of,
     keys_of,
 )
 
@@ -54,8 +55,8 @@ def add(table: Table, sums: dict[bytes, float]) -> None:
 
 def contents(path: Path) -> dict[bytes, float]:
     stored, _ = BlockFile(path).read()
-    keys = [row.tobytes() for row in stored.keys]
-    return dict(zip(keys, stored.sums.tolist(), strict=True))
+    keys = [row.tobytes() for row in stored["key"]]
+    return dict(zip(keys, stored["sum"].tolist(), strict=True))
 
 
 def write(path: Path, *blocks: dict[bytes, float]) -> BlockFile:
@@ -150,7 +151,7 @@ def test_a_full_disk_leaves_no_half_block(tmp_path: Path, monkeypatch: pytest.Mo
 
 def entries(sums: dict[int, float], kept: bool = False) -> Entries:
     keys = b"".join(key(number) for number in sums)
-    return Entries.of(keys_of(keys), np.array(list(sums.values()), float), kept)
+    return entries_of(keys_of(keys), np.array(list(sums.values()), float), kept)
 
 
 def loaded(count: int) -> Table:
@@ -172,7 +173,7 @@ def test_a_table_finds_what_it_holds_and_nothing_else() -> None:
 
 def test_the_first_value_of_a_key_stays() -> None:
     table = loaded(5)
-    table.load(Entries.concat([entries({4: -1.0, 9: -2.0}), entries({9: -3.0})]))
+    table.load(np.concatenate([entries({4: -1.0, 9: -2.0}), entries({9: -3.0})]))
     add(table, {key(8): -4.0})
     add(table, {key(8): -5.0})
     assert found(table, [key(i) for i in (4, 9, 8)])[0].tolist() == [4, -2, -4]
@@ -218,7 +219,7 @@ def test_it_knows_which_entries_the_run_stored(
 
 def test_a_million_pairs_fit_into_75_megabytes() -> None:
     random, count = np.random.default_rng(0), 100_000
-    stored = Entries.of(keys_of(random.bytes(16 * count)), random.normal(size=count), False)
+    stored = entries_of(keys_of(random.bytes(16 * count)), random.normal(size=count), False)
     table = Table()
     tracemalloc.start()
     try:

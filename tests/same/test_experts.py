@@ -21,12 +21,13 @@ from rather.config.strategies import Layout
 from rather.errors import ConfigError
 from rather.losses.objective import configure
 from rather.model.export import FileCast, export_model, export_stored, source_files
+from rather.optim.adamw import local
 from rather.optim.rounding import Rounding
 from rather.parallel.apply import divide
 from rather.parallel.experts import check_experts
 from rather.parallel.load import load_divided, load_policy
 from rather.parallel.mesh import build_mesh
-from rather.parallel.shard import STAGES, local
+from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.cells import cells

@@ -26,10 +26,10 @@ from rather.losses.objective import configure
 from rather.model import check, export
 from rather.model.export import FileCast, export_model, export_stored, source_files
 from rather.model.policy import pair_columns
+from rather.optim.adamw import local
 from rather.optim.rounding import Rounding
 from rather.parallel.load import load_divided, load_policy
 from rather.parallel.mesh import Mesh, build_mesh
-from rather.parallel.shard import local
 from rather.parallel.stages import Stages
 from rather.train.rank_trainer import RankTrainer
 from tests.cells import cells

@@ -19,10 +19,11 @@ from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.config.strategies import Layout
 from rather.model.export import FileCast, whole_model
 from rather.model.policy import PolicyModel
+from rather.optim.adamw import local
 from rather.optim.rounding import Rounding, rounded, thresholds
 from rather.parallel.load import Start, load_divided, load_policy
 from rather.parallel.mesh import Mesh, build_mesh
-from rather.parallel.shard import STAGES, local, places, units
+from rather.parallel.shard import STAGES, places, units
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.cells import cells
 from tests.same.canonical import Setup, make_policy, make_trainer, train

@@ -21,10 +21,11 @@ from rather.data.batch import PairLogps
 from rather.data.pack import pack
 from rather.errors import NonFiniteError
 from rather.losses.objective import own_loss
+from rather.optim.adamw import local
 from rather.optim.optimizer import Optimizer
 from rather.parallel.apply import divide
 from rather.parallel.mesh import build_mesh
-from rather.parallel.shard import STAGES, local
+from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.layout import Incidents

@@ -140,8 +140,9 @@ def extras_of(row: Row) -> dict[str, Any]:
                 try:
                     value = parse_json(value)
                 except ValueError as error:
-                    detail = f"{name} is text but not JSON ({error})"
-                    raise DropReason("bad_type", detail) from error
+                    raise DropReason(
+                        "bad_type", f"{name} is text but not JSON ({error})"
+                    ) from error
             if not isinstance(value, kind):
                 raise wrong_type(name, f"a {kind.__name__}", value)
             extras[meant] = value
@@ -288,8 +289,9 @@ def _label(row: Row, threshold: float | None) -> float:
     if isinstance(value, str):
         value = {"true": True, "false": False}.get(value.strip().lower(), value)
     if value not in (0, 1):
-        expected = "true or false, 1 or 0 (for scores, set data_args.label_threshold)"
-        raise wrong_type(name, expected, value)
+        raise wrong_type(
+            name, "true or false, 1 or 0 (for scores, set data_args.label_threshold)", value
+        )
     return float(value)
 
 
@@ -312,8 +314,10 @@ def _format_of(row: Row, layout: RowLayout) -> DataFormat:
             require(row, "prompt", "completion")
         if not given.intersection(ANSWERS):
             keys = ", ".join(list(map(str, row))[:20]) or "no keys"
-            detail = f"no two answers to compare: no key 'chosen'; the row has {keys}; {LIMITS}"
-            raise DropReason("missing_key", detail)
+            raise DropReason(
+                "missing_key",
+                f"no two answers to compare: no key 'chosen'; the row has {keys}; {LIMITS}",
+            )
         require(row, *ANSWERS)
     return FORMATS["ranked"]  # it reports that ranks or scores are missing
 
@@ -322,8 +326,9 @@ def _ranked(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
     """Return pairs of better and worse answers, and how many were skipped because they tie."""
     answers = [text_or_turns(answer, "an answer") for answer in ranked.answers]
     if len(answers) < 2:
-        detail = f"a ranked row needs two answers or more, found {len(answers)}"
-        raise DropReason("too_few_answers", detail)
+        raise DropReason(
+            "too_few_answers", f"a ranked row needs two answers or more, found {len(answers)}"
+        )
     order = sorted(range(len(answers)), key=lambda i: ranked.ranks[i])
     couples = list(combinations(order, 2))  # all
     if which != "all":  # best_vs_rest, best_vs_worst
@@ -350,8 +355,9 @@ def _pair(prompt: str | Turns, chosen: Any, rejected: Any, extras: dict[str, Any
     if len(sides) == 1:
         return TextPair(prompt, sides["the answer"], "", **extras)
     if sides["chosen"] == sides["rejected"]:
-        detail = "chosen and rejected are the same text: there is nothing to prefer"
-        raise DropReason("identical_text", detail)
+        raise DropReason(
+            "identical_text", "chosen and rejected are the same text: there is nothing to prefer"
+        )
     return TextPair(prompt, **sides, **extras)
 
 

@@ -134,8 +134,10 @@ def _split_turns(chosen: Turns, rejected: Turns) -> tuple[Turns, Answers]:
         same = max((i for i, turn in enumerate(chosen) if turn["role"] == "assistant"), default=0)
     answers = chosen[same:], rejected[same:]
     if not same or any(rest and rest[0]["role"] != "assistant" for rest in answers):
-        detail = f"chosen and rejected answer different questions (they differ at turn {same + 1})"
-        raise DropReason("prompt_mismatch", detail)
+        raise DropReason(
+            "prompt_mismatch",
+            f"chosen and rejected answer different questions (they differ at turn {same + 1})",
+        )
     return chosen[:same], answers
 
 
@@ -271,8 +273,9 @@ def ranked(row: Row) -> tuple[Prompt, Ranked]:
     name, sign = ("scores", -1) if row.get("ranks") is None else ("ranks", 1)
     answers, values = row["responses"], row.get(name)
     if values is None:
-        detail = "responses need a column of ranks (1 is best) or scores (more is better)"
-        raise DropReason("missing_key", detail)
+        raise DropReason(
+            "missing_key", "responses need a column of ranks (1 is best) or scores (more is better)"
+        )
     are_lists = isinstance(answers, list) and isinstance(values, list)
     if not are_lists or len(values) != len(answers):
         raise DropReason("bad_type", f"responses and {name} must be lists of the same length")
