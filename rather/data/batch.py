@@ -181,8 +181,7 @@ class PairFacts(NamedTuple):
 
     @staticmethod
     def of_pairs(pairs: Sequence[TokenPair]) -> PairFacts:
-        names = ("weight", "margin", "soft_label")
-        columns = ([getattr(pair, name) for pair in pairs] for name in names)
+        columns = ([getattr(pair, name) for pair in pairs] for name in PairFacts._fields[1:])
         lengths = torch.from_numpy(scored_lengths(pairs)).double()
         return PairFacts(lengths, *(torch.tensor(each, dtype=torch.float64) for each in columns))
 

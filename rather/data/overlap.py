@@ -29,10 +29,10 @@ def find_overlap(
 
     `split`: rows of the training files that are held out; they are compared as `eval`.
     """
-    known: dict[str, set[int]] = {}
-    for name, files in others.items():
-        rows = _rows(files, encoding)
-        known[name] = {run for _, _, row in rows for run in _runs_of_words(row)}
+    known = {
+        name: {run for _, _, row in _rows(files, encoding) for run in _runs_of_words(row)}
+        for name, files in others.items()
+    }
     if split:
         held = (row for _, place, row in _rows(train, encoding) if place in split)
         known["eval"] = {run for row in held for run in _runs_of_words(row)}
@@ -43,10 +43,11 @@ def find_overlap(
             continue
         total += 1
         own = set(_runs_of_words(row))
-        for name in (name for name, runs in known.items() if not runs.isdisjoint(own)):
-            found[name]["rows"] += 1
-            if len(found[name]["first"]) < SHOWN:
+        for name, runs in known.items():
+            if not runs.isdisjoint(own):
+                found[name]["rows"] += 1
                 found[name]["first"].append(f"{file.name}:{place[1]}")
+                del found[name]["first"][SHOWN:]
     return {"words": WORDS, "train_rows": total, "texts": found}
 
 

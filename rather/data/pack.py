@@ -249,23 +249,28 @@ class Bin(NamedTuple):
             before[path[-len(own)]] = path[-len(own) - 1] if len(path) > len(own) else -1
         ids = np.concatenate([own for own, _ in segments], dtype=np.int64)
         places = self.places
-        tensors: dict[str, Any] = {
+        facts = {
             f"{name}_P": np.asarray([getattr(pairs[i], name) for i in places], np.float64)
             for name in ("weight", "margin", "soft_label")
         }
-        tensors["pair_P"] = places
-        tensors["ids_N"], tensors["counted_N"] = ids, counted
-        tensors["positions_N"] = np.concatenate(
-            [count[len(path) - len(own) : len(path)] for own, path in segments]
-        )
-        tensors |= _scored_tokens(
-            np.concatenate(scored), np.asarray(lengths, np.int64), ids, before
-        )
+        positions = [count[len(path) - len(own) : len(path)] for own, path in segments]
+        tensors = {
+            **facts,
+            "pair_P": places,
+            "ids_N": ids,
+            "counted_N": counted,
+            "positions_N": np.concatenate(positions),
+            **_scored_tokens(np.concatenate(scored), np.asarray(lengths, np.int64), ids, before),
+        }
         if at_end:
             rows = np.concatenate(ends)
-            tensors |= {"rows_U": rows, "targets_U": ids[rows], "token_T": np.arange(len(rows))}
-            tensors["cell_T"] = np.flatnonzero(lengths)
-            tensors["shared_T"] = np.ones(len(rows))
+            tensors |= {
+                "rows_U": rows,
+                "targets_U": ids[rows],
+                "token_T": np.arange(len(rows)),
+                "cell_T": np.flatnonzero(lengths),
+                "shared_T": np.ones(len(rows)),
+            }
         keys = torch.from_numpy(np.concatenate([path for _, path in segments]))
         q_lens, k_lens = zip(*((len(own), len(path)) for own, path in segments), strict=True)
         return PairBatch(

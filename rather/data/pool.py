@@ -192,11 +192,12 @@ def encoder_of(recipe: TokenRecipe, name: str) -> Encoder | LimitedEncoder:
     return LimitedEncoder(recipe, name) if recipe.template else Encoder(recipe)
 
 
+@dataclass(eq=False)
 class LimitedEncoder:
     """An Encoder in a child process, which starts with the first question."""
 
-    def __init__(self, recipe: TokenRecipe, name: str) -> None:
-        self.recipe, self.name = recipe, name
+    recipe: TokenRecipe
+    name: str
 
     @cached_property
     def _child(self) -> Child:

@@ -11,6 +11,7 @@ import os
 import struct
 import threading
 import zlib
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,11 +64,12 @@ def entries_of(keys: Keys, sums: Floats, kept: bool) -> Entries:
 NO_INDEX = Index(np.empty(0, "<u8"), np.empty(0, np.int32))
 
 
+@dataclass(eq=False)
 class BlockFile:
     """An append-only file of blocks, to which only one process writes."""
 
-    def __init__(self, path: Path, opener: Opener = own) -> None:
-        self.path, self._opener = path, opener
+    path: Path
+    opener: Opener = own
 
     @cached_property
     def _descriptor(self) -> int:
@@ -89,7 +91,7 @@ class BlockFile:
         found, damaged = [NO_ENTRIES], self.path.stat().st_size if self.path.exists() else 0
         if not damaged:
             return NO_ENTRIES, 0
-        with open(self.path, "rb", opener=self._opener) as file:
+        with open(self.path, "rb", opener=self.opener) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with data:
             at = data.find(MAGIC)

@@ -255,11 +255,11 @@ def _couples(
             grade = {"margin": number_of(row["score"], "score")}
         return [(answers.answer, NO_ANSWER, grade)], 0
     pairs, ties = [answers], 0
-    if isinstance(answers, Ranked) and rows != "scored":
+    if isinstance(answers, Ranked):
+        if rows == "scored":
+            each = zip(*answers, strict=True)
+            return [(answer, NO_ANSWER, {"margin": -rank}) for answer, rank in each], 0
         pairs, ties = _ranked(answers, layout.ranked_pairs if rows == "pairs" else "best_vs_worst")
-    elif isinstance(answers, Ranked):
-        each = zip(answers.answers, answers.ranks, strict=True)
-        return [(answer, NO_ANSWER, {"margin": -rank}) for answer, rank in each], 0
     elif rows == "scored":
         raise DropReason(
             "missing_key", "the loss regression needs rows with one answer and a score"
@@ -352,13 +352,12 @@ def _pair(prompt: str | Turns, chosen: Any, rejected: Any, extras: dict[str, Any
         prompt = as_turns(prompt, "user") or as_turns("", "user")
         sides = {name: as_turns(answer, "assistant") for name, answer in sides.items()}
         check_roles(prompt, *sides.values())
-    if len(sides) == 1:
-        return TextPair(prompt, sides["the answer"], "", **extras)
-    if sides["chosen"] == sides["rejected"]:
+    first, *others = sides.values()
+    if others == [first]:
         raise DropReason(
             "identical_text", "chosen and rejected are the same text: there is nothing to prefer"
         )
-    return TextPair(prompt, **sides, **extras)
+    return TextPair(prompt, first, *(others or [""]), **extras)
 
 
 def is_empty(answer: str | Turns) -> bool:
