@@ -114,9 +114,7 @@ class Optimizer:
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
         """Return the norm of the gradient on this rank before clipping, loss scale removed."""
-        norms = _norms(self.named_gradients(names))
-        if not norms:
-            return torch.zeros((), dtype=torch.float64)
+        norms = _norms(self.named_gradients(names)) or (torch.zeros((), dtype=torch.float64),)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm / self.scale
 
