@@ -74,9 +74,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device and make test-gpu"))
     if not config.option.all:
-        kept = [item for item in items if _is_wide(item) == config.option.wide_only]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
+        sides: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            sides[_is_wide(item)].append(item)
+        config.hook.pytest_deselected(items=sides[not config.option.wide_only])
+        items[:] = sides[config.option.wide_only]
     items.sort(key=lambda item: ORDER.index(_group(item.nodeid)))
 
 

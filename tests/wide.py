@@ -144,6 +144,56 @@ WIDE = {
     ),
     r"train/test_resume.py::test_killed_after_any_step[(?!1\]).*]": "its cell 1",
     "train/test_start_from_checkpoint.py": "train/test_resume.py",
+    "adapters/test_run.py::test_from_the_base_to_the_merged_model[some|rslora|gaussian|pissa-rslora]": (
+        "the cells lora, dora, pissa, modules and bf16"
+    ),
+    "adapters/test_run.py::test_what_a_run_left_is_trained_on[dora|modules]": "its cell pissa-rslora",
+    "api/test_ranks.py::test_coati_on_two_ranks[zero2|gemini]": "its cell ddp; zero3 in the same file",
+    "checkpoint/test_damage.py::test_damaged_entries_of_the_cache_are_computed_again"
+    "[truncate|edit|link|other_version]": (
+        "the cells flip_bit, unlink and swap; reference/test_logprob_cache.py: any flipped bit, any cut"
+    ),
+    "cluster/test_ray_security.py::test_secrets_of_a_worker_are_in_no_log_and_no_argument": (
+        "security/test_secrets.py: all files of a run; Ray's ports, token and files in the same file"
+    ),
+    "data/test_hub.py::test_the_command_asks_the_hub_for_nothing_else": (
+        "the requests of runs, counted in the same file"
+    ),
+    "faults/test_kill.py::test_one_process[step=3,phase=evaluate.reference,kind=kill"
+    "|phase=export.written,kind=kill]": (
+        "kills after the update, at follow.done, in saves and at the end, in the same test"
+    ),
+    "faults/test_tasks.py::test_adapters": (
+        "train/test_tasks.py: a reward model with an adapter; same/test_adapters.py: the layouts"
+    ),
+    "health/test_health.py::test_a_finding_appears_on_the_run_made_for_it[answers_repeat"
+    "|answers_do_not_end]": "the other findings; each rule on written metrics, in the same file",
+    "house/test_adding.py::test_a_loss_and_a_format_by_files_in_the_package": (
+        "test_files_in_the_package_are_known; training with a loss and a format of one's own by --import"
+    ),
+    "losses/test_resume.py::test_every_loss_resumes_to_the_same_bits[(?!(sigmoid.*|ipo|aot|sft|simpo"
+    r"|weighted|soft labels|kto|bco|reward)\]).*]": "losses have no state: one of each kind, and all with one",
+    "same/test_adapters.py::test_the_layout_does_not_matter[pp|cp]": "its cells fsdp2 and tp",
+    "same/test_rounding.py::test_every_layout_computes_with_the_weights_of_the_file"
+    "[float32-(tp2|pp2|cp2)]": "its cell float32-zero3; bfloat16 in every layout",
+    "same/test_rounding.py::test_(policy_and_reference|a_moving|an_adapter|the_frozen).*[float32.*]": (
+        "the same in bfloat16"
+    ),
+    "same/test_shard.py::test_the_canonical_run[2-zero1]": "its cells zero2 and zero3",
+    "same/test_stages.py::test_two_ranks_by_every_schedule[2-(gpipe|zero_bubble)]": (
+        "1f1b, and zbv and dualpipev, which divide the backward pass"
+    ),
+    r"same/test_stages.py::test_with_other_axes[interleaved-.*]": "its cells 1f1b with dp and with cp",
+    "same/test_tasks.py::test_kto_does_not_depend_on_the_number_of_ranks[(1-dtype0|4-dtype1).*]": (
+        "the other two cells"
+    ),
+    "train/test_nonfinite.py::test_all_ranks_skip_together[dp2-forward|zero3-forward|tp2-backward]": (
+        "a backward pass on dp2 and zero3, a forward pass on pp2"
+    ),
+    "train/test_resume.py::test_a_signal_ends_in_a_complete_checkpoint[2-130]": "its cell SIGTERM",
+    "train/test_signals.py::test_a_signal_ends_in_a_checkpoint[last evaluation-15|reference-15"
+    "|last save-15|evaluation-2]": "the other phases; SIGINT while training",
+    "train/test_signals.py::test_a_second_signal_quits_immediately[15-15|2-2]": "15-2 and 2-15",
 }
 
 

@@ -48,6 +48,7 @@ HINTS = {  # what PyYAML says -> what to do
     "expected ':'": "write `key: value`, here or in the line above",
 }
 UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, ValueError)
+HYDRAS_OWN = re.compile(r"@package|\$\{(?!oc\.)\w+:")  # a header, and resolvers such as ${now:%H}
 MOST_INSERTED = 10_000_000  # characters that ${...} may insert
 log = logging.getLogger(__name__)
 
@@ -347,6 +348,7 @@ def _compose(path: Path, overrides: Iterable[str], sources: dict[str, str]) -> D
     own: list[str] = []
     values: JsonObject = {}
     problems = []
+    overrides = list(overrides)
     for argument in overrides:
         name, equals, text = argument.partition("=")
         name = name.lstrip("+")
@@ -362,16 +364,11 @@ def _compose(path: Path, overrides: Iterable[str], sources: dict[str, str]) -> D
         raise ConfigError(problems)
     key = ""
     try:
-        with (
-            warnings.catch_warnings(),
-            initialize_config_dir(
-                str(path.parent.resolve()), job_name="rather", version_base="1.3"
-            ),
-        ):
-            # Every file of ROLL lacks `_self_`.
-            warnings.filterwarnings("ignore", "In '.*': Defaults list is missing")
-            composed = compose(path.stem, own)
-        OmegaConf.set_struct(composed, False)
+        text = yaml_text(path)
+        is_plain = not own and {"defaults", "hydra"}.isdisjoint(sources)
+        is_plain = is_plain and not HYDRAS_OWN.search("\n".join([text, *overrides]))
+        # Hydra takes a tenth of a second for what it does not change.
+        composed = DictConfig(OmegaConf.create(text)) if is_plain else _by_hydra(path, own)
         for key, value in values.items():
             sources[key] = COMMAND_LINE
             OmegaConf.update(composed, key, value)
@@ -383,6 +380,19 @@ def _compose(path: Path, overrides: Iterable[str], sources: dict[str, str]) -> D
         key = key or str(getattr(error.__cause__, "full_key", None) or "")
         text = f"{key}{_near(key, sources)}: {_in_short(error.__cause__ or error)}"
         raise ConfigError(text if key else _unreadable(path, error)) from None
+    return composed
+
+
+def _by_hydra(path: Path, own: list[str]) -> DictConfig:
+    folder = str(path.parent.resolve())
+    with (
+        warnings.catch_warnings(),
+        initialize_config_dir(folder, job_name="rather", version_base="1.3"),
+    ):
+        # Every file of ROLL lacks `_self_`.
+        warnings.filterwarnings("ignore", "In '.*': Defaults list is missing")
+        composed = compose(path.stem, own)
+    OmegaConf.set_struct(composed, False)
     return composed
 
 

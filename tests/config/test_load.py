@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
+from rather.config import load as loading
 from rather.config.keys import table
 from rather.config.load import config_from_dict, dump_yaml, load, load_config
 from rather.config.redaction import looks_secret
 from rather.config.values import MASK
 from rather.errors import ConfigError, DataError
+from rather.recipes import find_recipe
 
 from .conftest import SMALLEST, smallest
 
@@ -142,6 +146,25 @@ def test_defaults_list_and_groups(write, tmp_path: Path) -> None:
     assert load(path, ["size=large"]).sequence_length == 4096
     with pytest.raises(ConfigError, match=r"dpo\.yaml: .*huge"):
         load(path, ["size=huge"])
+
+
+def test_a_file_that_uses_nothing_of_hydra_is_read_as_hydra_composes_it(
+    write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write("{<<: {seed: 3}, exp_name: '${oc.env:USER_OF_THIS,x}-${seed}', beta: 0.3}")
+    files, overrides = [written, find_recipe("rpo"), find_recipe("kto")], ["seed=5", "lr=null"]
+    plain = [load_values(file, overrides) for file in files]
+    monkeypatch.setattr(loading, "HYDRAS_OWN", re.compile(""))  # all is Hydra's
+    assert [load_values(file, overrides) for file in files] == plain
+    monkeypatch.undo()
+    year = load(write(SMALLEST + "exp_name: run-${now:%Y}\n")).exp_name  # a resolver of Hydra
+    assert re.fullmatch(r"run-\d{4}", year)
+
+
+def load_values(file: Path, overrides: list[str]) -> tuple[dict[str, object], dict[str, str]]:
+    sources: dict[str, str] = {}
+    composed = loading._compose(file, overrides, sources)
+    return OmegaConf.to_container(composed, resolve=True), sources
 
 
 def test_a_file_elsewhere_with_an_odd_name(tmp_path: Path, monkeypatch) -> None:

@@ -44,8 +44,13 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(file: Path, *, for_types: bool = True) -> Iterator[tuple[str, ast.stmt]]:
+@cache
+def imports(file: Path, *, for_types: bool = True) -> list[tuple[str, ast.stmt]]:
     """Each module a file imports, anywhere in it; `from a import b` gives `a.b` where that is our module."""
+    return list(_imports(file, for_types))
+
+
+def _imports(file: Path, for_types: bool) -> Iterator[tuple[str, ast.stmt]]:
     unseen = set() if for_types else only_for_types(tree(file))
     for node in ast.walk(tree(file)):
         if node in unseen:

@@ -18,6 +18,7 @@ from rather.cli import app, main
 from rather.config import plugins
 from rather.config.load import load_config
 from rather.errors import ConfigError
+from rather.losses.losses import LOSSES
 from tests.house.source import ROOT
 from tests.tiny import in_child, make_model, make_pairs
 
@@ -78,18 +79,23 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_training(home: Path, package: Path, name: str, *arguments: str) -> None:
     """Train in a process that imports `package`, and check the run."""
-    command = [sys.executable, "-m", "rather", "train", str(home / "own.yaml"), f"exp_name={name}"]
+    train = ("-m", "rather", "train", str(home / "own.yaml"), f"exp_name={name}")
+    done = python(package, *train, *arguments)
+    assert done.returncode == 0, done.stderr
+    check_run(home / "output" / name)
+
+
+def python(package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process that imports `package`."""
     path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [*command, *arguments],
-        cwd=home,
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=package,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    check_run(home / "output" / name)
 
 
 def check_run(run: Path) -> None:
@@ -116,12 +122,25 @@ def _rather(arguments: list[str]) -> None:
     main()
 
 
-def test_a_loss_and_a_format_by_files_in_the_package(home: Path, tmp_path: Path) -> None:
-    package = tmp_path / "rather"
-    shutil.copytree(ROOT / "rather", package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(home / "my_loss.py", package / "losses" / "wide.py")
-    shutil.copy(home / "my_format.py", package / "data" / "formats" / "good.py")
-    check_training(home, tmp_path, "found")
+@pytest.fixture
+def package(home: Path, tmp_path: Path) -> Path:
+    """A folder with a copy of the package that has both files."""
+    shutil.copytree(ROOT / "rather", tmp_path / "rather")  # compiled already
+    shutil.copy(home / "my_loss.py", tmp_path / "rather" / "losses" / "wide.py")
+    shutil.copy(home / "my_format.py", tmp_path / "rather" / "data" / "formats" / "good.py")
+    return tmp_path
+
+
+def test_a_loss_and_a_format_by_files_in_the_package(home: Path, package: Path) -> None:
+    check_training(home, package, "found")
+
+
+def test_files_in_the_package_are_known(package: Path) -> None:
+    probe = "from rather.losses.losses import LOSSES; from rather.data.formats import FORMATS; "
+    probe += "print('wide_hinge' in LOSSES, 'good_and_bad' in FORMATS)"
+    done = python(package, "-c", probe)
+    assert done.stdout.split() == ["True", "True"], done.stderr
+    assert "wide_hinge" not in LOSSES
 
 
 @pytest.mark.wide

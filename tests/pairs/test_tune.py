@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from rather.cli import app
 from rather.commands import tune
-from rather.config.load import dump_yaml, load
+from rather.config.load import load
 from rather.errors import ConfigError
 from tests.tiny import make_config
 
@@ -30,7 +31,8 @@ def test_a_setting_is_chosen_and_the_command_resumes(
     monkeypatch.setattr(tune, "AROUND", (1e-4, 1.0))
     monkeypatch.setattr(tune.Tuning, "_first_steps", lambda *_: 2)  # else it depends on the time
     file, out = tmp_path / "dpo.yaml", tmp_path / "best.yaml"
-    file.write_text(dump_yaml(make_config(tmp_path, beta=0.1)))
+    config = make_config(tmp_path, beta=0.1)
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
     options = ("--budget", "600s", "--out", str(out))
     found = invoke(file, *options)
     runs = found["runs"]

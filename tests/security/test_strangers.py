@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from rather.board.serve import ROUTES, Board, RequestRefused
 from rather.cli import app
+from rather.commands import tune
 from rather.config.load import load_found
 from rather.errors import ConfigError
 from rather.run_folder.layout import OWN_FILES
@@ -229,6 +230,8 @@ def strangers(
     for folder in ("run", "data"):
         monkeypatch.syspath_prepend(str(found.folders[folder]))  # even if Python would find it
     monkeypatch.setattr(Board, "serve_forever", ask_everything)
+    for name in ("RANGE", "AROUND"):
+        monkeypatch.setattr(tune, name, (1.0,))  # two runs instead of fourteen
     return found
 
 
