@@ -256,9 +256,9 @@ class ReferenceLogps:
             return self._run(batches, unknown)
         values, host, arrived = self._to_device(known), torch.from_numpy(known), None
         if unknown.any():
-            values = host = torch.where(
-                values.isnan(), self._compute(slots, batches, unknown), values
-            )
+            found = self._compute(slots, batches, unknown)
+            is_new = np.isnan(known).all()  # as in a first epoch
+            values = host = found if is_new else torch.where(values.isnan(), found, values)
             if values.is_cuda:
                 host = values.to("cpu", non_blocking=True)
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
