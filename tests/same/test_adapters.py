@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rather.checkpoint import checkpoint
 from rather.cluster.memory import Ledger, Room
-from rather.cluster.role import SpmdCluster, gather
+from rather.cluster.role import SpmdCluster
 from rather.cluster.worker import RankInfo
 from rather.config.schema import ActorModelArgs, DPOConfig
 from rather.config.strategies import Layout
@@ -25,7 +25,7 @@ from rather.data.template import load_tokenizer
 from rather.model.adapters import as_reference
 from rather.model.policy import PolicyModel
 from rather.parallel.load import Start, load_divided, load_policy, stored_dtype
-from rather.parallel.mesh import build_mesh
+from rather.parallel.mesh import build_mesh, gather_objects
 from rather.parallel.shard import STAGES
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.cells import cells
@@ -222,7 +222,7 @@ def roles(config: DPOConfig) -> tuple[list[float], Tensor, bool]:
     """Trains as ranks under torchrun do: losses, the reference's log-probs afterwards, and whether
     it is the policy."""
     member = RankInfo(dist.get_rank(), dist.get_world_size(), "cpu")
-    memory = Ledger(), gather(Room.here(member.rank, "cpu"))
+    memory = Ledger(), gather_objects(Room.here(member.rank, "cpu"))
     policy, reference = (
         SpmdCluster(name, config, member, *memory) for name in ("actor_train", "reference")
     )
