@@ -11,6 +11,20 @@ import re
 from functools import cache
 
 WIDE = {
+    r"faults/test_tasks.py::test_killed_and_resumed[kto-zero3.*]": (
+        "faults/test_kill.py: a killed rank of two; the cell kto of losses/test_resume.py; kto on zero3 in the same file"
+    ),
+    "losses/test_resume.py::test_every_loss_resumes_to_the_same_bits"
+    "[simpo|sigmoid_norm|ipo|soft labels|sft|reward]": (
+        "its cells with state or another kind of batch: sigmoid, aot, kto, bco, weighted, sigmoid and sft"
+    ),
+    "health/test_health.py::test_a_finding_appears_on_the_run_made_for_it[answers_longer|chosen_falling]": (
+        "its other cells; test_findings_follow_from_the_metrics_alone"
+    ),
+    "health/test_health.py::test_a_healthy_run_has_no_finding[simpo]": "its cell sigmoid",
+    "data/test_hub.py::test_a_model_of_the_cache_is_used_if_the_hub_never_answers": (
+        "test_a_hub_that_never_answers_is_asked_once and what is read without a network, in the same file"
+    ),
     "cluster/test_orphans.py": "faults/test_kill.py and cluster/test_hang.py leave no process behind",
     "cluster/test_hang.py::test_under_torchrun_one_watchdog_names_it_and_all_processes_end": (
         "one process with its stacks, in the same file; cluster/test_deadlines.py under torchrun"
