@@ -515,7 +515,8 @@ def known_columns(pairs: int) -> Columns:
 
 def machine() -> dict[str, Any]:
     """Hardware and versions that a number belongs to."""
-    names = ("torch", "transformers", "triton", "trl", "liger-kernel", "accelerate", "datasets")
+    names = ("torch", "transformers", "triton", "flash-attn-4")
+    names += ("trl", "liger-kernel", "accelerate", "datasets")
     versions = {name: version for name in names if (version := version_of(name))}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpu = next(

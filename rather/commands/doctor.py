@@ -119,7 +119,11 @@ def _machine() -> Iterator[Diagnosis]:
     flash = hasattr(torch.ops.aten, "_flash_attention_forward")
     good = flash and torch.backends.cuda.is_flash_attention_available()
     good = good and torch.cuda.get_device_capability()[0] >= 8
-    text = "flash kernel" if good else "no flash kernel: segments run one by one"
+    from rather.model.attention import flash_attention_4
+
+    newest = good and flash_attention_4(torch.device("cuda"), 128)
+    text = "FlashAttention 4" if newest else "torch's flash kernel"
+    text = text if good else "no flash kernel: segments run one by one"
     fix = "use a GPU since Ampere with PyTorch's own wheel"
     yield check("attention", good, text, fix, "warning")
     triton = installed("triton")

@@ -1,16 +1,21 @@
 """Attention over segments: each sees its own gathered keys, causal from the bottom right.
 
 Registered with transformers under the name `rather`, so the model files stay Hugging Face's own.
-CUDA in half precision runs one variable-length kernel; everything else (CPU, float32, soft-capped
-families) loops over segments.
+CUDA in half precision runs one variable-length kernel (FlashAttention 4 if it is installed, else
+torch's own); everything else (CPU, float32, soft-capped families) loops over segments.
 
 If ranks divide the tokens of a micro-batch, each gathers all keys and values for its own queries.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import warnings
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +28,8 @@ from rather.errors import ConfigError
 from rather.model.collectives import Group, gather
 
 IMPLEMENTATION = "rather"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,13 +150,13 @@ def _forward(
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     """query [N, H, D], key and value [N, Hkv, D] -> out [N, H, D], log-sum-exp [H, N]."""
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query.contiguous(),
-        key.index_select(0, key_index),
-        value.index_select(0, key_index),
-        *_arguments(*rest),
-        **_options(*rest),
-    )
+    tensors = query.contiguous(), key.index_select(0, key_index), value.index_select(0, key_index)
+    if flash4 := flash_attention_4(query.device, query.shape[-1]):
+        out, lse, *_ = flash4._flash_attn_fwd(*tensors, return_lse=True, **_options_4(*rest))
+    else:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *tensors, *_arguments(*rest), **_options(*rest)
+        )
     return out, lse
 
 
@@ -167,20 +174,53 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from rather.model.kernels import sum_by_key
 
-    no_dropout = _no_dropout(grad.device)
-    d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
-        grad.contiguous(),
-        query.contiguous(),
-        key.index_select(0, key_index),
-        value.index_select(0, key_index),
-        out,
-        lse,
-        *_arguments(*rest)[:-1],
-        no_dropout,
-        no_dropout,
-        **_options(*rest),
-    )
+    tensors = query.contiguous(), key.index_select(0, key_index), value.index_select(0, key_index)
+    if flash4 := flash_attention_4(query.device, query.shape[-1]):
+        options = _options_4(*rest)
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        d_query, d_key, d_value = flash4._flash_attn_bwd(
+            *tensors, out, grad.contiguous(), lse, **options
+        )
+    else:
+        places = (*_arguments(*rest)[:-1], *[_no_dropout(grad.device)] * 2)
+        d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), *tensors, out, lse, *places, **_options(*rest)
+        )
     return d_query, *sum_by_key(d_key, d_value, order, start)
+
+
+@cache
+def flash_attention_4(device: torch.device, head_size: int) -> Any:
+    """Return the kernels of FlashAttention 4, or None if torch's own run.
+
+    They are used if they are installed, on Hopper and Blackwell; tiny heads they do not know.
+    """
+    if torch.cuda.get_device_capability(device)[0] not in (9, 10) or head_size not in (64, 128):
+        return None
+    # Each kernel takes seconds to compile; the default folder is one that others can write to.
+    folder = Path(torch.hub.get_dir()).with_name("flash_attention_4")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    warnings.filterwarnings("ignore", "Argument aux_data")
+    try:
+        return import_module("flash_attn.cute.interface")
+    except ImportError as error:
+        if not str(error.name).startswith("flash_attn"):
+            log.warning("FlashAttention 4 cannot be imported, torch's kernels run: %s", error)
+        return None
+
+
+def _options_4(
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, left: int
+) -> dict[str, Any]:
+    window = {"causal": True} if left < 0 else {"window_size_left": left, "window_size_right": 0}
+    return window | {
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_k,
+        "max_seqlen_q": max_q,
+        "max_seqlen_k": max_k,
+        "softmax_scale": scale,
+    }
 
 
 @cache  # a launch for each layer otherwise

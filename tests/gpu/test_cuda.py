@@ -15,7 +15,7 @@ from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.data.pack import pack
 from rather.errors import ConfigError
-from rather.model.attention import IMPLEMENTATION
+from rather.model.attention import IMPLEMENTATION, flash_attention_4, segment_attention
 from rather.model.policy import PolicyModel, pair_columns
 from rather.parallel.load import load_policy
 from rather.pipeline.pipeline import DPOPipeline
@@ -57,6 +57,33 @@ def test_packed_is_as_good_as_padded_in_bfloat16(family: str) -> None:
     want, got, cosine = both(family, torch.bfloat16)
     assert (got - exact).abs().max() <= 2 * (want - exact).abs().max() + 0.1
     assert cosine > 0.98
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("size", [64, 128])
+def test_flash_attention_4_is_as_good_as_torchs_kernel(
+    size: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("flash_attn.cute")
+    assert flash_attention_4(torch.device("cuda:0"), size)
+    (batch,) = pack(random_pairs(40, VOCAB), 4096)
+    segments = batch.to("cuda").segments
+    torch.manual_seed(0)
+    shapes = [(1, heads, int(segments.cu_q[-1]), size) for heads in (6, 2, 2)]
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+    def numbers(dtype: torch.dtype) -> list[torch.Tensor]:
+        own = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+        query, key, value = own
+        out, _ = segment_attention(
+            torch.nn.Identity(), query, key, value, None, segments=segments, sliding_window=window
+        )
+        return [out, *torch.autograd.grad(out.float().square().sum(), own)]
+
+    exact, newest = numbers(torch.float32), numbers(torch.bfloat16)
+    monkeypatch.setattr("rather.model.attention.flash_attention_4", lambda *_: None)
+    for true, new, torchs in zip(exact, newest, numbers(torch.bfloat16), strict=True):
+        assert (new - true).norm() <= 1.1 * (torchs - true).norm()
 
 
 def test_falcon_is_refused(tmp_path: Path) -> None:

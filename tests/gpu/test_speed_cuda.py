@@ -18,7 +18,7 @@ from rather.data.pack import pack
 from rather.losses.objective import configure
 from rather.model import attention, head
 from rather.model.attention import IMPLEMENTATION
-from rather.model.budget import LEAST, SHARE, choose_budget
+from rather.model.budget import LEAST, REHEARSED, REHEARSED_PAIR, SHARE, choose_budget
 from rather.model.layers import LEVELS, Recompute, arrange_layers
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
@@ -184,21 +184,26 @@ def test_the_planner_recomputes_where_memory_is_short(monkeypatch: pytest.Monkey
         assert choose_budget(work.policy, work, **options, largest_pair=100).recompute == level
 
 
-def _need(work: RankTrainer, level: Recompute) -> int:
-    """Bytes of the smallest useful micro-batch, as the planner rehearses it."""
+def _need(work: RankTrainer, level: Recompute) -> float:
+    """Bytes of the smallest useful micro-batch, from the line through the planner's two sizes."""
     arrange_layers(work.policy, recompute=level)
     ids = np.arange(508, dtype=np.int32)
     pair = TokenPair(ids[:8], ids, ids, ((8, 516),), ((8, 516),))
-    pairs = [
-        replace(pair, chosen=ids + side, rejected=ids + side + 1) for side in range(LEAST // 1024)
-    ]
-    (batch,) = pack(pairs, LEAST, ladder=LEAST)
-    resting = torch.cuda.memory_allocated()
-    work.rehearse(batch)
-    torch.cuda.reset_peak_memory_stats()
-    work.rehearse(batch)
-    work.forget()
-    return torch.cuda.max_memory_allocated() - resting
+    peaks = []
+    for tokens in REHEARSED:
+        pairs = [
+            replace(pair, chosen=ids + side, rejected=ids + side + 1)
+            for side in range(tokens // REHEARSED_PAIR)
+        ]
+        (batch,) = pack(pairs, tokens, ladder=tokens)
+        resting = torch.cuda.memory_allocated()
+        work.rehearse(batch)
+        torch.cuda.reset_peak_memory_stats()
+        work.rehearse(batch)
+        work.forget()
+        peaks.append(torch.cuda.max_memory_allocated() - resting)
+    of_token = (peaks[1] - peaks[0]) / (REHEARSED[1] - REHEARSED[0])
+    return peaks[0] + of_token * (LEAST - REHEARSED[0])
 
 
 def test_step_zero_is_ln_2_to_the_bit_where_both_sides_run_the_same_bins() -> None:
