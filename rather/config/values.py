@@ -7,6 +7,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -36,6 +37,7 @@ REMOTE = (STORE, "hf://")  # data that is downloaded
 PISSA = re.compile(r"pissa(_niter_[1-9]\d*)?")
 
 
+@cache  # a config asks thousands of times
 def accepted_types(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, without `Annotated`; a plain type is a union of one."""
     if get_origin(annotation) is Annotated:

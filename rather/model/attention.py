@@ -151,7 +151,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """query [N, H, D], key and value [N, Hkv, D] -> out [N, H, D], log-sum-exp [H, N]."""
     tensors = query.contiguous(), key.index_select(0, key_index), value.index_select(0, key_index)
-    if flash4 := flash_attention_4(query.device, query.shape[-1]):
+    if flash4 := _newest(query, *rest):
         out, lse, *_ = flash4._flash_attn_fwd(*tensors, return_lse=True, **_options_4(*rest))
     else:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -175,11 +175,9 @@ def _backward(
     from rather.model.kernels import sum_by_key
 
     tensors = query.contiguous(), key.index_select(0, key_index), value.index_select(0, key_index)
-    if flash4 := flash_attention_4(query.device, query.shape[-1]):
-        options = _options_4(*rest)
-        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if flash4 := _newest(query, *rest):
         d_query, d_key, d_value = flash4._flash_attn_bwd(
-            *tensors, out, grad.contiguous(), lse, **options
+            *tensors, out, grad.contiguous(), lse, **_options_4(*rest)
         )
     else:
         places = (*_arguments(*rest)[:-1], *[_no_dropout(grad.device)] * 2)
@@ -210,16 +208,23 @@ def flash_attention_4(device: torch.device, head_size: int) -> Any:
         return None
 
 
+def _newest(query: Tensor, *numbers: Any) -> Any:
+    """Return FlashAttention 4 for what it was tried with: no window, no deterministic kernels."""
+    if numbers[-1] >= 0 or torch.are_deterministic_algorithms_enabled():
+        return None
+    return flash_attention_4(query.device, query.shape[-1])
+
+
 def _options_4(
-    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, left: int
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, _left: int
 ) -> dict[str, Any]:
-    window = {"causal": True} if left < 0 else {"window_size_left": left, "window_size_right": 0}
-    return window | {
+    return {
         "cu_seqlens_q": cu_q,
         "cu_seqlens_k": cu_k,
         "max_seqlen_q": max_q,
         "max_seqlen_k": max_k,
         "softmax_scale": scale,
+        "causal": True,
     }
 
 

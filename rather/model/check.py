@@ -38,8 +38,18 @@ TOLERANCE = {
 }  # relative, per token
 
 
+_families: dict[str, bool] = {}  # what was checked in this process
+
+
 def check_family(config: PretrainedConfig) -> bool:
     """Refuse a family whose packed log-probs differ from padded ones; False without a twin."""
+    key = f"{type(config)} {config.to_dict() | {'_name_or_path': None}}"
+    if key not in _families:
+        _families[key] = _check_family(config)
+    return _families[key]
+
+
+def _check_family(config: PretrainedConfig) -> bool:
     has_experts = experts_of(config) > 0
     try:
         twin = twin_of(config)

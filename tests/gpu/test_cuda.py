@@ -59,10 +59,9 @@ def test_packed_is_as_good_as_padded_in_bfloat16(family: str) -> None:
     assert cosine > 0.98
 
 
-@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("size", [64, 128])
 def test_flash_attention_4_is_as_good_as_torchs_kernel(
-    size: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("flash_attn.cute")
     assert flash_attention_4(torch.device("cuda:0"), size)
@@ -75,9 +74,7 @@ def test_flash_attention_4_is_as_good_as_torchs_kernel(
     def numbers(dtype: torch.dtype) -> list[torch.Tensor]:
         own = [tensor.to(dtype).requires_grad_() for tensor in inputs]
         query, key, value = own
-        out, _ = segment_attention(
-            torch.nn.Identity(), query, key, value, None, segments=segments, sliding_window=window
-        )
+        out, _ = segment_attention(torch.nn.Identity(), query, key, value, None, segments=segments)
         return [out, *torch.autograd.grad(out.float().square().sum(), own)]
 
     exact, newest = numbers(torch.float32), numbers(torch.bfloat16)

@@ -119,7 +119,10 @@ def blind(
     )
 
 
-def test_a_family_that_differs_only_beyond_its_window_is_refused() -> None:
+def test_a_family_that_differs_only_beyond_its_window_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rather.model.check._families", {})
     AttentionInterface.register(IMPLEMENTATION, blind)
     try:
         check_family(LlamaConfig())

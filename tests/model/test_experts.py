@@ -238,6 +238,7 @@ def test_a_full_size_config_gets_a_twin_with_a_router(family: str) -> None:
 
 
 def test_a_twin_without_a_router_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rather.model.check._families", {})
     monkeypatch.setattr("rather.model.check.routers_of", lambda _model: iter(()))
     with pytest.raises(ConfigError, match="its experts cannot be checked"):
         check_family(AutoConfig.for_model("mixtral"))

@@ -119,6 +119,7 @@ def test_a_family_that_only_whole_weights_can_prove_is_not_divided(
 ) -> None:
     folder = make_model(tmp_path / "base")
     load_on_one_rank(folder)
+    monkeypatch.setattr(check, "_families", {})
     monkeypatch.setattr(check, "twin_of", lambda _config: 1 / 0)
     load_policy(str(folder), ModelArgs(), "cpu")
     with pytest.raises(
