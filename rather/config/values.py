@@ -37,14 +37,17 @@ REMOTE = (STORE, "hf://")  # data that is downloaded
 PISSA = re.compile(r"pissa(_niter_[1-9]\d*)?")
 
 
-@cache  # a config asks thousands of times
-def accepted_types(annotation: Any) -> tuple[Any, ...]:
+def _accepted_types(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, without `Annotated`; a plain type is a union of one."""
     if get_origin(annotation) is Annotated:
         return accepted_types(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(part for member in get_args(annotation) for part in accepted_types(member))
     return (annotation,)
+
+
+# A config asks thousands of times.
+accepted_types: Callable[[Any], tuple[Any, ...]] = cache(_accepted_types)
 
 
 class Section(BaseModel):
