@@ -84,6 +84,7 @@ def _machine() -> Iterator[Diagnosis]:
     import torch
 
     from rather.cluster.memory import free_memory
+    from rather.model.attention import flash_attention_4
 
     system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield check("Python", True, system)
@@ -119,11 +120,9 @@ def _machine() -> Iterator[Diagnosis]:
     flash = hasattr(torch.ops.aten, "_flash_attention_forward")
     good = flash and torch.backends.cuda.is_flash_attention_available()
     good = good and torch.cuda.get_device_capability()[0] >= 8
-    from rather.model.attention import flash_attention_4
-
-    newest = good and flash_attention_4(torch.device("cuda"), 128)
-    text = "FlashAttention 4" if newest else "torch's flash kernel"
-    text = text if good else "no flash kernel: segments run one by one"
+    text = "torch's flash kernel" if good else "no flash kernel: segments run one by one"
+    if good and flash_attention_4(torch.device("cuda"), 128):
+        text = "FlashAttention 4"
     fix = "use a GPU since Ampere with PyTorch's own wheel"
     yield check("attention", good, text, fix, "warning")
     triton = installed("triton")

@@ -191,11 +191,11 @@ def _backward(
 def flash_attention_4(device: torch.device, head_size: int) -> Any:
     """Return the kernels of FlashAttention 4, or None if torch's own run.
 
-    They are used if they are installed, on Hopper and Blackwell; tiny heads they do not know.
+    They need Hopper or Blackwell, and fail on very small heads.
     """
     if torch.cuda.get_device_capability(device)[0] not in (9, 10) or head_size not in (64, 128):
         return None
-    # Each kernel takes seconds to compile; the default folder is one that others can write to.
+    # A kernel takes seconds to compile, so it is kept. The default folder is below /tmp.
     folder = Path(torch.hub.get_dir()).with_name("flash_attention_4")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -204,12 +204,15 @@ def flash_attention_4(device: torch.device, head_size: int) -> Any:
         return import_module("flash_attn.cute.interface")
     except ImportError as error:
         if not str(error.name).startswith("flash_attn"):
-            log.warning("FlashAttention 4 cannot be imported, torch's kernels run: %s", error)
+            log.warning(
+                "FlashAttention 4 is installed but cannot be imported; using torch's kernels: %s",
+                error,
+            )
         return None
 
 
 def _newest(query: Tensor, *numbers: Any) -> Any:
-    """Return FlashAttention 4 for what it was tried with: no window, no deterministic kernels."""
+    """Return FlashAttention 4, or None for what it was not tested with: windows, determinism."""
     if numbers[-1] >= 0 or torch.are_deterministic_algorithms_enabled():
         return None
     return flash_attention_4(query.device, query.shape[-1])

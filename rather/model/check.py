@@ -38,7 +38,7 @@ TOLERANCE = {
 }  # relative, per token
 
 
-_families: dict[str, bool] = {}  # what was checked in this process
+_families: dict[str, bool] = {}  # results of this process: policy and reference are often alike
 
 
 def check_family(config: PretrainedConfig) -> bool:

@@ -102,14 +102,16 @@ def _run(
 
 @cache
 def _launches_from_cpp() -> bool:
-    """Return whether compiled code can launch its kernels from C++, which takes half the time."""
+    """Return whether compiled layers can launch their kernels from C++, which is faster."""
     if not torch.cuda.is_available() or dist.is_initialized():  # several ranks: never tried
         return False
     try:
         torch.compile(torch.square, options={"cpp_wrapper": True})(torch.ones(1, device="cuda"))
     except Exception as error:  # no C++ compiler, no headers of CUDA: torch has no common class
         reason = next((line for line in str(error).splitlines() if "rror" in line), str(error))
-        log.warning("kernels of compiled layers are launched from Python: %s", reason[:300])
+        log.warning(
+            "compiled layers launch their kernels from Python, which is slower: %s", reason[:300]
+        )
         return False
     return True
 
