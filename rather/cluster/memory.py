@@ -126,9 +126,11 @@ def free_memory() -> int:
     found = [numbers["MemAvailable:"] + numbers.get("SwapFree:", 0)]
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory"):
-                own = Path(root + line.split(":", 2)[2])
-                found += [free for each in (own, *own.parents) for free in free_in_group(each)]
+            _, controllers, group = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            own = Path("/sys/fs/cgroup" + ("/memory" if controllers else "") + group)
+            found += [free for each in (own, *own.parents) for free in free_in_group(each)]
     return min(found)
 
 

@@ -98,7 +98,11 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
 def guarded(work: Callable[[], int | None]) -> int:
     """Run a command; print Rather's own errors as one message and return their exit code."""
     try:
-        return work() or 0
+        try:
+            return work() or 0
+        except SystemError as error:
+            # Inside Ray's compiled code, what a signal handler raises becomes the cause of this.
+            raise error.__cause__ or error from None
     except (RatherError, Ended) as error:
         echo(redact(f"rather: {error}"), err=True)
         if isinstance(error, RayGone):

@@ -199,7 +199,27 @@ def composed_values(path: Path) -> JsonObject:
 
 def dump_yaml(config: DPOConfig) -> str:
     """Return the config as YAML to load again; secrets are masked, ${oc.env:...} stays."""
-    return OmegaConf.to_yaml(OmegaConf.create(public_values(config)))
+    options: dict[str, Any] = {"allow_unicode": True, "sort_keys": False}
+    return str(yaml.dump(public_values(config), Dumper=_Dumper, **options))
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Writes every value out, and texts such as '1e-6', which Hydra reads as numbers, quoted."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        return True
+
+
+def _text(dumper: Any, text: str) -> Any:
+    try:
+        float(text)
+        style = "'"
+    except ValueError:
+        style = None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
 
 
 def config_from_dict(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from functools import cache
 
 HIDDEN = "[hidden]"
 # Characters. Hiding shorter values everywhere would also hide parts of ordinary words.
@@ -36,6 +37,7 @@ _CONTROL = {
 _hidden: set[str] = set()
 
 
+@cache
 def looks_secret(name: str) -> bool:
     """HF_TOKEN, WANDB_API_KEY, dbPassword: yes. pad_token, chosen_key, TOKENIZERS_PARALLELISM,
     KEY_FILE: no."""

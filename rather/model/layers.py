@@ -18,7 +18,6 @@ from types import MethodType
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy as Choice
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -89,7 +88,7 @@ def _run(
         # Numbers of a module, such as the scale of attention, are the same in all layers. As
         # symbols they would become tensors in every call.
         torch._dynamo.config.specialize_float = True
-        run = torch.compile(run, dynamic=True, options={"cpp_wrapper": _launches_from_cpp()})
+        run = torch.compile(run, dynamic=True)
     if not offload:
         return run
 
@@ -98,22 +97,6 @@ def _run(
             return run(*args, **kwargs)
 
     return offloading
-
-
-@cache
-def _launches_from_cpp() -> bool:
-    """Return whether compiled layers can launch their kernels from C++, which is faster."""
-    if not torch.cuda.is_available() or dist.is_initialized():  # several ranks: never tried
-        return False
-    try:
-        torch.compile(torch.square, options={"cpp_wrapper": True})(torch.ones(1, device="cuda"))
-    except Exception as error:  # no C++ compiler, no headers of CUDA: torch has no common class
-        reason = next((line for line in str(error).splitlines() if "rror" in line), str(error))
-        log.warning(
-            "compiled layers launch their kernels from Python, which is slower: %s", reason[:300]
-        )
-        return False
-    return True
 
 
 def _keep_narrow_results(half_of_the_wide: bool) -> Any:

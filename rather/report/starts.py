@@ -11,6 +11,7 @@ import shlex
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from rather.tracking.json_lines import append_line
 log = logging.getLogger(__name__)
 
 PACKAGES = ("rather", "torch", "transformers", "tokenizers", "peft", "ray", "numpy", "pyarrow")
+_version = cache(version)
 CPU_NAME = re.compile(r"^(?:model name|Hardware)\s*:\s*(\S.*)$", re.MULTILINE | re.IGNORECASE)
 
 
@@ -83,7 +85,7 @@ def environment(config: DPOConfig, kind: str) -> JsonObject:
         facts |= {"device": torch.cuda.get_device_name(), "CUDA": torch.version.cuda}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            facts[name] = version(name)
+            facts[name] = _version(name)
     return facts
 
 
