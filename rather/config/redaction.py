@@ -51,10 +51,9 @@ def hide(values: Iterable[str]) -> None:
 
 def redact(text: str) -> str:
     """Return the text without registered secrets, values of secret variables and lookalikes."""
-    named = {
-        value for name, value in os.environ.items() if looks_secret(name) and len(value) >= SHORTEST
-    }
-    for value in sorted(_hidden | named, key=len, reverse=True):
+    named = {os.environ[name] for name in os.environ if looks_secret(name)}
+    known = _hidden | {value for value in named if len(value) >= SHORTEST}
+    for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return _IN_QUERY.sub(rf"\g<1>{HIDDEN}", _PATTERNS.sub(HIDDEN, text))
 

@@ -237,9 +237,12 @@ class Layout:
         return "; ".join(part for part, applies in parts.items() if applies)
 
 
+_NO_DETAILS = StrategyDetails()
+
+
 def details_of(args: StrategyArgs) -> StrategyDetails:
-    is_foreign = is_deepspeed(args.strategy_name)
-    return StrategyDetails.model_validate({} if is_foreign else args.strategy_config)
+    is_own = args.strategy_config and not is_deepspeed(args.strategy_name)
+    return StrategyDetails.model_validate(args.strategy_config) if is_own else _NO_DETAILS
 
 
 def _sizes(args: StrategyArgs) -> list[set[int]]:

@@ -136,7 +136,8 @@ def _largest_tried(
     """Run the largest micro-batch of a budget, and a smaller one until it fits; 0 if none does."""
     while True:
         try:
-            for batch in _rehearsal(policy, max(tokens, largest_pair), largest_pair):
+            # Twice: from its second micro-batch on, a step holds gradients.
+            for batch in 2 * _rehearsal(policy, max(tokens, largest_pair), largest_pair):
                 trainer.rehearse(batch)
             return tokens
         except torch.OutOfMemoryError as error:

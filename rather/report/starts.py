@@ -91,10 +91,12 @@ def environment(config: DPOConfig, kind: str) -> JsonObject:
 
 def settings(config: DPOConfig) -> JsonObject:
     """Return every key that is not at its default, without secrets, and its source."""
-    values, found = public_values(config), {}
+    defaults = {path: key.default for path, key in table().items()}
+    # As JSON gives them back, so that a path and its text are equal.
+    values, defaults = json.loads(json.dumps([public_values(config), defaults], default=str))
+    found = {}
     for path, key in table().items():
-        # As JSON gives them back, so that a path and its text are equal.
-        value, default = json.loads(json.dumps([value_at(values, path), key.default], default=str))
+        value, default = value_at(values, path), defaults[path]
         has_parent = not key.parent or value_at(values, key.parent) is not None
         if has_parent and not key.section and value != default:
             inherited = config.followed.get(path)
