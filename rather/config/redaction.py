@@ -51,7 +51,7 @@ def hide(values: Iterable[str]) -> None:
 
 def redact(text: str) -> str:
     """Return the text without registered secrets, values of secret variables and lookalikes."""
-    named = {os.environ[name] for name in os.environ if looks_secret(name)}
+    named = {os.environ.get(name, "") for name in os.environ if looks_secret(name)}
     known = _hidden | {value for value in named if len(value) >= SHORTEST}
     for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
