@@ -115,6 +115,7 @@ def _config(folder: Path, changes: dict[str, Any]) -> DPOConfig:
         "pretrain": str(model),
         "sequence_length": 64,
         "track_with": None,
+        "report_html": False,
         "actor_train": {
             "data_args": {"file_name": str(pairs)},
             "training_args": {"learning_rate": 1e-3, "per_device_train_batch_size": 8},

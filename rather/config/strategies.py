@@ -265,7 +265,8 @@ def strategy_problems(role: RoleConfig, devices: int | None = None) -> Problems:
     if is_deepspeed(name):
         wrong = list(deepspeed_problems(args.strategy_config))
     else:
-        wrong = list(section_problems(StrategyDetails, args.strategy_config))
+        given = args.strategy_config
+        wrong = list(section_problems(StrategyDetails, given)) if given else []
     yield from ((f"strategy_config.{key}", text) for key, text in wrong)
     if not wrong:
         yield from _layout_problems(args, devices or len(role.devices))

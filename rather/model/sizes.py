@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -110,12 +111,18 @@ def _inner(text: Any, shapes: Shapes, chosen: int) -> int:
 
 def sizes_of(name: str, args: ModelArgs) -> Sizes:
     """Return the sizes of a model folder, or of a hub model that has been downloaded."""
+    file = Path(name).expanduser() / "config.json"
+    written = file.stat().st_mtime_ns if is_local(name) and file.is_file() else 0
+    return _sizes_of(name, args.revision, args.trust_remote_code, written)
+
+
+@lru_cache(1)  # a start needs them several times
+def _sizes_of(name: str, revision: str | None, trusted: bool, _written: int) -> Sizes:
     try:
+        args = ModelArgs(revision=revision, trust_remote_code=trusted)
         config = _config(name, args, local_files_only=True)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=args.trust_remote_code
-            )
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
         text = config.get_text_config()
         heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
         shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}

@@ -35,7 +35,8 @@ def add_line(file: Path, record: dict[str, Any]) -> None:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DPOConfig]:
     folder = tmp_path_factory.mktemp("board")
-    common = {"max_steps": 5, "logging_steps": 1, "eval_steps": 3, "save_steps": 3}
+    common: dict[str, Any] = {"max_steps": 5, "eval_steps": 3, "save_steps": 3}
+    common |= {"logging_steps": 1, "report_html": True}
     changes: dict[str, dict[str, Any]] = {"first": {}, "second": {"beta": 0.3}}
     configs = {
         name: make_config(folder, exp_name=name, **common, **each) for name, each in changes.items()

@@ -65,9 +65,8 @@ def invoke(*arguments: object) -> Result:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Twelve steps by two commands, with what others write into a run folder."""
     folder = tmp_path_factory.mktemp("report")
-    config = make_config(
-        folder, eval_steps=2, logging_steps=1, actor_train__training_args__num_train_epochs=4
-    )
+    steps = {"eval_steps": 2, "logging_steps": 1, "report_html": True}
+    config = make_config(folder, actor_train__training_args__num_train_epochs=4, **steps)
     file = folder / "shop.yaml"
     file.write_text(
         yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8"
@@ -304,7 +303,7 @@ def test_device_hours_count_the_devices_of_each_start(run_dir: Path) -> None:
 def test_a_start_that_cannot_be_recorded_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = make_config(tmp_path)
+    config = make_config(tmp_path, report_html=True)
     config.run_dir.mkdir(parents=True)
     monkeypatch.setattr(
         "sys.argv", ["rather", "train", "caf\udce9.yaml"]
@@ -419,7 +418,7 @@ def test_settings_changed_by_a_resumed_run_are_named(run_dir: Path) -> None:
 def test_an_unwritable_report_gives_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(tmp_path, max_steps=1, save_steps=None)
+    config = make_config(tmp_path, max_steps=1, save_steps=None, report_html=True)
 
     def full_disk(*_args: object) -> None:
         raise OSError(28, "No space left on device")
@@ -509,7 +508,7 @@ def test_it_is_written_during_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
         return write_report(run_dir, out, state=state)
 
     monkeypatch.setattr(write, "write_report", noted)
-    config = make_config(tmp_path, max_steps=2, eval_steps=1, save_steps=None)
+    config = make_config(tmp_path, max_steps=2, eval_steps=1, save_steps=None, report_html=True)
     DPOPipeline(config).run()
     assert states == [("running", False)] * 3 + [("stopped", True)]
 

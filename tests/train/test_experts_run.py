@@ -38,6 +38,7 @@ def wild(tmp_path_factory: pytest.TempPathFactory) -> DPOConfig:
         tmp_path_factory.mktemp("wild"),
         max_steps=13,
         logging_steps=1,
+        report_html=True,
         actor_train__training_args={"learning_rate": 0.05, "per_device_train_batch_size": 40,
                                     "num_train_epochs": 13},
         actor_train__model_args={"moe_aux_loss_coef": 0},

@@ -66,7 +66,7 @@ TRAIN_KEYS = [
 
 
 def test_a_plain_run(shared: Path) -> None:
-    config, lines = run(shared, "plain", max_steps=3)
+    config, lines = run(shared, "plain", max_steps=3, report_html="auto")
     first_evaluation, first, *_, last, last_evaluation = lines
     assert list(first) == TRAIN_KEYS
     whole_set = ("pairs", "drift", "calibrated_loss", "rewards/accuracies_low",

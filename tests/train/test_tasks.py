@@ -131,7 +131,8 @@ def test_labels_and_weights_change_what_is_trained(tmp_path: Path) -> None:
 def test_plan_data_report_and_card_speak_of_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = make_config(tmp_path, task="unpaired", max_steps=2, logging_steps=1)
+    changes = {"task": "unpaired", "max_steps": 2, "logging_steps": 1, "report_html": True}
+    config = make_config(tmp_path, **changes)
     assert DPOPipeline(config).run() == 0
     assert " answers/s" in capsys.readouterr().out
     for name in ("report.html", "model/README.md"):
