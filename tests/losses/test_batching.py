@@ -36,7 +36,7 @@ OBJECTIVES: dict[str, PairLoss] = {
     "sigmoid + sft": configure(["sigmoid", "sft"], {}, [1.0, 0.5]),
     "aot + sft": configure(["aot", "sft"], {}, [1.0, 0.5]),
 }
-WAYS = [(1, 1), (2, 1), (2, 4), (8, 2)]  # others only change the order
+WAYS = [(1, 1), (2, 1), (2, 4), (8, 2)]  # other ways give the same sizes
 
 
 class Recording(Optimizer):
