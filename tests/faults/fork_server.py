@@ -99,6 +99,8 @@ def _serve(pipe: Connection) -> None:
 def _forked(
     work: Callable[..., int], args: Sequence[Any], environment: Mapping[str, str], file: Path
 ) -> int:
+    import torch  # the server has it
+
     child = os.fork()
     if child:
         return child
@@ -111,6 +113,8 @@ def _forked(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         faulthandler.dump_traceback_later(0.9 * PATIENCE)
         os.environ.update(environment)
+        # After a fork torch makes its pool of threads anew, which fails if two threads ask at once.
+        torch.set_num_threads(1)
         code = work(*args)
     except SystemExit as end:
         code = int(end.code or 0)
