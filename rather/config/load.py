@@ -204,7 +204,7 @@ def dump_yaml(config: DPOConfig) -> str:
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Writes every value out, and texts such as '1e-6', which Hydra reads as numbers, quoted."""
+    """Repeats equal values instead of linking them, and quotes texts that Hydra reads as numbers."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -111,8 +112,9 @@ def _inner(text: Any, shapes: Shapes, chosen: int) -> int:
 
 def sizes_of(name: str, args: ModelArgs) -> Sizes:
     """Return the sizes of a model folder, or of a hub model that has been downloaded."""
-    file = Path(name).expanduser() / "config.json"
-    written = file.stat().st_mtime_ns if is_local(name) and file.is_file() else 0
+    written = 0
+    with suppress(OSError, ValueError, RuntimeError):  # a hub's name, or not a path: refused below
+        written = (Path(name).expanduser() / "config.json").stat().st_mtime_ns
     return _sizes_of(name, args.revision, args.trust_remote_code, written)
 
 

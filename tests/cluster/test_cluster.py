@@ -181,7 +181,8 @@ def test_a_slow_separate_reference_overlaps_with_training(folder: Path) -> None:
         validation__data_args={},
     )
     assert DPOPipeline(config).run() == 0
-    steady = [line for line in metrics(config) if 1 < line.get("step", 0) < 5]  # 6 is not asked
+    # The reference has nothing left to do during the last step.
+    steady = [line for line in metrics(config) if 1 < line.get("step", 0) < 5]
     for line in steady:
         seconds = line["pairs"] / line["pairs_per_second"]
         assert min(line["time/reference"], line["time/train"]) >= SLOW

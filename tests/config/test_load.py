@@ -567,3 +567,10 @@ def test_dataset_dir_comes_first(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "data/data").mkdir()
     (tmp_path / "data/data/b.json").write_text("[]")
     assert args.files[1] == Path("data/data/b.json")
+
+
+@pytest.mark.parametrize("name", ["1e-6", "1_000", "nan", "0x1F", "null", "2024-01-01"])
+def test_a_text_that_looks_like_something_else_stays_a_text(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "dpo.yaml"
+    file.write_text(dump_yaml(config_from_dict(smallest() | {"exp_name": name})))
+    assert load_config(file, check_paths=False).exp_name == name

@@ -113,7 +113,7 @@ def _forked(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         faulthandler.dump_traceback_later(0.9 * PATIENCE)
         os.environ.update(environment)
-        # After a fork torch makes its pool of threads anew, which fails if two threads ask at once.
+        # After a fork torch creates its threads again, which fails if two threads start it at once.
         torch.set_num_threads(1)
         code = work(*args)
     except SystemExit as end:

@@ -219,7 +219,7 @@ class Rehearsal:
     ("most", "longest", "chosen", "seen"),
     [
         (9500, 100, 8192, [8192, 8192]),
-        (9000, 100, 6144, [8192, 8192, 6144, 6144]),  # not beside gradients
+        (9000, 100, 6144, [8192, 8192, 6144, 6144]),  # fits only without gradients
         (6000, 100, 4608, [8192, 6144, 4608, 4608]),
         (3000, 100, 0, [8192, 6144, 4608, 3072]),  # less is badly used
         (10300, 9000, 8192, [9216, 9216]),  # a pair larger than the budget has its own micro-batch
