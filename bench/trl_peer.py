@@ -91,6 +91,10 @@ def _apply_liger(shape: Shape, *models: Any) -> None:
 
     It replaces functions of transformers' module as well: whatever runs later in this process has them too.
     """
+    # CuTe kernels, which Liger prefers if CUTLASS is installed, take up to twice as long here: they
+    # are compiled for every new shape.
+    for operator in ("ROPE", "RMS_NORM", "SWIGLU"):
+        os.environ.setdefault(f"LIGER_KERNEL_IMPL_{operator}", "nvidia-triton")
     from liger_kernel import transformers as liger
 
     apply = getattr(liger, f"apply_liger_kernel_to_{shape.family}")

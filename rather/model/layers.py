@@ -57,6 +57,9 @@ def arrange_layers(
             "model family '%s' does not mark its layers: it runs without torch.compile", family
         )
     for layer in layers:
+        for module in layer.modules():
+            if group := getattr(module, "group", None):  # of projections: optim.summing
+                group.apart = recompute in ("half", "selective")  # by the width of each product
         layer.forward = MethodType(_run(type(layer).forward, recompute, offload, compiled), layer)
 
 

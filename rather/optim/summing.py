@@ -1,34 +1,106 @@
-"""Linear layers that add their weight gradient into a float32 sum within the matrix product.
+"""Linear layers that need fewer kernels, for CUDA.
 
-Otherwise autograd writes it in bfloat16, and another kernel reads it again to add it up: at 7B this
-is a tenth of a step. Only for CUDA: no other device multiplies bfloat16 into float32 in place.
+Each adds its weight gradient into a float32 sum within the matrix product. Otherwise autograd
+writes it in bfloat16, and another kernel reads it again to add it up: at 7B this is a tenth of a
+step. No other device multiplies bfloat16 into float32 in place.
+
+Query, key and value are projections of one input: one product computes all three.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-any-return"
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+# Names of projections in transformers. The two that open an MLP gain nothing: their products are
+# large enough, and the gradient of their gate would be read twice.
+GROUPS = (("q_proj", "k_proj", "v_proj"),)
 
 
 class SummingLinear(nn.Linear):
     """A linear layer whose weight gradient goes into `total` while that is set."""
 
     total: Tensor | None = None
+    group: Projections | None = None
+    place = 0  # in the group
 
     def set_total(self, total: Tensor | None) -> None:
         object.__setattr__(self, "total", total)  # nn.Module's own takes longer than a launch
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.group = None  # weights that move are no longer parts of one tensor
+        return super()._apply(*args, **kwargs)
+
     def forward(self, x: Tensor) -> Tensor:
-        if self.total is None or not torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.total is None:
             return super().forward(x)
-        y: Tensor = _Summing.apply(x, self.weight, self.total)
+        grouped = self.group and not self.group.apart
+        y = self.group.result(x, self) if grouped else self.product(x)  # type: ignore[union-attr]
         return y if self.bias is None else y + self.bias
+
+    def product(self, x: Tensor) -> Tensor:
+        return _product(x, self.weight, self.total)
+
+
+class SharedInput:
+    """Layers of one input. The first computes the results of all, which wait for the others."""
+
+    apart = False  # each computes its own result
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.layers, self.sizes = layers, [layer.out_features for layer in layers]
+        self.x: Tensor | None = None  # the input of the results
+        self.results: Sequence[Tensor] = ()
+        for place, layer in enumerate(layers):
+            layer.group, layer.place = self, place
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the layers has no group
+
+    def product(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def result(self, x: Tensor, layer: Any) -> Tensor:
+        """Return the result of one layer, without its bias."""
+        if layer.place == 0:
+            self.x, self.results = x, self.product(x).split(self.sizes, dim=-1)
+        elif self.x is not x:
+            alone: Tensor = layer.product(x)
+            return alone
+        result = self.results[layer.place]
+        if layer is self.layers[-1]:  # nothing is kept beyond the last one
+            self.x, self.results = None, ()
+        return result
+
+
+class Projections(SharedInput):
+    """Linear layers of one input whose weights become parts of one tensor."""
+
+    def __init__(self, layers: Sequence[SummingLinear]) -> None:
+        super().__init__(layers)
+        self.weight = torch.cat([layer.weight.data for layer in layers])
+        self.total: Tensor | None = None
+        for layer, part in zip(layers, self.parts(self.weight), strict=True):
+            layer.weight.data = part
+
+    def parts(self, whole: Tensor) -> Sequence[Tensor]:
+        """Return the rows of each layer in a tensor of the shape of `weight`."""
+        return whole.split(self.sizes)
+
+    def set_total(self, total: Tensor | None) -> None:
+        self.total = total
+
+    def product(self, x: Tensor) -> Tensor:
+        return _product(x, self.weight, self.total)
 
 
 def summing(
@@ -43,31 +115,62 @@ def summing(
     return found
 
 
+def group_projections(modules: Iterable[nn.Module]) -> None:
+    """Group the summing layers of one input. Their weights must be whole and stay in place."""
+    for linears in groups_of(modules, SummingLinear):
+        Projections(linears)
+
+
+def groups_of(modules: Iterable[nn.Module], kind: type[Layer]) -> Iterator[list[Layer]]:
+    """Yield the layers of each input that are all of one kind."""
+    for module, names in product(modules, GROUPS):
+        layers = [getattr(module, name, None) for name in names]
+        if all(type(layer) is kind for layer in layers):
+            yield layers  # type: ignore[misc]
+
+
+def ungroup_projections(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module, SummingLinear):
+            module.group = None
+
+
 class Totals:
     """The totals of several layers. They are parts of one tensor: one kernel, not hundreds."""
 
     def __init__(self, linears: Sequence[SummingLinear]) -> None:
-        sizes = [-(-linear.weight.numel() // 64) * 64 for linear in linears]  # aligned
+        units = list(dict.fromkeys(linear.group or linear for linear in linears))
+        sizes = [-(-unit.weight.numel() // 64) * 64 for unit in units]  # aligned
         self.flat = linears[0].weight.new_empty(sum(sizes), dtype=torch.float32)
         self.bytes = self.flat.untyped_storage().nbytes()
-        # `data`: autograd must not take a change of one for a change of all.
-        self.parts = [
-            (linear, own.data[: linear.weight.numel()].view_as(linear.weight))
-            for linear, own in zip(linears, self.flat.split(sizes), strict=True)
-        ]
+        self.parts: list[tuple[SummingLinear | Projections, Tensor]] = []
+        for unit, own in zip(units, self.flat.split(sizes), strict=True):
+            # `data`: autograd must not take a change of one for a change of all.
+            total = own.data[: unit.weight.numel()].view_as(unit.weight)
+            self.parts.append((unit, total))
+            if isinstance(unit, Projections):
+                parts = [part.data for part in unit.parts(total)]
+                self.parts += zip(unit.layers, parts, strict=True)
 
     def begin(self) -> None:
         """Give each layer a total of zeros."""
         self.flat.untyped_storage().resize_(self.bytes)
         self.flat.zero_()
-        for linear, total in self.parts:
-            linear.set_total(total)
+        for unit, total in self.parts:
+            unit.set_total(total)
 
     def free(self) -> None:
         """Free the memory until `begin`; the tensors stay, since making them takes milliseconds."""
-        for linear, _ in self.parts:
-            linear.set_total(None)
+        for unit, _ in self.parts:
+            unit.set_total(None)
         self.flat.untyped_storage().resize_(0)
+
+
+def _product(x: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
+    if total is None or not torch.is_grad_enabled():
+        return F.linear(x, weight)
+    y: Tensor = _Summing.apply(x, weight, total)
+    return y
 
 
 class _Summing(torch.autograd.Function):

@@ -27,6 +27,7 @@ from rather.model.layers import HostOffloaded, layers_of
 from rather.model.policy import START, PolicyModel, pair_columns
 from rather.optim.adamw import local
 from rather.optim.optimizer import Optimizer
+from rather.optim.summing import group_projections, summing, ungroup_projections
 from rather.parallel.canonical import Canonical
 from rather.parallel.mesh import Mesh, max_over_ranks
 from rather.parallel.routers import balance_of
@@ -143,16 +144,28 @@ class RankTrainer:
         self.balance = balance_of(policy, self.mesh, router_loss, self.device)
         self._counted = counted(policy, self.mesh)
         self._is_alone = self.mesh.world == 1
-        if optimizer and isinstance(policy, PolicyModel) and self.device.startswith("cuda"):
-            # Linear layers that need fewer kernels.
-            if hasattr(policy.causal_lm, "peft_config"):
-                from rather.model.adapters import AdaptedLinear
-
-                AdaptedLinear.replace(policy.causal_lm)
-            optimizer.sum_inside(m for layer in layers_of(policy) for m in layer.modules())
+        if isinstance(policy, PolicyModel) and self.device.startswith("cuda"):
+            self._save_kernels(policy)
         self._dp, self._dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
         # Of several ranks with the same pairs, only the primary one reports numbers.
         self._is_primary = self.mesh.rank("cp") == self.mesh.rank("tp") == 0
+
+    def _save_kernels(self, policy: PolicyModel) -> None:
+        """Use linear layers that need fewer kernels."""
+        modules = [module for layer in layers_of(policy) for module in layer.modules()]
+        adapted = self.optimizer and hasattr(policy.causal_lm, "peft_config")
+        if adapted:
+            from rather.model.adapters import AdaptedLinear, AdaptedProjections
+
+            AdaptedLinear.replace(policy.causal_lm, joins=self._is_alone)
+        if self.optimizer:
+            self.optimizer.sum_inside(modules)
+        elif self._is_alone:
+            summing(modules, set(policy.parameters()))
+        if self._is_alone:
+            group_projections(modules)
+            if adapted:
+                AdaptedProjections.group(modules)
 
     @property
     def _trained(self) -> Optimizer:
@@ -202,6 +215,7 @@ class RankTrainer:
         if self.parked or self.optimizer or self.mesh.sizes or not on_gpu:
             return False
         assert isinstance(policy, PolicyModel)
+        ungroup_projections(policy.modules())
         self.parked = HostOffloaded(policy)
         return True
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rather.config.schema import ActorModelArgs, TrainingArgs
-from rather.model.adapters import AdaptedLinear, as_reference, inject
+from rather.model.adapters import AdaptedLinear, AdaptedProjections, as_reference, inject
 from rather.model.attention import IMPLEMENTATION
 from rather.model.layers import layers_of
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
-from rather.optim.summing import SummingLinear
+from rather.optim.summing import SummingLinear, group_projections, summing
 
 INPUTS = [torch.randn(1, rows, 8, generator=torch.Generator().manual_seed(rows)) for rows in (3, 5)]
 
@@ -38,19 +38,19 @@ def gradients(model: Any, optimizer: Optimizer) -> dict[str, Tensor]:
 def test_sums_are_those_of_separate_additions() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 6), nn.SiLU(), nn.Linear(6, 8)).bfloat16()
-    summing = copy.deepcopy(plain)
-    optimizer = optimizer_of(summing)
-    optimizer.sum_inside(summing.modules())
-    assert [type(m) for m in summing] == [SummingLinear, nn.SiLU, SummingLinear]
+    sums = copy.deepcopy(plain)
+    optimizer = optimizer_of(sums)
+    optimizer.sum_inside(sums.modules())
+    assert [type(m) for m in sums] == [SummingLinear, nn.SiLU, SummingLinear]
     expected = gradients(plain, optimizer_of(plain))
     for _step in range(2):  # a second one begins with zeros again
-        found = gradients(summing, optimizer)
+        found = gradients(sums, optimizer)
         assert found.keys() == expected.keys()
         for name, grad in found.items():
             assert grad.dtype == torch.float32
             torch.testing.assert_close(grad, expected[name], rtol=0.02, atol=0.02)
     optimizer.zero_grad()
-    assert all(layer.total is None for layer in summing if isinstance(layer, SummingLinear))
+    assert all(layer.total is None for layer in sums if isinstance(layer, SummingLinear))
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["added after", "added inside"])
@@ -87,14 +87,14 @@ def test_weights_that_are_not_summed_in_float32_keep_their_layers() -> None:
     assert type(model[0]) is nn.Linear
 
 
-def adapted(**options: Any) -> PolicyModel:
+def adapted(rank: int = 2, **options: Any) -> PolicyModel:
     torch.manual_seed(0)
     config: Any = Qwen2Config(hidden_size=16, intermediate_size=24, num_hidden_layers=1)
     config.num_attention_heads, config.num_key_value_heads, config.vocab_size = 2, 1, 50
     config._attn_implementation = IMPLEMENTATION
     causal_lm: Any = Qwen2ForCausalLM
     model = causal_lm(config)
-    inject(model, ActorModelArgs(lora_rank=2, lora_target="all-linear", **options))
+    inject(model, ActorModelArgs(lora_rank=rank, lora_target="all-linear", **options))
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter)
@@ -125,3 +125,105 @@ def test_an_adapter_of_another_kind_keeps_its_layer() -> None:
     policy = adapted(use_dora=True)
     AdaptedLinear.replace(policy.causal_lm)
     assert type(layers_of(policy)[0].mlp.down_proj) is LoraLinear
+
+
+@pytest.mark.parametrize("rank", [2, 8], ids=["separate", "joined"])
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "down_proj", "gate_proj"])
+def test_an_adapter_may_be_part_of_the_product(name: str, rank: int) -> None:
+    """Rank 2 is too narrow for it. Square, narrowing and widening layers."""
+    results = []
+    for joins in (False, True):
+        policy = adapted(rank)
+        AdaptedLinear.replace(policy.causal_lm, joins=joins)
+        modules = dict(layers_of(policy)[0].named_modules())
+        layer = next(module for path, module in modules.items() if path.endswith(name))
+        assert layer.joins is (joins and rank == 8)
+        x = torch.randn(1, 4, layer.in_features, generator=torch.Generator().manual_seed(1))
+        layer(x.requires_grad_()).square().sum().backward()
+        results.append([x.grad, *(p.grad for p in layer.parameters() if p.requires_grad)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["mlp", "self_attn"])
+def test_joined_adapters_add_to_their_sums(part: str) -> None:
+    """Query, key and value are one product."""
+    results = []
+    for joins in (False, True):
+        policy = adapted(8).bfloat16()
+        AdaptedLinear.replace(policy.causal_lm, joins=joins)
+        module = getattr(layers_of(policy)[0], part)
+        optimizer = optimizer_of(module)
+        optimizer.sum_inside(module.modules())
+        AdaptedProjections.group(module.modules())
+        optimizer.begin_sums()
+        for rows in (3, 5):
+            generator = torch.Generator().manual_seed(rows)
+            x = torch.randn(1, rows, 16, generator=generator).bfloat16().requires_grad_()
+            if part == "mlp":
+                y = module(x)
+            else:
+                assert (module.q_proj.group is None) is not joins
+                y = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], dim=-1)
+            y.float().square().sum().backward()
+        found = {name: grad.clone() for name, grad in optimizer.named_gradients().items()}
+        results.append({**found, "x": x.grad})
+    assert len(results[0]) == {"mlp": 7, "self_attn": 9}[part]
+    for name, expected in results[0].items():
+        assert results[1][name].dtype == expected.dtype
+        assert (results[1][name] - expected).norm() <= 0.03 * expected.norm(), name
+
+
+class Projecting(nn.Module):
+    """Projections of one input, in the order in which a model calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+        self.o_proj = nn.Linear(8, 8, bias=False)
+        self.other: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q_proj(x), self.k_proj(x if self.other is None else self.other)
+        y: Tensor = self.o_proj(q * k.repeat(1, 1, 3)[..., :8]) + self.v_proj(x).sum()
+        return y
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["one input", "another input between"])
+def test_grouped_projections_compute_the_same(other: bool) -> None:
+    torch.manual_seed(0)
+    plain = Projecting().bfloat16()
+    plain.other = torch.randn(1, 1, 8).bfloat16() if other else None
+    grouped = copy.deepcopy(plain)
+    optimizer = optimizer_of(grouped)
+    optimizer.sum_inside(grouped.modules())
+    group_projections(grouped.modules())
+    group: Any = grouped.q_proj.group
+    assert group is grouped.v_proj.group is not grouped.o_proj.group
+    expected = gradients(plain, optimizer_of(plain))
+    found = gradients(grouped, optimizer)
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], rtol=0.05, atol=0.1)
+    assert found["k_proj.weight"].abs().sum() > 0
+    assert group.x is None or other
+    with torch.no_grad():
+        results = [model(INPUTS[0].bfloat16()) for model in (grouped, plain)]
+        torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
+        grouped.k_proj.weight.zero_()  # an update
+        assert not group.weight[8:11].any()
+
+
+@pytest.mark.parametrize(
+    "move", [copy.deepcopy, lambda model: model.double()], ids=["copy", "move"]
+)
+def test_weights_that_are_copied_or_moved_leave_their_group(move: Any) -> None:
+    model = Projecting()
+    summing(model.modules(), set(model.parameters()))
+    group_projections(model.modules())
+    moved = move(model)
+    assert moved.q_proj.group is None
+    with torch.no_grad():
+        moved.q_proj.weight.zero_()
+        y = moved.q_proj(torch.ones(1, 8, dtype=moved.q_proj.weight.dtype))
+        assert torch.equal(y[0], moved.q_proj.bias)
