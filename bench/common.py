@@ -24,6 +24,9 @@ from rich.table import Table
 
 from rather.data.batch import Columns, TokenPair
 
+# As the workers do, for both systems. Read at the first use of a GPU.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 PEAK = 989e12  # dense bfloat16 FLOP/s of an H100 or H200, by its data sheet: what strict MFU divides by
 REACHED = 790e12  # what a matrix product of 8192^3 reaches on an H200: the standard algorithm's speed of light
 SIGMA = 0.7  # of the logarithm of a length
@@ -453,7 +456,6 @@ def ours(
     from rather.train.rank_trainer import RankTrainer
 
     torch.set_flush_denormal(True)
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the workers
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     policy = PolicyModel(shape.model(dtype, device, IMPLEMENTATION))
     loss = configure(["sigmoid"], {"beta": 0.1})

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "speed.md"
 RESULTS = ROOT / "bench" / "results"
 MODELS = ("0.5B", "1.5B", "3B", "7B")
+FLASH = ("135M", *MODELS, "1.5B_lora16", "7B_lora16")
 LENGTHS = {"ultrafeedback": "UltraFeedback-like", "long": "long prompts", "four": "4 responses"}
 
 Cells = dict[tuple[str, str, str], dict[str, Any]]
@@ -38,7 +39,8 @@ def filled(page: str) -> str:
 
 
 def tables() -> dict[str, str]:
-    made = {"gpu": gpu_table(), "cpu": cpu_table(), "growth": growth_table()}
+    made = {"gpu": gpu_table(), "flash": flash_table()}
+    made |= {"cpu": cpu_table(), "growth": growth_table()}
     return {name: "\n".join(lines) for name, lines in made.items()}
 
 
@@ -70,6 +72,25 @@ def gpu_table() -> Iterator[str]:
                     f"{mine['of_light']:.2f} | {times(mine, best)} | {times(mine, beside)} | "
                     f"{mine['peak_gib']:.0f} / {memory(beside or best)} | {mine['settings']} |"
                 )
+
+
+def flash_table() -> Iterator[str]:
+    """UltraFeedback-like pairs with FlashAttention 4, whole models and adapters."""
+    names = ("", "reference", "pairs/s", "strict MFU", "without gaps", "TRL, pairs/s", "x TRL")
+    yield from heading(*names)
+    for model in FLASH:
+        cells = read(f"gpu_flash4_{model}.json")
+        for reference, kind in (("online", "best"), ("cached", "precomputed")):
+            mine = cells["ours", "ultrafeedback", reference]
+            peer = cells.get((f"TRL, {kind}", "ultrafeedback", reference))
+            # Counted for whole models: adapters need no products for the gradients of weights.
+            shares = (mine["mfu"], mine["more"]["ceiling"]) if "lora" not in model else ()
+            mfu, ceiling = (f"{share:.1%}" for share in shares) if shares else ("-", "-")
+            name = model.replace("_lora", ", LoRA rank ")
+            yield (
+                f"| {name} | {reference} | {speed(mine)} | {mfu} | {ceiling} | "
+                f"{speed(peer)} | {times(mine, peer)} |"
+            )
 
 
 def cpu_table() -> Iterator[str]:
@@ -105,6 +126,10 @@ def growth_table() -> Iterator[str]:
 
 def heading(*names: str) -> tuple[str, str]:
     return f"| {' | '.join(names)} |", "|---" * len(names) + "|"
+
+
+def speed(cell: dict[str, Any] | None) -> str:
+    return f"{cell['pairs_per_second']:.1f}" if cell else "-"
 
 
 def memory(cell: dict[str, Any] | None, digits: int = 0) -> str:

@@ -91,7 +91,8 @@ def _run(
         # Numbers of a module, such as the scale of attention, are the same in all layers. As
         # symbols they would become tensors in every call.
         torch._dynamo.config.specialize_float = True
-        run = torch.compile(run, dynamic=True)
+        # Without the compiler's checks of its own shapes: about fifty calls per layer.
+        run = torch.compile(run, dynamic=True, options={"size_asserts": False})
     if not offload:
         return run
 

@@ -58,6 +58,7 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self.layers, self.sizes = layers, [layer.out_features for layer in layers]
+        self.biased = any(layer.bias is not None for layer in layers)
         self.x: Tensor | None = None  # the input of the results
         self.results: Sequence[Tensor] = ()
         for place, layer in enumerate(layers):
@@ -69,10 +70,15 @@ class SharedInput:
     def product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def split(self, y: Tensor) -> Sequence[Tensor]:
+        # A compiler computes the gradients of biases first and joins them well. Without biases, it
+        # would compute and join them in one slow kernel.
+        return y.split(self.sizes, dim=-1) if self.biased else _Split.apply(y, self.sizes)
+
     def result(self, x: Tensor, layer: Any) -> Tensor:
         """Return the result of one layer, without its bias."""
         if layer.place == 0:
-            self.x, self.results = x, self.product(x).split(self.sizes, dim=-1)
+            self.x, self.results = x, self.split(self.product(x))
         elif self.x is not x:
             alone: Tensor = layer.product(x)
             return alone
@@ -188,10 +194,23 @@ class _Summing(torch.autograd.Function):
         return d_x, None, None
 
 
-# An operator of its own, so that compiled layers see that it changes `total`. Not a `custom_op`:
-# its wrappers take ten times as long as the launch.
+class _Split(torch.autograd.Function):
+    """Splits columns; the gradient is one copy."""
+
+    @staticmethod
+    def forward(_ctx: Any, y: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        return y.split(sizes, dim=-1)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Any) -> Any:
+        return torch.ops.rather.join_columns(grads), None
+
+
+# Operators of our own, so that compiled layers see that `total` changes. Not a `custom_op`: its
+# wrappers take ten times as long as the launch.
 _operators = torch.library.Library("rather", "FRAGMENT")
 _operators.define("add_product_(Tensor(a!) total, Tensor grad_ND, Tensor x_NE) -> ()")
+_operators.define("join_columns(Tensor[] parts) -> Tensor")
 
 
 def _add_product_(total: Tensor, grad_ND: Tensor, x_NE: Tensor) -> None:
@@ -204,3 +223,7 @@ def _add_product_(total: Tensor, grad_ND: Tensor, x_NE: Tensor) -> None:
 
 _operators.impl("add_product_", _add_product_, "CompositeExplicitAutograd")
 torch.library.register_fake("rather::add_product_", lambda *_tensors: None, lib=_operators)
+_operators.impl("join_columns", lambda parts: torch.cat(parts, -1), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "rather::join_columns", lambda parts: torch.cat(parts, -1), lib=_operators
+)

@@ -161,7 +161,7 @@ class RankTrainer:
         if self.optimizer:
             self.optimizer.sum_inside(modules)
         elif self._is_alone:
-            summing(modules, set(policy.parameters()))
+            summing(modules, {p for p in policy.parameters() if p.itemsize == 2})  # as a policy's
         if self._is_alone:
             group_projections(modules)
             if adapted:

@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
-from rather.config.schema import TrainingArgs
+from rather.config.schema import ActorModelArgs, TrainingArgs
 from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.losses.objective import configure
 from rather.model import attention, head
+from rather.model.adapters import inject
 from rather.model.attention import IMPLEMENTATION
 from rather.model.budget import LEAST, REHEARSED, REHEARSED_PAIR, SHARE, choose_budget
 from rather.model.layers import LEVELS, Recompute, arrange_layers
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
+from rather.optim.summing import ungroup_projections
 from rather.pipeline.pipeline import DPOPipeline
 from rather.train.rank_trainer import RankTrainer
 from tests.padded import random_pairs
@@ -32,7 +34,9 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 
 
-def qwen(dtype: torch.dtype = BF16, **sizes: Any) -> PolicyModel:
+def qwen(
+    dtype: torch.dtype = BF16, *, kind: Any = Qwen2ForCausalLM, adapter: int = 0, **sizes: Any
+) -> PolicyModel:
     torch.manual_seed(0)
     defaults = {
         "hidden_size": 128,
@@ -41,9 +45,15 @@ def qwen(dtype: torch.dtype = BF16, **sizes: Any) -> PolicyModel:
         "vocab_size": 997,
     }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen2Config(**{**defaults, **heads, **sizes}, initializer_range=0.08)
+    config = kind.config_class(**{**defaults, **heads, **sizes}, initializer_range=0.08)
     config._attn_implementation = IMPLEMENTATION
-    return PolicyModel(Qwen2ForCausalLM(config).to("cuda", dtype).eval())
+    model = kind(config)
+    if adapter:
+        inject(model, ActorModelArgs(lora_rank=adapter, lora_target="all-linear"))
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return PolicyModel(model.to("cuda", dtype).eval())
 
 
 def batches(count: int = 24, budget: int = 512) -> list[PairBatch]:
@@ -144,6 +154,46 @@ def trainer(policy: PolicyModel) -> RankTrainer:
         policy.named_parameters(), args, schedule=schedule(args, 10), max_grad_norm=1.0
     )
     return RankTrainer(policy, configure(["sigmoid"], {}), optimizer)
+
+
+def sums(work: RankTrainer, parts: list[PairBatch]) -> dict[str, torch.Tensor]:
+    """The gradients of a step by name."""
+
+    def objective(_batch: PairBatch, columns: Any) -> torch.Tensor:
+        return (columns["sum"] @ torch.tensor([1.0, -0.5], device="cuda").double()).sum()
+
+    optimizer = work.optimizer
+    assert optimizer is not None
+    optimizer.zero_grad()
+    optimizer.begin_sums()
+    work.runner.backward(parts, (), objective)
+    return {name: grad.float() for name, grad in optimizer.named_gradients().items()}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("adapter", [0, 8], ids=["whole", "adapter"])
+@pytest.mark.parametrize("kind", [Qwen2ForCausalLM, LlamaForCausalLM])
+def test_layers_that_need_fewer_kernels_give_the_same_gradients(
+    kind: Any, adapter: int, compiled: bool
+) -> None:
+    """Query, key and value in one product, with biases and without; adapters within products."""
+    parts, options = batches(), {"kind": kind, "adapter": adapter}
+    exact = sums(trainer(qwen(torch.float32, **options)), parts)
+    without = trainer(qwen(**options))
+    ungroup_projections(without.policy.modules())
+    plain = sums(without, parts)
+    work = trainer(qwen(**options))
+    grouped = [module for module in work.policy.modules() if getattr(module, "group", None)]
+    assert grouped
+    assert isinstance(work.policy, PolicyModel)
+    arrange_layers(work.policy, compiled=compiled)
+    quick = sums(work, parts)
+    assert quick.keys() == plain.keys() == exact.keys()
+    for name, true in exact.items():
+        rounding = (plain[name] - true).norm() / true.norm()
+        assert (quick[name] - true).norm() / true.norm() <= 1.5 * rounding + 2e-3, name
+    for name, again in sums(work, parts).items():  # the sums begin with zeros
+        assert (again - quick[name]).norm() <= 0.01 * again.norm(), name
 
 
 def test_one_host_synchronisation_a_step() -> None:
