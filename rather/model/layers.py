@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rather.errors import ConfigError
 from rather.model.policy import PolicyModel
+from rather.optim.summing import SharedInput, ungroup_projections
 
 Recompute = Literal["none", "half", "selective", "full"]
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)  # less and less memory, more and more time
@@ -58,7 +59,7 @@ def arrange_layers(
         )
     for layer in layers:
         for module in layer.modules():
-            if group := getattr(module, "group", None):  # of projections: optim.summing
+            if isinstance(group := getattr(module, "group", None), SharedInput):
                 group.apart = recompute in ("half", "selective")  # by the width of each product
         layer.forward = MethodType(_run(type(layer).forward, recompute, offload, compiled), layer)
 
@@ -135,6 +136,7 @@ class HostOffloaded:
 
     def __init__(self, policy: PolicyModel) -> None:
         self.device = policy.causal_lm.device
+        ungroup_projections(policy.modules())
         self.carrier: Any = torch.cuda.Stream(self.device)
         self.groups: list[tuple[Any, list[nn.Parameter]]] = []
         for module, weights in _in_order(policy):

@@ -23,16 +23,16 @@ from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.losses.metrics import Scored, weighted_sums
 from rather.losses.objective import PairLoss
 from rather.model.collectives import all_reduce_
-from rather.model.layers import HostOffloaded, layers_of
+from rather.model.layers import HostOffloaded
 from rather.model.policy import START, PolicyModel, pair_columns
 from rather.optim.adamw import local
 from rather.optim.optimizer import Optimizer
-from rather.optim.summing import group_projections, summing, ungroup_projections
 from rather.parallel.canonical import Canonical
 from rather.parallel.mesh import Mesh, max_over_ranks
 from rather.parallel.routers import balance_of
 from rather.parallel.shard import Stage, announce, counted, places, settle
 from rather.parallel.stages import Objective, Stages
+from rather.train.linear_layers import use_fewer_kernels
 from rather.train.nonfinite import (
     NonFiniteReport,
     Reason,
@@ -145,27 +145,10 @@ class RankTrainer:
         self._counted = counted(policy, self.mesh)
         self._is_alone = self.mesh.world == 1
         if isinstance(policy, PolicyModel) and self.device.startswith("cuda"):
-            self._save_kernels(policy)
+            use_fewer_kernels(policy, optimizer, alone=self._is_alone)
         self._dp, self._dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
         # Of several ranks with the same pairs, only the primary one reports numbers.
         self._is_primary = self.mesh.rank("cp") == self.mesh.rank("tp") == 0
-
-    def _save_kernels(self, policy: PolicyModel) -> None:
-        """Use linear layers that need fewer kernels."""
-        modules = [module for layer in layers_of(policy) for module in layer.modules()]
-        adapted = self.optimizer and hasattr(policy.causal_lm, "peft_config")
-        if adapted:
-            from rather.model.adapters import AdaptedLinear, AdaptedProjections
-
-            AdaptedLinear.replace(policy.causal_lm, joins=self._is_alone)
-        if self.optimizer:
-            self.optimizer.sum_inside(modules)
-        elif self._is_alone:
-            summing(modules, {p for p in policy.parameters() if p.itemsize == 2})  # as a policy's
-        if self._is_alone:
-            group_projections(modules)
-            if adapted:
-                AdaptedProjections.group(modules)
 
     @property
     def _trained(self) -> Optimizer:
@@ -215,7 +198,6 @@ class RankTrainer:
         if self.parked or self.optimizer or self.mesh.sizes or not on_gpu:
             return False
         assert isinstance(policy, PolicyModel)
-        ungroup_projections(policy.modules())
         self.parked = HostOffloaded(policy)
         return True
 
