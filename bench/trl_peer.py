@@ -91,8 +91,8 @@ def _apply_liger(shape: Shape, *models: Any) -> None:
 
     It replaces functions of transformers' module as well: whatever runs later in this process has them too.
     """
-    # CuTe kernels, which Liger prefers if CUTLASS is installed, take up to twice as long here: they
-    # are compiled for every new shape.
+    # If CUTLASS is installed, Liger prefers CuTe kernels. They are compiled for every new shape, and
+    # a step takes up to twice as long.
     for operator in ("ROPE", "RMS_NORM", "SWIGLU"):
         os.environ.setdefault(f"LIGER_KERNEL_IMPL_{operator}", "nvidia-triton")
     from liger_kernel import transformers as liger

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from hashlib import file_digest, sha256
@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, LoraModel
-from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -46,8 +45,8 @@ from rather.model.check import expert_blocks
 from rather.model.files import CORRECTION, PARTS, model_folder
 from rather.model.layers import layers_of
 from rather.model.policy import START
-from rather.optim.summing import Projections, SharedInput, SummingLinear, groups_of
 
+LoraLinear = lora.Linear
 TRAINED = "default"  # PEFT's name of the trained adapter; its frozen start is the adapter START
 CONFIG, WEIGHTS, NOTES = "adapter_config.json", "adapter_model.safetensors", "rather.json"
 ALL_LINEAR = "all-linear"
@@ -252,134 +251,6 @@ def _refuse_unsupported(causal_lm: Any, config: LoraConfig) -> None:
 def tuned_layers(model: nn.Module) -> dict[str, Any]:
     kinds = (BaseTunerLayer, ModulesToSaveWrapper)
     return {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
-
-
-class AdaptedLinear(LoraLinear):
-    """PEFT's layer without the checks that a compiler would repeat for every layer.
-
-    The scale multiplies the narrow tensor between the two matrices: its gradient is narrow as well.
-    """
-
-    joins: bool = False  # the adapter's products are part of the layer's
-    group: AdaptedProjections | None = None
-    place: int = 0  # in the group
-
-    def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        base: Any = self.base_layer
-        if self._disable_adapters:
-            return base(x)  # type: ignore[no-any-return]
-        a, b, scale = self.trained
-        if not self.joins:
-            return base(x) + b(a(x) * scale)  # type: ignore[no-any-return]
-        grouped = self.group and self.group.inner.total is not None and torch.is_grad_enabled()
-        if self.group and grouped and not self.group.apart:
-            y = self.group.result(x, self)
-        else:
-            y = self.product(x)
-        return y if base.bias is None else y + base.bias
-
-    @property
-    def trained(self) -> tuple[Any, Any, float]:
-        """The two matrices of the active adapter, and its scale."""
-        (name,) = self.active_adapters
-        return self.lora_A[name], self.lora_B[name], self.scaling[name]
-
-    def product(self, x: Tensor) -> Tensor:
-        a, b, scale = self.trained
-        base: Any = self.base_layer
-        totals = getattr(a, "total", None), getattr(b, "total", None)
-        y: Tensor = _Joined.apply(x, scale, a.weight, totals[0], base.weight, b.weight, totals[1])
-        return y
-
-    @classmethod
-    def replace(cls, model: Any, *, joins: bool = False) -> None:
-        """Use this class for the plain LoRA layers of a model in one dtype, without dropout.
-
-        `joins`: the weights are whole, so the products of layer and adapter can be joined.
-        """
-        config: LoraConfig = model.peft_config[TRAINED]
-        for layer in tuned_layers(model).values():
-            dtypes = {parameter.dtype for parameter in layer.parameters()}
-            is_plain = type(layer) is LoraLinear and not layer.lora_variant
-            if is_plain and len(dtypes) == 1:
-                layer.__class__ = cls
-                layer.joins = joins and type(layer.base_layer) is nn.Linear and config.r % 8 == 0
-
-
-class AdaptedProjections(SharedInput):
-    """Adapted layers of one input."""
-
-    def __init__(self, layers: Sequence[AdaptedLinear]) -> None:
-        super().__init__(layers)
-        self.inner = Projections([layer.lora_A[TRAINED] for layer in layers])  # type: ignore[misc]
-
-    @classmethod
-    def group(cls, modules: Iterable[nn.Module]) -> None:
-        """Group the layers whose adapters sum their gradients."""
-        for layers in groups_of(modules, AdaptedLinear):
-            inner = [layer.lora_A[TRAINED] for layer in layers]
-            if all(layer.joins for layer in layers) and {*map(type, inner)} == {SummingLinear}:
-                cls(layers)
-
-    def product(self, x: Tensor) -> Tensor:
-        layers: Any = self.layers
-        scale = layers[0].trained[2]
-        parts = [(each.base_layer.weight, each.trained[1]) for each in layers]
-        flat = [tensor for w, b in parts for tensor in (w, b.weight, b.total)]
-        y: Tensor = _Joined.apply(x, scale, self.inner.weight, self.inner.total, *flat)
-        return y
-
-
-class _Joined(torch.autograd.Function):
-    """Linear layers of one input with their adapters.
-
-    What an adapter adds to the wider side, the output or the gradient of the input, is part of the
-    same product: as further columns of both factors. Otherwise, that wide tensor would be written
-    and read once more, at a third of the cost of the layer's own product.
-
-    `a` has the first matrices of all adapters. For each layer there are its weight, the second
-    matrix of its adapter, and the total of that one's gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float, a: Tensor, total: Any, *parts: Any) -> Tensor:
-        ctx.scale, ws, bs = scale, parts[::3], parts[1::3]
-        inner = F.linear(x, a) * scale
-        ctx.save_for_backward(x, inner, a, total, *parts)
-        if sum(map(len, ws)) > x.shape[-1]:
-            return F.linear(torch.cat([x, inner], -1), _columns(ws, bs))
-        return F.linear(x, torch.cat(ws)) + F.linear(inner, torch.block_diag(*bs))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, inner, a, total, *parts = ctx.saved_tensors
-        ws, bs, totals = parts[::3], parts[1::3], parts[2::3]
-        rows, x_rows, inner = grads[0].flatten(0, -2), x.flatten(0, -2), inner.flatten(0, -2)
-        sizes, ranks = [len(w) for w in ws], [b.shape[1] for b in bs]
-        if sum(sizes) > x.shape[-1]:
-            d_x, d_inner = (rows @ _columns(ws, bs)).split([x.shape[-1], len(a)], -1)
-            d_inner = d_inner * ctx.scale
-            d_x = d_x + d_inner @ a
-        else:
-            d_inner = (rows @ torch.block_diag(*bs)) * ctx.scale
-            d_x = torch.cat([rows, d_inner], -1) @ torch.cat([*ws, a])
-        d_a = _weight_gradient(total, d_inner, x_rows)
-        own = zip(totals, rows.split(sizes, -1), inner.split(ranks, -1), strict=True)
-        d_bs = [each for one in own for each in (None, _weight_gradient(*one), None)]
-        return d_x.view(x.shape), None, d_a, None, *d_bs
-
-
-def _columns(ws: Sequence[Tensor], bs: Sequence[Tensor]) -> Tensor:
-    """Return the weights, and beside each one the columns of its adapter: [w1 b1 0; w2 0 b2]."""
-    return torch.cat([torch.cat([*ws]), torch.block_diag(*bs)], 1)
-
-
-def _weight_gradient(total: Tensor | None, grad_ND: Tensor, x_NE: Tensor) -> Tensor | None:
-    """Return the gradient of a weight, or add it to its total."""
-    if total is None:
-        return grad_ND.t() @ x_NE
-    torch.ops.rather.add_product_(total, grad_ND, x_NE)
-    return None
 
 
 @contextmanager

@@ -21,30 +21,35 @@ from torch import Tensor, nn
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
-# Names of projections in transformers. The two that open an MLP gain nothing: their products are
-# large enough, and the gradient of their gate would be read twice.
+# Names in transformers. Joining gate_proj and up_proj gains nothing: their products are large
+# enough, and a compiler concatenates their gradients in a slow kernel.
 GROUPS = (("q_proj", "k_proj", "v_proj"),)
 
 
-class SummingLinear(nn.Linear):
+class GroupMember(nn.Module):
+    """A layer that may share its input with others."""
+
+    group: SharedInput | None = None
+    place: int = 0  # in the group
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.group = None  # a move gives each layer a tensor of its own
+        return super()._apply(*args, **kwargs)
+
+
+class SummingLinear(GroupMember, nn.Linear):
     """A linear layer whose weight gradient goes into `total` while that is set."""
 
     total: Tensor | None = None
-    group: Projections | None = None
-    place = 0  # in the group
 
     def set_total(self, total: Tensor | None) -> None:
         object.__setattr__(self, "total", total)  # nn.Module's own takes longer than a launch
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.group = None  # weights that move are no longer parts of one tensor
-        return super()._apply(*args, **kwargs)
-
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.total is None:
             return super().forward(x)
-        grouped = self.group and not self.group.apart
-        y = self.group.result(x, self) if grouped else self.product(x)  # type: ignore[union-attr]
+        group = self.group
+        y = group.result(x, self) if group and not group.apart else self.product(x)
         return y if self.bias is None else y + self.bias
 
     def product(self, x: Tensor) -> Tensor:
@@ -52,14 +57,14 @@ class SummingLinear(nn.Linear):
 
 
 class SharedInput:
-    """Layers of one input. The first computes the results of all, which wait for the others."""
+    """Layers of one input. The first call computes the results of all layers."""
 
-    apart = False  # each computes its own result
+    apart = False  # True: each layer computes its own result
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self.layers, self.sizes = layers, [layer.out_features for layer in layers]
         self.biased = any(layer.bias is not None for layer in layers)
-        self.x: Tensor | None = None  # the input of the results
+        self.x: Tensor | None = None  # the input, until the last layer has its result
         self.results: Sequence[Tensor] = ()
         for place, layer in enumerate(layers):
             layer.group, layer.place = self, place
@@ -68,11 +73,11 @@ class SharedInput:
         return type(None), ()  # a copy of the layers has no group
 
     def product(self, x: Tensor) -> Tensor:
+        """Return the results of all layers as columns of one tensor, without biases."""
         raise NotImplementedError
 
     def split(self, y: Tensor) -> Sequence[Tensor]:
-        # A compiler computes the gradients of biases first and joins them well. Without biases, it
-        # would compute and join them in one slow kernel.
+        # Without biases, a compiler computes and concatenates the gradients in one slow kernel.
         return y.split(self.sizes, dim=-1) if self.biased else _Split.apply(y, self.sizes)
 
     def result(self, x: Tensor, layer: Any) -> Tensor:
@@ -83,18 +88,20 @@ class SharedInput:
             alone: Tensor = layer.product(x)
             return alone
         result = self.results[layer.place]
-        if layer is self.layers[-1]:  # nothing is kept beyond the last one
+        if layer is self.layers[-1]:
             self.x, self.results = None, ()
         return result
 
 
 class Projections(SharedInput):
-    """Linear layers of one input whose weights become parts of one tensor."""
+    """Linear layers of one input. Their weights become rows of one tensor."""
+
+    weight: Tensor
+    total: Tensor | None = None
 
     def __init__(self, layers: Sequence[SummingLinear]) -> None:
         super().__init__(layers)
         self.weight = torch.cat([layer.weight.data for layer in layers])
-        self.total: Tensor | None = None
         for layer, part in zip(layers, self.parts(self.weight), strict=True):
             layer.weight.data = part
 
@@ -122,13 +129,13 @@ def summing(
 
 
 def group_projections(modules: Iterable[nn.Module]) -> None:
-    """Group the summing layers of one input. Their weights must be whole and stay in place."""
+    """Group the summing layers of one input. Their weights must not be sharded or replaced."""
     for linears in groups_of(modules, SummingLinear):
         Projections(linears)
 
 
 def groups_of(modules: Iterable[nn.Module], kind: type[Layer]) -> Iterator[list[Layer]]:
-    """Yield the layers of each input that are all of one kind."""
+    """Yield the layers that share an input, if all of them are of this kind."""
     for module, names in product(modules, GROUPS):
         layers = [getattr(module, name, None) for name in names]
         if all(type(layer) is kind for layer in layers):
@@ -137,7 +144,7 @@ def groups_of(modules: Iterable[nn.Module], kind: type[Layer]) -> Iterator[list[
 
 def ungroup_projections(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        if isinstance(module, SummingLinear):
+        if isinstance(module, GroupMember):
             module.group = None
 
 
@@ -145,7 +152,8 @@ class Totals:
     """The totals of several layers. They are parts of one tensor: one kernel, not hundreds."""
 
     def __init__(self, linears: Sequence[SummingLinear]) -> None:
-        units = list(dict.fromkeys(linear.group or linear for linear in linears))
+        groups = {each: each.group for each in linears if isinstance(each.group, Projections)}
+        units = list(dict.fromkeys(groups.get(each, each) for each in linears))
         sizes = [-(-unit.weight.numel() // 64) * 64 for unit in units]  # aligned
         self.flat = linears[0].weight.new_empty(sum(sizes), dtype=torch.float32)
         self.bytes = self.flat.untyped_storage().nbytes()
@@ -195,7 +203,7 @@ class _Summing(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """Splits columns; the gradient is one copy."""
+    """Splits columns. In backward, one kernel concatenates the gradients."""
 
     @staticmethod
     def forward(_ctx: Any, y: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
@@ -203,14 +211,14 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *grads: Any) -> Any:
-        return torch.ops.rather.join_columns(grads), None
+        return torch.ops.rather.concatenate_columns(grads), None
 
 
 # Operators of our own, so that compiled layers see that `total` changes. Not a `custom_op`: its
 # wrappers take ten times as long as the launch.
 _operators = torch.library.Library("rather", "FRAGMENT")
 _operators.define("add_product_(Tensor(a!) total, Tensor grad_ND, Tensor x_NE) -> ()")
-_operators.define("join_columns(Tensor[] parts) -> Tensor")
+_operators.define("concatenate_columns(Tensor[] parts) -> Tensor")
 
 
 def _add_product_(total: Tensor, grad_ND: Tensor, x_NE: Tensor) -> None:
@@ -223,7 +231,9 @@ def _add_product_(total: Tensor, grad_ND: Tensor, x_NE: Tensor) -> None:
 
 _operators.impl("add_product_", _add_product_, "CompositeExplicitAutograd")
 torch.library.register_fake("rather::add_product_", lambda *_tensors: None, lib=_operators)
-_operators.impl("join_columns", lambda parts: torch.cat(parts, -1), "CompositeExplicitAutograd")
+_operators.impl(
+    "concatenate_columns", lambda parts: torch.cat(parts, -1), "CompositeExplicitAutograd"
+)
 torch.library.register_fake(
-    "rather::join_columns", lambda parts: torch.cat(parts, -1), lib=_operators
+    "rather::concatenate_columns", lambda parts: torch.cat(parts, -1), lib=_operators
 )

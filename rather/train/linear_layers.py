@@ -1,4 +1,4 @@
-"""Which linear layers a model on CUDA uses."""
+"""Chooses the linear layers of a model on CUDA."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rather.optim.summing import group_projections, summing
 
 
 def use_fewer_kernels(policy: PolicyModel, optimizer: Any, *, alone: bool) -> None:
-    """Replace the linear layers of a model on CUDA; `alone`: its weights are whole."""
+    """Replace the linear layers of a model on CUDA; `alone`: its weights are not sharded."""
     modules = [module for layer in layers_of(policy) for module in layer.modules()]
     adapted = optimizer and hasattr(policy.causal_lm, "peft_config")
     if adapted:
-        from rather.model.adapters import AdaptedLinear, AdaptedProjections
+        from rather.model.adapted_layers import AdaptedLinear, group_adapted
 
         AdaptedLinear.replace(policy.causal_lm, joins=alone)
     if optimizer:
         optimizer.sum_inside(modules)
-    elif alone:  # as the layers of a policy
+    elif alone:  # the same products as a policy in half precision
         summing(modules, {p for p in policy.parameters() if p.itemsize == 2})
     if alone:
         group_projections(modules)
     if alone and adapted:
-        AdaptedProjections.group(modules)
+        group_adapted(modules)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rather.config.schema import ActorModelArgs, TrainingArgs
-from rather.model.adapters import AdaptedLinear, AdaptedProjections, as_reference, inject
+from rather.model.adapted_layers import AdaptedLinear, group_adapted
+from rather.model.adapters import as_reference, inject
 from rather.model.attention import IMPLEMENTATION
 from rather.model.layers import layers_of
 from rather.model.policy import PolicyModel
@@ -155,7 +156,7 @@ def test_joined_adapters_add_to_their_sums(part: str) -> None:
         module = getattr(layers_of(policy)[0], part)
         optimizer = optimizer_of(module)
         optimizer.sum_inside(module.modules())
-        AdaptedProjections.group(module.modules())
+        group_adapted(module.modules())
         optimizer.begin_sums()
         for rows in (3, 5):
             generator = torch.Generator().manual_seed(rows)
@@ -227,3 +228,14 @@ def test_weights_that_are_copied_or_moved_leave_their_group(move: Any) -> None:
         moved.q_proj.weight.zero_()
         y = moved.q_proj(torch.ones(1, 8, dtype=moved.q_proj.weight.dtype))
         assert torch.equal(y[0], moved.q_proj.bias)
+
+
+def test_adapted_layers_that_move_leave_their_group() -> None:
+    policy = adapted(8).bfloat16()
+    AdaptedLinear.replace(policy.causal_lm, joins=True)
+    attention = layers_of(policy)[0].self_attn
+    optimizer_of(attention).sum_inside(attention.modules())
+    group_adapted(attention.modules())
+    assert attention.q_proj.group is not None
+    policy.float()
+    assert attention.q_proj.group is None
