@@ -415,20 +415,21 @@ class Ours:
         remembered = iter(known or ())
         synchronize()
         started = time.perf_counter()
-        for train, infer in ahead(map(self._packed, steps), 2):
-            columns = self.reference.log_probs(infer) if known is None else next(remembered)
+        sizes = [self.budget] if known else [self.budget, 2 * self.budget]
+        packed = (self._packed(pairs_of(step), sizes) for step in steps)
+        for train, *infer in ahead(packed, 2):
+            columns = self.reference.log_probs(*infer) if infer else next(remembered)
             self.policy.train_step(train, columns)
             synchronize()
             yield time.perf_counter() - started, columns
             started = time.perf_counter()  # waiting for the packer counts
 
-    def _packed(self, step: Step) -> tuple[list[Any], list[Any]]:
+    def _packed(self, pairs: Sequence[TokenPair], sizes: Sequence[int]) -> list[list[Any]]:
+        """Micro-batches of each of these sizes."""
         from rather.data.pack import pack
 
-        pairs = pairs_of(step)
-        both = (pack(pairs, size, ladder=self.ladder) for size in (self.budget, 2 * self.budget))
-        train, infer = ([batch.pin_memory() for batch in batches] for batches in both)
-        return train, infer
+        packed = (pack(pairs, size, ladder=self.ladder) for size in sizes)
+        return [[batch.pin_memory() for batch in batches] for batches in packed]
 
     def forget_reference(self) -> None:
         self.reference = None
