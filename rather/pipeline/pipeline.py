@@ -303,7 +303,7 @@ class DPOPipeline(TrainingLoop):
         step = self.progress.step
         self._summarize()
         if logps := self.reference_stream.logps:
-            text = "reference log-probs: %d %s from the cache, %d computed in %d forwards"
+            text = "reference log-probs: %d %s from the cache, %d computed (forward passes: %d)"
             cost, unit = logps.counts, self.config.unit
             log.info(text, cost.pairs_from_cache, unit, cost.pairs_computed, cost.forwards)
         if self._is_stopped():

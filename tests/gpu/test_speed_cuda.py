@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 
 
-def qwen(
+def small_model(
     dtype: torch.dtype = BF16, *, kind: Any = Qwen2ForCausalLM, adapter: int = 0, **sizes: Any
 ) -> PolicyModel:
     torch.manual_seed(0)
@@ -125,8 +125,8 @@ def numbers(policy: PolicyModel, parts: list[PairBatch]) -> list[torch.Tensor]:
 def test_compiled_layers_give_the_plain_numbers(level: Recompute) -> None:
     """bfloat16 within the rounding that the plain path itself shows against float32."""
     parts = batches()
-    exact, plain = numbers(qwen(torch.float32), parts), numbers(qwen(), parts)
-    policy = qwen()
+    exact, plain = numbers(small_model(torch.float32), parts), numbers(small_model(), parts)
+    policy = small_model()
     arrange_layers(policy, recompute=level, compiled=True)
     compiled = numbers(policy, parts)
     for got, want, true in zip(compiled, plain, exact, strict=True):
@@ -142,7 +142,7 @@ def test_compiled_layers_give_the_plain_numbers(level: Recompute) -> None:
 
 def test_compiled_in_float32_equals_plain() -> None:
     parts = batches()
-    plain, policy = numbers(qwen(torch.float32), parts), qwen(torch.float32)
+    plain, policy = numbers(small_model(torch.float32), parts), small_model(torch.float32)
     arrange_layers(policy, compiled=True)
     for got, want in zip(numbers(policy, parts), plain, strict=True):
         assert (got - want).norm() / want.norm() < 1e-5
@@ -178,11 +178,11 @@ def test_layers_that_need_fewer_kernels_give_the_same_gradients(
 ) -> None:
     """Query, key and value in one product, with biases and without; adapters within products."""
     parts, options = batches(), {"kind": kind, "adapter": adapter}
-    exact = sums(trainer(qwen(torch.float32, **options)), parts)
-    without = trainer(qwen(**options))
+    exact = sums(trainer(small_model(torch.float32, **options)), parts)
+    without = trainer(small_model(**options))
     ungroup_projections(without.policy.modules())
     plain = sums(without, parts)
-    work = trainer(qwen(**options))
+    work = trainer(small_model(**options))
     grouped = [module for module in work.policy.modules() if getattr(module, "group", None)]
     assert grouped
     assert isinstance(work.policy, PolicyModel)
@@ -198,8 +198,8 @@ def test_layers_that_need_fewer_kernels_give_the_same_gradients(
 
 def test_one_host_synchronisation_a_step() -> None:
     policy, reference = (
-        trainer(qwen()),
-        RankTrainer(qwen().requires_grad_(False), configure(["sigmoid"], {})),
+        trainer(small_model()),
+        RankTrainer(small_model().requires_grad_(False), configure(["sigmoid"], {})),
     )
     parts = [batch.pin_memory() for batch in pack(random_pairs(24, 990), 512, ladder=64)]
     for _ in range(2):
@@ -217,7 +217,7 @@ def test_one_host_synchronisation_a_step() -> None:
 
 
 def test_the_planner_recomputes_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = trainer(qwen(hidden_size=512, intermediate_size=2048, num_hidden_layers=8))
+    work = trainer(small_model(hidden_size=512, intermediate_size=2048, num_hidden_layers=8))
     options: dict[str, Any] = {
         "tokens": None,
         "recompute": None,
@@ -258,8 +258,8 @@ def _need(work: RankTrainer, level: Recompute) -> float:
 
 def test_step_zero_is_ln_2_to_the_bit_where_both_sides_run_the_same_bins() -> None:
     policy, reference = (
-        trainer(qwen()),
-        RankTrainer(qwen().requires_grad_(False), configure(["sigmoid"], {})),
+        trainer(small_model()),
+        RankTrainer(small_model().requires_grad_(False), configure(["sigmoid"], {})),
     )
     parts = pack(random_pairs(24, 990), 512, ladder=64)
     result = policy.train_step(parts, reference.log_probs(parts))

@@ -107,7 +107,7 @@ def test_another_beta_does_no_forward_and_loads_no_reference(
         told = run(folder, "second", beta=0.5, seed=42)
     assert counters(told) == (49, 0, 0)
     assert "holds the log-probs of all pairs; the model is not loaded" in caplog.text
-    assert "49 pairs from the cache, 0 computed in 0 forwards" in caplog.text
+    assert "49 pairs from the cache, 0 computed (forward passes: 0)" in caplog.text
     assert told["cache"].startswith(str(folder / "output" / ".cache" / "reference"))
     for one, other in zip(lines(folder, "second"), lines(folder, "off"), strict=True):
         assert one == pytest.approx(other, rel=1e-12, abs=1e-12)
