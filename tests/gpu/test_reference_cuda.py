@@ -17,7 +17,7 @@ from rather.model.layers import arrange_layers
 from rather.pipeline.pipeline import DPOPipeline
 from rather.reference.logps import ReferenceLogps
 from rather.train.rank_trainer import RankTrainer
-from tests.gpu.test_speed_cuda import qwen
+from tests.gpu.test_speed_cuda import small_model
 from tests.gpu.test_speed_cuda import trainer as training
 from tests.padded import random_pairs
 from tests.tiny import make_config, metrics
@@ -72,7 +72,9 @@ def test_fresh_and_known_values_come_without_waiting(
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_a_parked_model_leaves_its_memory_and_answers_the_same(compiled: bool) -> None:
     resting = torch.cuda.memory_allocated()
-    policy = qwen(hidden_size=512, num_hidden_layers=6, vocab_size=9970).requires_grad_(False)
+    policy = small_model(hidden_size=512, num_hidden_layers=6, vocab_size=9970).requires_grad_(
+        False
+    )
     arrange_layers(policy, compiled=compiled)
     weights = sum(parameter.nbytes for parameter in policy.parameters())
     trainer = RankTrainer(policy, configure(["sigmoid"], {}))
@@ -92,7 +94,7 @@ def test_a_parked_model_leaves_its_memory_and_answers_the_same(compiled: bool) -
 def test_the_reference_is_parked_before_activations_are_recomputed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    work = training(qwen(hidden_size=512, intermediate_size=2048, num_hidden_layers=8))
+    work = training(small_model(hidden_size=512, intermediate_size=2048, num_hidden_layers=8))
     rooms = iter([64 << 20, 64 << 30])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(rooms), 0))
     parked: list[bool] = []
