@@ -80,7 +80,7 @@ def choose_budget(
     least = max(min(LEAST, wanted), largest_pair)
     needed = max(tokens or least, largest_pair)
     for level in (recompute,) if recompute else LEVELS:
-        arrange_layers(policy, recompute=level, offload=offload, compiled=compiled)
+        arrange_layers(policy, recompute=level, offload=offload, compiled=compiled, alone=True)
         fitting, each = (
             (wanted, None) if tokens and recompute else _tokens_that_fit(policy, trainer)
         )

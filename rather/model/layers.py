@@ -3,16 +3,18 @@
 A frozen model can wait on the host, so that training can use its GPU memory in between.
 
 Compilation is regional: one layer class is compiled once, for any number of tokens, and shared by
-all layers of policy and reference.
+all layers of policy and reference. Small layers are compiled several at a time: their kernels take
+less time than the host needs to start a layer.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from inspect import signature
 from itertools import accumulate
 from types import MethodType
 from typing import Any, Literal, get_args
@@ -24,11 +26,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rather.errors import ConfigError
+from rather.model.check import experts_of
 from rather.model.policy import PolicyModel
 from rather.optim.summing import SharedInput, ungroup_projections
 
 Recompute = Literal["none", "half", "selective", "full"]
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)  # less and less memory, more and more time
+SMALL = 8_000_000  # weights of a layer
+GROUP = 5  # small layers compiled as one: a larger group takes longer to compile
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +49,12 @@ def arrange_layers(
     recompute: Recompute = "none",
     offload: bool = False,
     compiled: bool = False,
+    alone: bool = False,
 ) -> None:
-    """Set how the layers run from now on; replaces an earlier setting."""
+    """Set how the layers run from now on; replaces an earlier setting.
+
+    `alone`: the policy is on one GPU, so that small layers can be compiled several at a time.
+    """
     layers = layers_of(policy)
     family = policy.causal_lm.config.model_type
     if not layers and (recompute != "none" or offload):
@@ -62,6 +71,51 @@ def arrange_layers(
             if isinstance(group := getattr(module, "group", None), SharedInput):
                 group.apart = recompute in ("half", "selective")  # by the width of each product
         layer.forward = MethodType(_run(type(layer).forward, recompute, offload, compiled), layer)
+    if alone and compiled and recompute == "none" and not offload:
+        size = _group_size(policy, layers)
+        for first in range(0, len(layers), size) if size > 1 else ():
+            _Group(layers[first : first + size])
+
+
+def _group_size(policy: PolicyModel, layers: Sequence[nn.Module]) -> int:
+    """Return how many layers are compiled as one: a divisor of their number, so that all are alike.
+
+    Adapters and experts would take minutes to compile. A layer that returns more than a tensor
+    cannot wait for the last of its group.
+    """
+    if hasattr(policy.causal_lm, "peft_config") or experts_of(policy.causal_lm.config):
+        return 1
+    for layer in layers:
+        weights = sum(parameter.numel() for parameter in layer.parameters())
+        returned = signature(type(layer).forward).return_annotation
+        if weights >= SMALL or returned is not Tensor:
+            return 1
+    return max(size for size in range(1, GROUP + 1) if len(layers) % size == 0)
+
+
+class _Group:
+    """Layers that run as one when the last of them is called; the others return their input."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.layers = tuple(layers)
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.run = _run(_run_layers, "none", offload=False, compiled=True)
+        for place, layer in enumerate(layers):
+            layer.forward = partial(self.call, place)
+
+    def call(self, place: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls = [*self.calls[:place], (args, kwargs)]
+        if len(self.calls) < len(self.layers):
+            return hidden
+        calls, self.calls = self.calls, []
+        result: Tensor = self.run(self.layers, hidden, calls)
+        return result
+
+
+def _run_layers(layers: Iterable[Any], hidden: Tensor, calls: Iterable[Any]) -> Tensor:
+    for layer, (args, kwargs) in zip(layers, calls, strict=True):
+        hidden = type(layer).forward(layer, hidden, *args, **kwargs)
+    return hidden
 
 
 @contextmanager

@@ -36,11 +36,11 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
 TINY = Shape("qwen2", 64, 4, 4, 2, 96, 64, True)
 STEPS = 5
-# Weights relative to how far they move. In bf16 one weight that is rounded the other way, as ties are by the two forms
-# of master weights, moves every number of so small a model.
+# Weights relative to how far they move. In bf16 one weight that is rounded the other way moves every number of so small
+# a model: by the two forms of master weights, and by the plain path's single product for query, key and value.
 SAME = {
     "fp32": Apart(loss=1e-5, norm=1e-5, weights=1e-3),
-    "bf16": Apart(loss=2e-3, norm=1e-2, weights=0.1),
+    "bf16": Apart(loss=4e-3, norm=1e-2, weights=0.1),
 }
 
 

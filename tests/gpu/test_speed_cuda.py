@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 from rather.config.schema import ActorModelArgs, TrainingArgs
@@ -132,12 +133,31 @@ def test_compiled_layers_give_the_plain_numbers(level: Recompute) -> None:
     for got, want, true in zip(compiled, plain, exact, strict=True):
         rounding = (want - true).norm() / true.norm()
         assert (got - true).norm() / true.norm() <= 1.5 * rounding + 1e-3
-    seen = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    seen = counters["stats"]["unique_graphs"]
     more = numbers(policy, batches(40, 640))
     assert more[0].isfinite().all()
-    assert (
-        torch._dynamo.utils.counters["stats"]["unique_graphs"] == seen
-    )  # other sizes, the same code
+    assert counters["stats"]["unique_graphs"] == seen  # other sizes, the same code
+
+
+def test_small_layers_are_compiled_several_at_a_time() -> None:
+    """Two groups of five layers, policy and reference: the plain numbers, two graphs."""
+    parts = batches()
+    exact = numbers(small_model(torch.float32, num_hidden_layers=10), parts)
+    plain = numbers(small_model(num_hidden_layers=10), parts)
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    policy, reference = (small_model(num_hidden_layers=10) for _ in range(2))
+    for model in (policy, reference.requires_grad_(False)):
+        arrange_layers(model, compiled=True, alone=True)
+    compiled = numbers(policy, parts)
+    with torch.no_grad():
+        compiled.append(torch.cat([reference(batch)[0] for batch in parts]))
+    more = numbers(policy, batches(40, 640))
+    assert more[0].isfinite().all()
+    assert counters["stats"]["unique_graphs"] == 2
+    for got, want, true in zip(compiled, [*plain, plain[0]], [*exact, exact[0]], strict=True):
+        rounding = (want - true).norm() / true.norm()
+        assert (got - true).norm() / true.norm() <= 1.5 * rounding + 1e-3
 
 
 def test_compiled_in_float32_equals_plain() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -18,13 +22,14 @@ from transformers import (
     PretrainedConfig,
 )
 
-from rather.config.schema import ModelArgs
+from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.data.batch import PairBatch
 from rather.data.pack import pack
 from rather.errors import ConfigError
+from rather.model.adapters import inject
 from rather.model.attention import IMPLEMENTATION
 from rather.model.budget import Budget, choose_budget
-from rather.model.layers import LEVELS, Recompute, arrange_layers
+from rather.model.layers import LEVELS, Recompute, _run, arrange_layers, layers_of, plain_layers
 from rather.model.policy import PolicyModel
 from rather.parallel.load import load_policy
 from tests.padded import random_pairs
@@ -102,12 +107,84 @@ def test_no_bit_changes(
         assert torch.equal(policy(batch)[0], plain[0])  # no dropout
 
 
-def test_selective_repeats_the_wide_products_alone_and_full_repeats_all() -> None:
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, **SMALL
-    )
+def small_llama(layers: int) -> PolicyModel:
+    sizes = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": layers}
+    config = LlamaConfig(**sizes, num_attention_heads=2, **SMALL)
     config._attn_implementation = IMPLEMENTATION
-    policy, batch = PolicyModel(LlamaForCausalLM(config).eval()), one_batch()
+    return PolicyModel(LlamaForCausalLM(config).eval())
+
+
+def two_attentions() -> PolicyModel:
+    """Every second layer sees a window, so layers of a group are called with different masks."""
+    config = Gemma2Config(
+        hidden_size=16, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, sliding_window=7, attn_logit_softcapping=None, **SMALL,
+    )  # fmt: skip
+    config._attn_implementation = IMPLEMENTATION
+    return PolicyModel(Gemma2ForCausalLM(config).eval())
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Layers are traced as for compilation, but run as they are, so that bits can be compared."""
+    trace = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda run, dynamic, **_: trace(run, dynamic=dynamic))
+    _run.cache_clear()
+    yield
+    _run.cache_clear()
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("layers", [4, 10])
+def test_no_bit_changes_in_groups_of_layers(layers: int) -> None:
+    policy, batch = small_llama(layers), one_batch()
+    plain = seen(policy, batch)
+    arrange_layers(policy, compiled=True, alone=True)
+    first, *rest = layers_of(policy)
+    hidden = torch.ones(1, 3, 16)
+    assert all(layer(hidden) is hidden for layer in (first, *rest[:2]))  # wait for the last one
+    for _ in range(2):
+        assert all(map(torch.equal, plain, seen(policy, batch)))
+    with plain_layers(policy):
+        assert all(map(torch.equal, plain, seen(policy, batch)))
+    arrange_layers(policy, recompute="full")
+    assert all(map(torch.equal, plain, seen(policy, batch)))
+
+
+@pytest.mark.usefixtures("traced")
+def test_each_layer_of_a_group_keeps_its_own_arguments() -> None:
+    policy, batch = two_attentions(), one_batch()
+    plain = seen(policy, batch)
+    arrange_layers(policy, compiled=True, alone=True)
+    assert all(map(torch.equal, plain, seen(policy, batch)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "adapter", "small", "sizes"),
+    [
+        (10, 0, 10**6, [5, 5]),
+        (9, 0, 10**6, [3, 3, 3]),
+        (7, 0, 10**6, []),
+        (10, 0, 100, []),
+        (10, 2, 10**6, []),
+    ],
+)
+def test_which_layers_form_groups(
+    layers: int, adapter: int, small: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rather.model.layers.SMALL", small)
+    policy = small_llama(layers)
+    if adapter:
+        inject(policy.causal_lm, ActorModelArgs(lora_rank=adapter, lora_target="all-linear"))
+    arrange_layers(policy, compiled=True, alone=True)
+    forwards = [layer.forward for layer in layers_of(policy)]
+    groups = {forward.func.__self__ for forward in forwards if isinstance(forward, partial)}
+    assert [len(group.layers) for group in groups] == sizes
+
+
+def test_selective_repeats_the_wide_products_alone_and_full_repeats_all() -> None:
+    policy, batch = small_llama(3), one_batch()
+    config = policy.causal_lm.config
     counts = {}
     for level in LEVELS:
         arrange_layers(policy, recompute=level)
