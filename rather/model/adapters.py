@@ -20,6 +20,7 @@ from functools import partial
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from peft import LoraConfig, LoraModel
@@ -253,15 +254,22 @@ def tuned_layers(model: nn.Module) -> dict[str, Any]:
     return {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
 
 
+# The layers of each model, and whether they keep the start of their adapter: a GPU would wait while
+# they are looked for in every step.
+_switched: WeakKeyDictionary[nn.Module, tuple[list[Any], bool]] = WeakKeyDictionary()
+
+
 @contextmanager
 def as_reference(model: nn.Module) -> Iterator[None]:
     """Run the model as its own reference: with the frozen start of its adapter, or the base alone.
 
     PEFT's own switches also turn gradients off and on, and FSDP2 would keep them off.
     """
-    layers = tuned_layers(model).values()
+    if model not in _switched:
+        kept = any(f".{START}." in name for name, _ in model.named_parameters())
+        _switched[model] = list(tuned_layers(model).values()), kept
+    layers, kept = _switched[model]
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
-    kept = any(f".{START}." in name for name, _ in model.named_parameters())
     for layer in layers:
         if kept:
             layer._active_adapter = [START]
