@@ -32,7 +32,7 @@ from rather.optim.summing import SharedInput, ungroup_projections
 
 Recompute = Literal["none", "half", "selective", "full"]
 LEVELS: tuple[Recompute, ...] = get_args(Recompute)  # less and less memory, more and more time
-SMALL = 8_000_000  # weights of a layer
+SMALL = 8_000_000  # a layer with fewer weights is small
 GROUP = 5  # small layers compiled as one: a larger group takes longer to compile
 
 log = logging.getLogger(__name__)
@@ -80,8 +80,8 @@ def arrange_layers(
 def _group_size(policy: PolicyModel, layers: Sequence[nn.Module]) -> int:
     """Return how many layers are compiled as one: a divisor of their number, so that all are alike.
 
-    Adapters and experts would take minutes to compile. A layer that returns more than a tensor
-    cannot wait for the last of its group.
+    Layers with adapters gain too little from it; with experts it was not tried. A layer that returns
+    more than a tensor cannot wait for the last of its group.
     """
     if hasattr(policy.causal_lm, "peft_config") or experts_of(policy.causal_lm.config):
         return 1
