@@ -1,18 +1,19 @@
 """Pairs/s, strict MFU and memory of ours and of TRL with Liger on one GPU: a Qwen2.5 shape with random weights.
 
-    python bench/gpu_vs_trl.py --model 1.5B              # needs the `bench` extra; two to four minutes
+    python bench/gpu_vs_trl.py --model 1.5B              # needs the `bench` extra; some minutes
     python bench/gpu_vs_trl.py --model 7B --only ours --lengths ultrafeedback --profile
 
 Both systems train on the same seeded pairs in one process, ours first: Liger changes functions of transformers. TRL
 runs at its best: bf16 weights without autocast, Liger's layer kernels on policy and reference, no recompute, batches
-padded by two loader processes, the batch sizes below (halved until they fit). A step of short pairs warms it up, two
-steps of other pairs ours. `cached` is compared with TRL online, and with TRL's precomputed reference beside it, whose
-precomputing is not counted. The JSON is written after every cell.
+padded by two loader processes, the batch sizes below (halved until they fit). Two steps of other pairs warm up each
+system. `cached` is compared with TRL online, and with TRL's precomputed reference beside it, whose precomputing is not
+counted. The JSON is written after every cell.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,7 @@ from rather.data.batch import Columns
 LENGTHS = ("ultrafeedback", "long", "four")
 PAIRS = {"ultrafeedback": 64, "long": 32, "four": 96}  # of an optimizer step, for both
 PAIRS_7B = {"ultrafeedback": 64, "long": 16, "four": 48}
-STEPS = {"135M": 9, "0.5B": 5, "1.5B": 5, "3B": 3, "7B": 2}  # of ours that are measured
-TRL_STEPS = {"135M": 4, "0.5B": 3, "1.5B": 3, "3B": 2, "7B": 1}
+STEPS = {"135M": 9, "0.5B": 5, "1.5B": 5, "3B": 3, "7B": 2}  # that are measured
 TRL_BATCH = {
     "135M": 32,
     "0.5B": 16,
@@ -64,6 +64,8 @@ GOAL_RATIO = {
     "7B": (2.3, 3.1),
 }  # UltraFeedback-like
 WARM_UP = 2
+# Else launches stay slow after a profile: ours with a cached reference, and TRL's.
+os.environ.setdefault("TEARDOWN_CUPTI", "1")
 
 
 def main() -> None:
@@ -126,7 +128,7 @@ def arguments() -> argparse.Namespace:
         "--lora", type=int, help="rank of an adapter on all linear layers, for both"
     )
     parser.add_argument("--pairs", type=int, help="of an optimizer step")
-    parser.add_argument("--steps", type=int, help="measured steps of ours")
+    parser.add_argument("--steps", type=int, help="measured steps")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -281,8 +283,7 @@ def trl_cell(
     args: argparse.Namespace, lengths: str, reference: str, variant: str, steps: Sequence[Step]
 ) -> Cell:
     cell = Cell(f"TRL, {variant}", lengths, reference, len_pairs(steps))
-    count = 1 if args.model == "3B" and lengths != "ultrafeedback" else TRL_STEPS[args.model]
-    warm = measured_steps(args, lengths, seed=1, steps=1, scale=0.25)
+    warm = measured_steps(args, lengths, seed=1, steps=WARM_UP)
     batch = (
         (TRL_BATCH_LONG if lengths == "long" else TRL_BATCH)[args.model]
         if variant != "default"
@@ -293,12 +294,13 @@ def trl_cell(
         run = run_trl(
             SHAPES[args.model],
             "cuda",
-            [*warm, *steps[:count]],
+            [*warm, *steps],
             variant=variant,
             per_device=batch,
             lora=args.lora,
         )
-        cell.seconds, cell.peak_gib, cell.settings = run.seconds[1:], run.peak_gib, run.settings
+        cell.seconds, cell.peak_gib = run.seconds[WARM_UP:], run.peak_gib
+        cell.settings = run.settings
         cell.more["precompute_seconds"] = run.precompute_seconds
 
     while or_failed(cell, measure).failed == "OOM" and batch > 1:

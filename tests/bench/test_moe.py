@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ sys.path.insert(0, str(ROOT / "bench"))  # a script's own folder is where it fin
 
 import gpu_moe
 import gpu_vs_trl
-from common import SHAPES, ExpertShape, make_steps, ours
+from common import SHAPES, Cell, ExpertShape, make_steps, ours
 
 
 def test_weights_of_the_shape_are_those_of_the_model() -> None:
@@ -25,9 +26,14 @@ def test_weights_of_the_shape_are_those_of_the_model() -> None:
     assert (shape.block_weights + shape.head_weights) / 1e9 == pytest.approx(0.55, abs=0.01)
 
 
+def test_the_report_shows_the_goals(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [Cell("ours", "ultrafeedback", kind, 64, [1.0]) for kind in ("online", "cached")]
+    gpu_vs_trl.report(Namespace(model=gpu_moe.NAME, lora=None), cells, {"ultrafeedback": 9.0})
+    assert capsys.readouterr().out.count("2.0x, 25%") == 2
+
+
 def test_a_step_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = ExpertShape("qwen3_moe", 32, 2, 4, 2, 16, 200, False, 8, 2, 8)
-    assert gpu_vs_trl.GOAL_RATIO[gpu_moe.NAME] == (2.0, 2.0)
     steps = make_steps("ultrafeedback", tiny.vocabulary, steps=2, pairs=4)
     engine = ours(tiny, "cpu")
     monkeypatch.setattr("torch.Tensor.pin_memory", lambda tensor: tensor)
