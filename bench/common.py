@@ -466,7 +466,7 @@ def ours(
         reference = False
     if reference:
         frozen = RankTrainer(copy.deepcopy(policy).requires_grad_(False), loss)
-        arrange_layers(frozen.policy, compiled=compiled, alone=dtype == torch.bfloat16)
+        arrange_layers(frozen.policy, compiled=compiled, alone=True)
     training = TrainingArgs()
     rate = schedule(training, total_steps=1000)
     options: dict[str, Any] = {"schedule": rate, "max_grad_norm": 1.0, "lean": lean}

@@ -6,7 +6,7 @@
 Both systems train on the same seeded pairs in one process, ours first: Liger changes functions of transformers. TRL
 runs at its best: bf16 weights without autocast, Liger's layer kernels on policy and reference, no recompute, batches
 padded by two loader processes, the batch sizes below (halved until they fit). Two steps of other pairs warm up each
-system. `cached` is compared with TRL online, and with TRL's precomputed reference beside it, whose precomputing is not
+system. `cached` is compared with TRL online, and with TRL's precomputed reference; the time to precompute it is not
 counted. The JSON is written after every cell.
 """
 
@@ -64,7 +64,7 @@ GOAL_RATIO = {
     "7B": (2.3, 3.1),
 }  # UltraFeedback-like
 WARM_UP = 2
-# Else launches stay slow after a profile: ours with a cached reference, and TRL's.
+# Detach the profiler after use: otherwise it slows down whatever is measured later in this process.
 os.environ.setdefault("TEARDOWN_CUPTI", "1")
 
 

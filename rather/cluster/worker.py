@@ -193,9 +193,7 @@ class ActorWorker:
             if not self.is_divided:
                 policy.requires_grad_(False)
             if self.compiled or not self.is_divided:
-                arrange_layers(
-                    policy, compiled=self.compiled, alone=self.on_gpu and not self.is_divided
-                )
+                arrange_layers(policy, compiled=self.compiled, alone=not self.is_divided)
         elif isinstance(policy, PolicyModel) and shape.canonical:
             # A policy's layers are arranged by what fits, which may differ with the ranks.
             options = {"offload": shape.offload, "compiled": self.compiled}

@@ -53,7 +53,7 @@ def arrange_layers(
 ) -> None:
     """Set how the layers run from now on; replaces an earlier setting.
 
-    `alone`: the policy is on one GPU, so that small layers can be compiled several at a time.
+    `alone`: the weights are not sharded, so small layers can be compiled several at a time.
     """
     layers = layers_of(policy)
     family = policy.causal_lm.config.model_type
@@ -71,14 +71,14 @@ def arrange_layers(
             if isinstance(group := getattr(module, "group", None), SharedInput):
                 group.apart = recompute in ("half", "selective")  # by the width of each product
         layer.forward = MethodType(_run(type(layer).forward, recompute, offload, compiled), layer)
-    if alone and compiled and recompute == "none" and not offload:
-        size = _group_size(policy, layers)
-        for first in range(0, len(layers), size) if size > 1 else ():
+    in_groups = alone and compiled and recompute == "none" and not offload
+    if in_groups and (size := _group_size(policy, layers)) > 1:
+        for first in range(0, len(layers), size):
             _Group(layers[first : first + size])
 
 
 def _group_size(policy: PolicyModel, layers: Sequence[nn.Module]) -> int:
-    """Return how many layers are compiled as one: a divisor of their number, so that all are alike.
+    """Return how many layers are compiled as one: a divisor of their number, so groups are equal.
 
     Layers with adapters gain too little from it; with experts it was not tried. A layer that returns
     more than a tensor cannot wait for the last of its group.
