@@ -198,8 +198,10 @@ def peak() -> Iterator[list[int]]:
     before, most, done = held(), [0], threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.001):
-            most[0] = max(most[0], held() - before)
+        ended = False
+        while not ended:
+            ended = done.wait(0.001)
+            most[0] = max(most[0], held() - before)  # at the end, too
 
     thread = threading.Thread(target=watch)
     thread.start()
