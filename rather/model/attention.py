@@ -150,7 +150,9 @@ def _forward(
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     """query [N, H, D], key and value [N, Hkv, D] -> out [N, H, D], log-sum-exp [H, N]."""
-    tensors = query.contiguous(), key.index_select(0, key_index), value.index_select(0, key_index)
+    from rather.model.kernels import gather_by_key
+
+    tensors = query.contiguous(), *gather_by_key(key, value, key_index)
     if flash4 := _newest(query, *rest):
         out, lse, *_ = flash4._flash_attn_fwd(*tensors, return_lse=True, **_options_4(*rest))
     else:
@@ -172,9 +174,9 @@ def _backward(
     start: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from rather.model.kernels import sum_by_key
+    from rather.model.kernels import gather_by_key, sum_by_key
 
-    tensors = query.contiguous(), key.index_select(0, key_index), value.index_select(0, key_index)
+    tensors = query.contiguous(), *gather_by_key(key, value, key_index)
     if flash4 := _newest(query, *rest):
         d_query, d_key, d_value = flash4._flash_attn_bwd(
             *tensors, out, grad.contiguous(), lse, **_options_4(*rest)

@@ -28,6 +28,7 @@ from rather.optim.rounding import Rounding, exact, low_bits, rounded
 from rather.optim.summing import SummingLinear
 
 BLOCK = 256  # weights that share the base exponents of their lean moments
+SMALL = 1 << 20  # weights of a parameter whose gradients wait for others
 CHUNK = 1 << 22  # weights expanded to float32 at a time on the CPU; a multiple of BLOCK
 
 
@@ -77,6 +78,7 @@ class ParameterState:
         lean: bool,
         start: Tensor | None,
         rounding: Rounding,
+        sums: GradientSums,
     ) -> None:
         self.name, self.parameter, self.decay = name, parameter, decay
         self.rounding = rounding
@@ -108,7 +110,8 @@ class ParameterState:
             if self.form == "lean":
                 blocks = -(-own.numel() // BLOCK)
                 self.moments[f"{kind}_base"] = own.new_zeros(blocks, dtype=torch.int16)
-        self._sum: Tensor | None = None
+        self.sum: Tensor | None = None  # without what `sums` has not added yet
+        self._sums = sums
         self.linear: SummingLinear | None = None  # sums the gradient by itself
         self.sums_wide = parameter.dtype == torch.float16
         self.sums_wide |= self.form == "split" and parameter.dtype == torch.bfloat16
@@ -118,7 +121,7 @@ class ParameterState:
 
             def add_to_sum(parameter: Tensor) -> None:
                 if (state := this()) is not None and (grad := parameter.grad) is not None:
-                    state._sum = grad.float() if state._sum is None else state._sum.add_(grad)
+                    state._sums.add(state, grad)
                     parameter.grad = None
 
             self.hook = parameter.register_post_accumulate_grad_hook(add_to_sum)  # type: ignore[no-untyped-call]
@@ -130,12 +133,15 @@ class ParameterState:
 
     @property
     def gradient(self) -> Tensor | None:
-        total = self.linear.total if self.linear else self._sum
+        if self._sums.late:
+            self._sums.complete()
+        total = self.linear.total if self.linear else self.sum
         grad = total if self.sums_wide else self.parameter.grad
         return None if grad is None else local(grad)
 
     def zero_grad(self) -> None:
-        self._sum = self.parameter.grad = None
+        self._sums.late.pop(self, None)
+        self.sum = self.parameter.grad = None
 
     def master(self) -> Tensor:
         """Return the weights as exactly as they are known, in float32."""
@@ -158,6 +164,33 @@ class ParameterState:
         self.steps = steps
         for kind, own in self.moments.items():
             own.copy_(moments[kind]) if kind in moments else own.zero_()
+
+
+class GradientSums:
+    """Adds gradients to float32 sums; those of small parameters later, in a few kernels."""
+
+    def __init__(self) -> None:
+        self.late: dict[ParameterState, Tensor] = {}  # gradients that are not in a sum yet
+
+    def add(self, state: ParameterState, grad: Tensor) -> None:
+        if state in self.late:
+            self.complete()
+        if grad.numel() < SMALL and not isinstance(grad, DTensor):
+            self.late[state] = grad
+        else:
+            state.sum = grad.float() if state.sum is None else state.sum.add_(grad)
+
+    def complete(self) -> None:
+        """Add the gradients that are late."""
+        states, grads = list(self.late), list(self.late.values())
+        self.late = {}
+        wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+        torch._foreach_copy_(wide, grads)
+        later = [(s.sum, more) for s, more in zip(states, wide, strict=True) if s.sum is not None]
+        if later:
+            torch._foreach_add_([total for total, _ in later], [more for _, more in later])
+        for state, first in zip(states, wide, strict=True):
+            state.sum = first if state.sum is None else state.sum
 
 
 def local(tensor: Tensor) -> Tensor:

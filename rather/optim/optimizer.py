@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
-from rather.optim.adamw import ParameterState, Update, local, update_parameters
+from rather.optim.adamw import GradientSums, ParameterState, Update, local, update_parameters
 from rather.optim.rounding import Rounding
 from rather.optim.summing import Totals, summing
 
@@ -68,11 +68,11 @@ class Optimizer:
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.args, self.schedule, self.max_grad_norm = args, schedule, max_grad_norm
-        self.seed = seed
+        self.seed, sums = seed, GradientSums()
         self._states = {
             name: ParameterState(
                 name, p, args.weight_decay if p.ndim >= 2 else 0.0,  # not for norms and biases
-                lean=lean, start=(exact or {}).get(name), rounding=rounding,
+                lean=lean, start=(exact or {}).get(name), rounding=rounding, sums=sums,
             )
             for name, p in self.parameters.items()
         }  # fmt: skip

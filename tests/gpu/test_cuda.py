@@ -83,6 +83,27 @@ def test_flash_attention_4_is_as_good_as_torchs_kernel(
         assert (new - true).norm() <= 1.1 * (torchs - true).norm()
 
 
+@pytest.mark.parametrize("places", [0, 1, 1000])
+@pytest.mark.parametrize(("heads", "size"), [(2, 64), (3, 40), (8, 128)])
+def test_keys_and_values_are_gathered_as_torch_does(heads: int, size: int, places: int) -> None:
+    from rather.model.kernels import gather_by_key
+
+    torch.manual_seed(0)
+    one, two, other = torch.randn(3, 300, heads, size, device="cuda", dtype=torch.bfloat16)
+    layouts = {
+        "contiguous": one,
+        "columns of a wider tensor": torch.cat([one, two], 1)[:, heads:],
+        "heads first": other.transpose(0, 1).contiguous().transpose(0, 1),
+    }
+    index = torch.randint(300, (places,), device="cuda")
+    for keys in layouts.values():
+        for values in layouts.values():
+            found = gather_by_key(keys, values, index)
+            for got, whole in zip(found, (keys, values), strict=True):
+                assert torch.equal(got, whole[index])
+                assert got.is_contiguous()
+
+
 def test_falcon_is_refused(tmp_path: Path) -> None:
     config = FalconConfig(
         vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4

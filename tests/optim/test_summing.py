@@ -54,6 +54,37 @@ def test_sums_are_those_of_separate_additions() -> None:
     assert all(layer.total is None for layer in sums if isinstance(layer, SummingLinear))
 
 
+@pytest.mark.parametrize("small", [0, 20, 1 << 20], ids=["none", "some", "all"])
+def test_gradients_of_small_parameters_wait_and_give_the_same_sums(
+    small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rather.optim.adamw.SMALL", small)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8)).bfloat16()
+    expected: dict[str, Tensor] = {}
+    for x in [*INPUTS, INPUTS[0] / 3]:
+        model(x.bfloat16()).float().square().sum().backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            more = parameter.grad.float()
+            expected[name] = expected[name] + more if name in expected else more
+            parameter.grad = None
+    optimizer = optimizer_of(model)
+    (sums,) = {state._sums for state in optimizer._states.values()}
+    waiting = []
+    for x in [*INPUTS, INPUTS[0] / 3]:
+        model(x.bfloat16()).float().square().sum().backward()
+        waiting.append(len(sums.late))
+    assert waiting == [{0: 0, 20: 2}.get(small, 4)] * 3  # with 20: the biases
+    found = optimizer.named_gradients()
+    assert not sums.late
+    assert all(torch.equal(found[name], total) for name, total in expected.items())
+    model(INPUTS[0].bfloat16()).sum().backward()
+    optimizer.zero_grad()
+    assert not sums.late
+    assert not optimizer.named_gradients()
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["added after", "added inside"])
 def test_a_product_is_not_rounded_before_it_is_added(inside: bool) -> None:
     model = nn.Sequential(nn.Linear(8, 1, bias=False)).bfloat16()
