@@ -106,7 +106,7 @@ def _overlap(config: DPOConfig, prepared: Prepared, files: Sequence[Path]) -> Js
     if held_out.split is not None:
         columns = (prepared.evals[""].column(name).tolist() for name in ("source", "number"))
         split = set(zip(*columns, strict=True))
-    return find_overlap(data.files, others, split, data.encoding)
+    return find_overlap(data.files, others, split, data.encoding, data.max_samples)
 
 
 @command

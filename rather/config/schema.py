@@ -198,6 +198,9 @@ class DataArgs(Section):
     """Turns that are scored: the last one, the assistant's, or all."""
     overlong: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"
     """What to do with a pair longer than sequence_length."""
+    max_samples: Count | None = None
+    """Use only the first so many rows of each entry of file_name, in the order of the file; rows
+    that give no pair count too. Default: all rows."""
     max_prompt_length: TwoOrMore | None = None
     """Maximum tokens of a prompt; a longer one is cut at the start, after its BOS. Range: BOS and
     the last token stay."""

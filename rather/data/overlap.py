@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rather.data.read import chunks, find_sources, parsed_rows
+from rather.data.read import chunks_of, find_sources, parsed_rows
 from rather.data.report import Json
 
 WORDS = 13
@@ -24,21 +24,23 @@ def find_overlap(
     others: Mapping[str, Sequence[Path]],
     split: Collection[Place],
     encoding: str,
+    max_samples: int | None = None,
 ) -> Json:
     """Return how many training rows share 13 words in a row with each of the other texts.
 
     `split`: rows of the training files that are held out; they are compared as `eval`.
+    `max_samples`: how many rows of each training file are used.
     """
     known = {
         name: {run for _, _, row in _rows(files, encoding) for run in _runs_of_words(row)}
         for name, files in others.items()
     }
     if split:
-        held = (row for _, place, row in _rows(train, encoding) if place in split)
+        held = (row for _, place, row in _rows(train, encoding, max_samples) if place in split)
         known["eval"] = {run for row in held for run in _runs_of_words(row)}
     found: Json = {name: {"rows": 0, "first": []} for name in known}
     total = 0
-    for file, place, row in _rows(train, encoding):
+    for file, place, row in _rows(train, encoding, max_samples):
         if place in split:
             continue
         total += 1
@@ -51,13 +53,15 @@ def find_overlap(
     return {"words": WORDS, "train_rows": total, "texts": found}
 
 
-def _rows(files: Sequence[Path], encoding: str) -> Iterator[tuple[Path, Place, Any]]:
-    sources = [source for file in files for source in find_sources(file)]
-    for index, source in enumerate(sources):
-        for chunk in chunks(source, index, encoding):
-            for number, row in parsed_rows(chunk):
-                if isinstance(row, dict):  # others are counted as dropped
-                    yield source.path, (index, number), row
+def _rows(
+    files: Sequence[Path], encoding: str, max_samples: int | None = None
+) -> Iterator[tuple[Path, Place, Any]]:
+    groups = [find_sources(file) for file in files]
+    sources = [source for group in groups for source in group]
+    for chunk in chunks_of(groups, encoding, max_samples):
+        for number, row in parsed_rows(chunk):
+            if isinstance(row, dict):  # others are counted as dropped
+                yield sources[chunk.source].path, (chunk.source, number), row
 
 
 def _runs_of_words(value: Any) -> Iterator[int]:

@@ -32,7 +32,7 @@ from rather.data.formats import FORMATS, RowLayout
 from rather.data.messages import common_length
 from rather.data.pairs import PairDataset, corrected
 from rather.data.pool import ChunkResult, encode_chunks
-from rather.data.read import DataFile, chunks, find_sources
+from rather.data.read import DataFile, chunks_of, find_sources
 from rather.data.report import TOO_LONG, Json, RowCounts, add_paths, as_lines, share_dropped
 from rather.data.show import bar
 from rather.data.template import (
@@ -294,18 +294,22 @@ class _Builder:
         ]
         sources = [source for group in groups for source in group]
         layout = layout_of(self.config, data)
-        address = self._address([cache.sha(source.path) for source in sources], data, layout)
+        address = self._address(
+            [[cache.sha(source.path) for source in group] for group in groups], data, layout
+        )
         file, report = cache.find_or_build(
-            address, lambda target: self._build(target, sources, data, layout)
+            address, lambda target: self._build(target, groups, data, layout)
         )
         counts = iter([entry["pairs"] for entry in report["files"]])
         ends = list(accumulate(sum(islice(counts, len(group))) for group in groups))
         parts = tuple(zip([0, *ends], ends, weights, strict=False))
         add_paths(report, sources)
         report |= {"overlong": data.overlong, "cache": str(file.path), "commits": commits}
+        if data.max_samples:
+            report["max_samples"] = data.max_samples
         return PairDataset(file, address, parts), report
 
-    def _address(self, files: list[str], data: DataArgs, layout: RowLayout) -> str:
+    def _address(self, groups: list[list[str]], data: DataArgs, layout: RowLayout) -> str:
         template = ALIASES.get(data.template or "", data.template or "")
         path = Path(template).expanduser()
         if template in TEMPLATES:
@@ -318,7 +322,7 @@ class _Builder:
         imported = sorted({source for name in formats if (source := FORMATS.source_of(name))})
         settings = {
             "version": VERSION,
-            "files": files,
+            "files": [sha for group in groups for sha in group],
             "tokenizer": self.tokenizer_digest,
             "template": template,
             "layout": {
@@ -334,13 +338,17 @@ class _Builder:
             "imports": imported,
             "rows": layout.rows if layout.rows != "pairs" else None,
             "label_threshold": layout.label_threshold,
+            "max_samples": data.max_samples,
+            # The rows that are used then depend on which files are one entry of file_name.
+            "entries": [len(group) for group in groups] if data.max_samples else None,
         }
         settings |= {name: value for name, value in later.items() if value or value == 0}
         return text_sha(json.dumps(settings, sort_keys=True))
 
     def _build(
-        self, target: Path, sources: list[DataFile], data: DataArgs, layout: RowLayout
+        self, target: Path, groups: list[list[DataFile]], data: DataArgs, layout: RowLayout
     ) -> Json:
+        sources = [source for group in groups for source in group]
         recipe = recipe_of(self.tokenizer, self.config, data)
         template = recipe.template
         by = f"chat template {template.name}" if template else "the tokenizer"
@@ -348,7 +356,7 @@ class _Builder:
         sizes = [source.path.stat().st_size * (5 if source.gzipped else 1) for source in sources]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         processes = data.preprocessing_num_workers or (sum(sizes) > SMALL_BYTES and cores) or 1
-        rows = (c for i, source in enumerate(sources) for c in chunks(source, i, data.encoding))
+        rows = chunks_of(groups, data.encoding, data.max_samples)
         with bar(self.console, "tokenising", sum(sizes)) as advance, batch_writer(target) as add:
             for result in encode_chunks(rows, recipe, layout, sources, processes):
                 first = first or result

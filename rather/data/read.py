@@ -15,8 +15,8 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -161,6 +161,39 @@ def chunks(source: DataFile, index: int, encoding: str = "utf-8") -> Iterator[Ch
                 rows, size = [], 0
         if rows:
             yield Chunk(index, tuple(rows), done=1.0)
+
+
+def chunks_of(
+    groups: Sequence[Sequence[DataFile]], encoding: str = "utf-8", max_rows: int | None = None
+) -> Iterator[Chunk]:
+    """Yield the rows of all files in order; of each group of files at most the first `max_rows`.
+
+    `Chunk.source` counts the files through all groups.
+    """
+    index = 0
+    for group in groups:
+        left = math.inf if max_rows is None else max_rows
+        for place, source in enumerate(group, index):
+            if left <= 0:
+                break
+            for chunk in chunks(source, place, encoding):
+                chunk, rows = _cut(chunk, left)
+                yield chunk
+                left -= rows
+                if left <= 0:
+                    break
+        index += len(group)
+
+
+def _cut(chunk: Chunk, most: float) -> tuple[Chunk, int]:
+    """Return a chunk with at most so many rows, and how many it has."""
+    if not chunk.table:
+        rows = chunk.rows if len(chunk.rows) <= most else chunk.rows[: int(most)]
+        return replace(chunk, rows=rows), len(rows)
+    batch = pa.ipc.open_stream(chunk.table).read_next_batch()
+    if batch.num_rows <= most:
+        return chunk, batch.num_rows
+    return replace(chunk, table=as_message(batch.slice(0, int(most)))), int(most)
 
 
 def _table_chunks(source: DataFile, index: int) -> Iterator[Chunk]:

@@ -241,6 +241,7 @@ def test_the_cache_is_used_until_something_that_matters_changes(
     for changed in (
         {"sequence_length": 64},
         {"data": {"score": "all"}},
+        {"data": {"max_samples": 7}},
         {"data": {"template": "llama3"}},
         {"data": {"template": str(template)}},
         {"data": {"columns": {"weight": "margin"}}},
@@ -251,6 +252,49 @@ def test_the_cache_is_used_until_something_that_matters_changes(
     write(many(51))
     with pytest.raises(AssertionError, match="tokenised again"):
         prepare(config(path), console=console)
+
+
+def write_table(path: Path, rows: list[dict[str, Any]]) -> str:
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+    return str(path)
+
+
+@pytest.mark.defect("U7")
+@pytest.mark.parametrize("kind", ["jsonl", "arrow"])
+def test_max_samples_takes_the_first_rows_of_each_file(
+    config: Config, write: Write, console: Console, tmp_path: Path, kind: str
+) -> None:
+    rows = many(400)
+    few = str(write(rows[:7], "few.jsonl"))
+    if kind == "arrow":
+        whole, part = (write_table(tmp_path / f"{n}.arrow", rows[:n]) for n in (400, 300))
+    else:
+        whole, part = (str(write(rows[:n], f"{n}.jsonl")) for n in (400, 300))
+    limited = prepare(config([whole, few], data={"max_samples": 300}), console=console)
+    expected = prepare(config([part, few]), console=console)
+    assert same(limited, expected)
+    assert limited.report["train"]["rows"] == 307
+    assert limited.report["train"]["max_samples"] == 300
+
+
+@pytest.mark.defect("U7")
+def test_max_samples_counts_a_folder_once_bad_rows_too_and_evaluation_inherits_it(
+    config: Config, write: Write, console: Console, tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    for number in (1, 2):
+        write_table(folder / f"{number}.arrow", many(20))
+    held_out = write([{"prompt": "no answers"}, *many(50)], "held_out.jsonl")
+    settings = {"data": {"max_samples": 25}, "validation": {"file_name": str(held_out)}}
+    found = prepare(config(folder, **settings), console=console)
+    assert [file["pairs"] for file in found.report["train"]["files"]] == [20, 5]
+    assert found.report["evals"][""]["rows"] == 25
+    assert len(found.evals[""]) == 24
+    both = [str(folder / "1.arrow"), str(folder / "2.arrow")]
+    assert len(prepare(config(both, **settings), console=console).train) == 40
 
 
 def flipped(content: bytes, place: int) -> bytes:
