@@ -1,15 +1,19 @@
-"""`rather migrate` over the published examples of eight tools: what is converted, and is it right?
+"""`rather migrate` over the published examples of eight tools, and over files of their users.
 
     python bench/migrate_examples.py FOLDER [--train] [--write]
 
-FOLDER has a git checkout of each tool: trl, LLaMA-Factory, axolotl, OpenRLHF, ms-swift, RL
-(NeMo-RL), ColossalAI, ROLL. An example is a file, or a command line in a docstring or in Markdown,
-that trains on pairs, on single answers with labels (KTO), or on answers alone (SFT). Each is converted, incomplete or refused, and the settings that decide a
-training are compared with the expected ones: those of TRL come from its own parser in the checkout,
-those of the others from migrate_expected.json, which was written from the tools' sources and
-documentation. `--train` also loads each converted YAML with `rather config show` and trains two
-steps of a tiny model with it; `--write` writes bench/results/migrate_examples.json and the
-table of docs/coming_from/index.md.
+FOLDER has a git checkout of each tool (trl, LLaMA-Factory, axolotl, OpenRLHF, ms-swift, RL
+(NeMo-RL), ColossalAI, ROLL) or a git directory FOLDER/owner+name/repo, and such a directory for
+each repository of migrate_user_files*.txt (owner/name@commit:path).
+An example is a file, or a command line in a docstring or in Markdown, that trains on pairs, on
+single answers with labels (KTO), a reward model, or on answers alone (SFT). Each is converted as a
+user would do it: in the folder of the checkout, with nothing filled in. It is converted,
+incomplete ("not determined") or refused, and the settings that decide a training are compared with
+the expected ones: those of TRL's examples come from its own parser in the checkout, all others from
+migrate_expected.json, which was written by hand from the tools' sources and documentation.
+`--train` also loads each converted YAML with `rather config show` and trains two steps of a tiny
+model with it; `--write` writes bench/results/migrate_examples.json and the table of
+docs/coming_from/index.md.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rather.cli import app
+from rather.config.schema import DPOConfig, as_list
 from rather.errors import ConfigError
 from rather.migrate.engine import Migrated, migrate
 from rather.migrate.peers import PEERS
@@ -42,7 +47,10 @@ RESULTS, EXPECTED = HERE / "results" / "migrate_examples.json", HERE / "migrate_
 MARK = "<!-- made by bench/migrate_examples.py -->"
 PAGE = HERE.parent / "docs" / "coming_from" / "index.md"
 FIELDS = ("loss", "beta", "nll", "gamma", "learning_rate", "pairs", "adapter", "alpha", "weights",
-          "precision", "steps", "schedule", "warmup", "decay", "beta2", "clip", "length")  # fmt: skip
+          "precision", "steps", "schedule", "warmup", "decay", "beta2", "clip", "length",
+          "data", "samples", "held_out", "reference")  # fmt: skip
+USERS = ("migrate_user_files.txt", "migrate_user_files_trl.txt")
+TEXTS = ("*.yaml", "*.yml", "*.json", "*.sh", "*.md", "*.py")  # of a git directory, what is read
 STATES = ("converted", "incomplete", "refused")
 MOST_SFT = 3  # of a tool are trained
 ROUNDED = ("8bit", "none")  # base weights in 8 bits stay as they are, which the conversion says
@@ -58,28 +66,30 @@ class Tool:
     text: str = "."
     lines: tuple[str, ...] = ()
     command: str = "$^"
+    owner: str = ""
 
 
 TOOLS = (
-    Tool("trl", "trl",
+    Tool("trl", "trl", owner="huggingface",
          lines=("README.md", "docs/source/*.md", "examples/scripts/*.py", "trl/scripts/*.py"),
          command=r"\btrl (dpo|kto|sft|reward)\b|(?<!ain_)\b((online_|s)?dpo|orpo|cpo|kto|sft|reward)(_vlm)?\.py"),
     Tool("llama-factory", "LLaMA-Factory", ("examples/**/*.yaml",),
-         r"(?m)^stage: (dpo|kto|sft|rm)|dpo_demo"),
-    Tool("axolotl", "axolotl", ("examples/**/*.y*ml",), r"(?m)^rl: (dpo|ipo|orpo|simpo|kto|gdpo)"),
-    Tool("openrlhf", "OpenRLHF", ("examples/**/*.sh",), r"cli.train_(dpo|kto|sft|rm)|train_dpo"),
+         r"(?m)^stage: (dpo|kto|sft|rm)|dpo_demo", owner="hiyouga"),
+    Tool("axolotl", "axolotl", ("examples/**/*.y*ml",), r"(?m)^rl: (dpo|ipo|orpo|simpo|kto|gdpo)",
+         owner="axolotl-ai-cloud"),
+    Tool("openrlhf", "OpenRLHF", ("examples/**/*.sh",), r"cli.train_(dpo|kto|sft|rm)|train_dpo",
+         owner="OpenRLHF"),
     Tool("swift", "ms-swift", ("examples/**/*.sh",),
          r"(?m)rlhf_type (dpo|orpo|simpo|cpo|kto|rm)|^\s*(swift|megatron) sft",
-         ("README.md",), r"swift (rlhf|sft)"),
+         ("README.md",), r"swift (rlhf|sft)", owner="modelscope"),
     Tool("nemo-rl", "RL", ("examples/configs/**/*dpo*.yaml",), ".",
-         ("README.md", "docs/guides/dpo.md"), r"run_dpo\.py"),
+         ("README.md", "docs/guides/dpo.md"), r"run_dpo\.py", owner="NVIDIA-NeMo"),
     Tool("colossalchat", "ColossalAI",
          ("applications/ColossalChat/examples/training_scripts/*.sh",
-          "applications/ColossalChat/benchmarks/*.sh"), r"train_(dpo|orpo|kto)\.py"),
-    Tool("roll", "ROLL", ("examples/dpo_examples/*",)),
+          "applications/ColossalChat/benchmarks/*.sh"), r"train_(dpo|orpo|kto)\.py",
+         owner="hpcaitech"),
+    Tool("roll", "ROLL", ("examples/dpo_examples/*",), owner="alibaba"),
 )  # fmt: skip
-# What the scripts leave to their readers; without it they do not run as they are published.
-BLANKS = {"colossalchat": ('PRETRAINED_MODEL_PATH=""', 'PRETRAINED_MODEL_PATH="org/model"')}
 SKIPPED = re.compile(r"<[A-Z ]+>|COMMAND=|\.\.\.$")  # command lines that are patterns
 
 
@@ -88,8 +98,9 @@ class Example:
     """One example, what became of it, and what it should have become."""
 
     name: str
-    tool: Tool
-    file: Path | None = None
+    peer: str
+    root: Path  # where a user would run `rather migrate`
+    file: Path | None = None  # relative to it
     line: str = ""
     folder: Path = Path()
     family: str = "pairs"
@@ -105,6 +116,8 @@ class Example:
         """Return the settings that differ from the expected ones; None is not determined."""
         if self.state == "refused" or self.expected is None:
             return []
+        if self.expected.get("state", self.state) != self.state:
+            return [f"is {self.state} instead of {self.expected['state']}"]
         return [
             f"{name}: {self.found.get(name)} instead of {self.expected[name]}"
             for name in FIELDS
@@ -115,9 +128,8 @@ class Example:
 
 
 def same(left: Any, right: Any) -> bool:
-    return left == right or (
-        not isinstance(left, str) and not isinstance(right, str) and abs(left - right) < 1e-12
-    )
+    numbers = isinstance(left, int | float) and isinstance(right, int | float)
+    return left == right or (numbers and abs(left - right) < 1e-12)
 
 
 # ---- examples
@@ -129,7 +141,8 @@ def discover(tool: Tool, root: Path, scratch: Path) -> Iterator[Example]:
     for glob in tool.files:
         for file in sorted(root.glob(glob)):
             if file.suffix in (".sh", ".yaml", ".yml") and pattern.search(file.read_text()):
-                yield Example(str(file.relative_to(root)), tool, file, folder=file.parent)
+                own = file.relative_to(root)
+                yield Example(str(own), tool.name, root, own)
     for glob in tool.lines:
         for file in sorted(root.glob(glob)):
             yield from commands(tool, root, file, scratch)
@@ -156,7 +169,8 @@ def commands(tool: Tool, root: Path, file: Path, scratch: Path) -> Iterator[Exam
         starts = re.match(r"(\w+=\S+ )*(python|accelerate|trl|uv|swift|deepspeed) ", line)
         if starts and re.search(tool.command, line) and not SKIPPED.search(line):
             own = folder if "--config " in line and tool.name == "trl" else root
-            yield Example(f"{file.relative_to(root)}:{start + 1}", tool, None, line, own)
+            name = f"{file.relative_to(root)}:{start + 1}"
+            yield Example(name, tool.name, root, None, line, own)
 
 
 # ---- what becomes of them
@@ -165,15 +179,13 @@ def commands(tool: Tool, root: Path, file: Path, scratch: Path) -> Iterator[Exam
 def source_of(example: Example) -> SourceSettings:
     if example.file is None:
         return read_line(example.line, example.name, example.folder)
-    if example.tool.name not in BLANKS:
-        return read_file(example.file)
-    text = example.file.read_text().replace(*BLANKS[example.tool.name])
-    return read_line(text, example.file.name, example.folder, str(example.file))
+    return read_file(example.file)
 
 
 def convert(example: Example) -> None:
+    os.chdir(example.root)
     try:
-        result = migrate(source_of(example), PEERS[example.tool.name])
+        result = migrate(source_of(example), PEERS[example.peer])
     except ConfigError as why:
         example.state, example.problems = "refused", [str(why)]
         return
@@ -188,6 +200,8 @@ def settings(result: Migrated) -> dict[str, Any]:
     model, training = config.actor_train.model_args, config.actor_train.training_args
     nll = config.cpo_alpha if config.loss_names == ["cpo"] else config.rpo_alpha or config.pref_ftx
     rank = model.lora_rank
+    data = config.actor_train.data_args
+    held_out = config.validation.data_args
     missing = {row.key.strip("()") for row in result.rows if row.status in INCOMPLETE}
     if any("device_mapping" in path for row in result.rows for path in row.rejected):
         missing.add("batch")
@@ -209,25 +223,44 @@ def settings(result: Migrated) -> dict[str, Any]:
         "length": config.sequence_length,
         "alpha": model.lora_alpha if rank else None,
         "gamma": config.gamma if config.loss_names == ["simpo"] else None,
+        "data": as_list(data.file_name),
+        "samples": getattr(data, "max_samples", None) or 0,
+        "held_out": as_list(held_out.file_name) or held_out.split or 0,
+        "reference": reference_of(config),
     }
     names = {name: name for name in values} | {"learning rate": "learning_rate", "batch": "pairs",
                                                "packing": "pairs", "dpo.sft_loss_weight": "nll"}  # fmt: skip
     return values | {names[name]: None for name in missing if name in names}
 
 
-def expect(examples: list[Example], checkout: Path) -> None:
+def reference_of(config: DPOConfig) -> str:
+    """Return what the policy is compared with: nothing, a model, or a model with an adapter."""
+    from rather.losses.objective import from_config
+
+    if not from_config(config).needs_reference:
+        return "none"
+    own = config.reference.model_args
+    model = own.model_name_or_path
+    name = "base" if model in (None, config.pretrain) else str(model)
+    return f"{name} + {own.adapter_name_or_path}" if own.adapter_name_or_path else name
+
+
+def expect(tool: str, examples: list[Example], checkout: Path) -> None:
     """Fill in what each example of one tool should become."""
-    if examples[0].tool.name != "trl":
-        table = json.loads(EXPECTED.read_text())[examples[0].tool.name]
+    if tool != "trl":
+        table = json.loads(EXPECTED.read_text()).get(tool, {"common": {}, "examples": {}})
         for example in examples:
             known = table["examples"].get(example.name)
             if isinstance(known, dict):
-                example.expected = table["common"] | known
+                own = table.get(f"common of {example.peer}", table["common"])
+                example.expected = own | known
                 example.family = example.expected.pop("family", "pairs")
             else:
-                text = example.file.read_text() if example.file else example.line
+                text = (example.root / example.file).read_text() if example.file else example.line
                 others = {"kto": r"kto", "reward": r"type rm|stage: rm|train_rm", "sft": ""}
-                example.family = known or next(k for k, mark in others.items() if re.search(mark, text))
+                example.family = known or next(
+                    k for k, mark in others.items() if re.search(mark, text)
+                )
         return
     for example in examples:
         found = re.search(r"\b(\w*(?:po|kto|sft|reward)(?:_vlm)?)\b(\.py| )", example.line)
@@ -295,11 +328,12 @@ def run(*words: str) -> str:
 # ---- the tables
 
 
-def checkout_of(path: Path) -> str:
-    form = "--format=%h %cs"
+def commit_of(folder: Path, owner: str, name: str) -> str:
+    place = folder / name if (folder / name).is_dir() else folder / f"{owner}+{name}" / "repo"
     return subprocess.run(
-        ["git", "-C", str(path), "log", "-1", form], check=True, capture_output=True, text=True
-    ).stdout.strip()
+        ["git", "-C", str(place), "log", "-1", "--format=%h %cs"],
+        check=True, capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
 
 
 def of_family(examples: list[Example], family: str) -> Iterator[tuple[str, int]]:
@@ -314,10 +348,14 @@ def counts(examples: list[Example]) -> dict[str, int]:
         "examples": len(examples),
         **{state: sum(each.state == state for each in examples) for state in STATES},
         "wrong": sum(bool(each.wrong) for each in examples),
-        "unchecked": sum(each.expected is None for each in pairs),
+        "unchecked": sum(each.expected is None and each.state == "converted" for each in examples),
         "pairs": len(pairs),
         "pairs_converted": sum(each.state == "converted" for each in pairs),
-        **{key: count for family in ("kto", "reward", "sft") for key, count in of_family(examples, family)},
+        **{
+            key: count
+            for family in ("kto", "reward", "sft")
+            for key, count in of_family(examples, family)
+        },
         "trained": sum(each.trained == "2 steps" for each in examples),
     }
 
@@ -344,11 +382,25 @@ def main() -> int:
     report = {}
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
+        folder = args.folder.resolve()
         for tool in TOOLS:
             if args.only in (None, tool.name):
-                report[tool.name] = examine(
-                    tool, args.folder.resolve() / tool.folder, scratch, args.train
-                )
+                root = checkout_of(folder, tool.owner, tool.folder, scratch)
+                examples = list(discover(tool, root, scratch / "lines" / tool.name))
+                report[tool.name] = {
+                    "checkout": commit_of(folder, tool.owner, tool.folder),
+                    "version": PEERS[tool.name].version,
+                    **examine(tool.name, examples, root, args.train),
+                }
+        if args.only in (None, "users"):
+            examples = list(user_files(folder, scratch))
+            for peer in sorted({each.peer for each in examples}):
+                own = [each for each in examples if each.peer == peer]
+                report[f"users of {peer}"] = {
+                    "checkout": "bench/migrate_user_files*.txt",
+                    "version": PEERS[peer].version,
+                    **examine("users", own, scratch, args.train),
+                }
     for name, facts in report.items():
         for row in facts["examples"]:
             print(f"{name} {row['state']:10} {row['name']} {row['found'] or ''}")
@@ -364,26 +416,48 @@ def main() -> int:
     return int(any(facts["counts"]["wrong"] for facts in report.values()))
 
 
-def examine(tool: Tool, checkout: Path, scratch: Path, trains: bool) -> dict[str, Any]:
-    scratch = scratch / tool.name
-    scratch.mkdir()
-    os.chdir(scratch)
-    for model, dtype in (
-        json.loads(EXPECTED.read_text()).get(tool.name, {}).get("models", {}).items()
-    ):
-        Path(model).mkdir(parents=True)  # as if it were here: part of its config.json
-        (Path(model) / "config.json").write_text(json.dumps({"torch_dtype": dtype}))
-    examples = list(discover(tool, checkout, scratch))
-    expect(examples, checkout)
-    for example in examples:
-        convert(example)
-        tried = sum(bool(each.trained) for each in examples if each.family == "sft")
-        if trains and example.state == "converted" and (example.family != "sft" or tried < MOST_SFT):
-            example.trained = train(example, scratch)
+def checkout_of(folder: Path, owner: str, name: str, scratch: Path, commit: str = "HEAD") -> Path:
+    """Return a checkout of a repository, or the texts of its git directory in a new folder."""
+    if (folder / name).is_dir() and commit == "HEAD":
+        return folder / name
+    git = folder / f"{owner}+{name}" / "repo"
+    target = scratch / f"{owner}+{name}@{commit}"
+    if not target.exists():
+        target.mkdir(parents=True)
+        settings = os.environ | {"GIT_INDEX_FILE": str(scratch / "index"), "GIT_DIR": str(git)}
+        words = ["git", "-c", "core.hooksPath=/dev/null", "--work-tree", str(target), "checkout"]
+        # A mirror may lack its largest files: those that exist are written, and no other matters.
+        subprocess.run(
+            [*words, "-q", commit, "--", *TEXTS], env=settings, check=False, capture_output=True
+        )
+        (scratch / "index").unlink(missing_ok=True)
+    return target
+
+
+def user_files(folder: Path, scratch: Path) -> Iterator[Example]:
+    """Yield the files that the lists name, each in a checkout of its commit."""
+    known = json.loads(EXPECTED.read_text())["users"]["examples"]
+    for name in USERS:
+        for line in (HERE / name).read_text().splitlines():
+            if found := re.fullmatch(r"([\w.-]+)/([\w.-]+)@(\w+):(.+)", line):
+                owner, repository, commit, path = found.groups()
+                root = checkout_of(folder, owner, repository, scratch, commit)
+                label = f"{owner}/{repository}:{path}"
+                peer = known.get(label, {}).get("tool") or ("trl" if "_trl" in name else "?")
+                yield Example(label, peer, root, Path(path))
+
+
+def examine(tool: str, examples: list[Example], checkout: Path, trains: bool) -> dict[str, Any]:
+    os.chdir(checkout)
+    expect(tool, examples, checkout)
+    with tempfile.TemporaryDirectory() as scratch:
+        for example in examples:
+            convert(example)
+            tried = sum(bool(each.trained) for each in examples if each.family == "sft")
+            if example.state == "converted" and (example.family != "sft" or tried < MOST_SFT):
+                example.trained = train(example, Path(scratch)) if trains else ""
     names = ("name", "family", "state", "found", "expected", "wrong", "problems", "trained")
     return {
-        "checkout": checkout_of(checkout),
-        "version": PEERS[tool.name].version,
         "counts": counts(examples),
         "examples": [{name: getattr(each, name) for name in names} for each in examples],
     }
