@@ -12,10 +12,11 @@ from copy import copy
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, get_type_hints
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -46,6 +47,7 @@ Imports = Annotated[
 RunFolder = Annotated[Path, typer.Argument(help="The run folder: <output_dir>/<exp_name>.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
+GAP = 3  # characters between two columns of a table
 HELP = re.compile(r"\n    (\w+): (.+)")
 STYLES = {  # of cells that are one of these words
     "ok": "green", "good": "green", "warning": "yellow", "problem": "red", "serious": "red",
@@ -182,16 +184,48 @@ def count(number: int, noun: str) -> str:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
-    """Print rows below their headings; columns of numbers are aligned to the right."""
+    """Print rows below their headings; columns of numbers are aligned to the right.
+
+    On a terminal, long cells are wrapped between words. Elsewhere each row is one line.
+    """
     cells = [[Text(printable(str(x)), STYLES.get(str(x), "")) for x in row] for row in rows]
+    console = Console(highlight=False)
+    columns = [[printable(heading), *(row[place].plain for row in cells)]
+               for place, heading in enumerate(headings)]  # fmt: skip
+    room = console.width if console.is_terminal else None
+    widths = column_widths(columns, room)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for place, heading in enumerate(headings):
-        is_number = all(re.match(r"-?(\d|nan|inf|$)", row[place].plain) for row in cells)
-        table.add_column(
-            Text(printable(heading)), justify="right" if is_number else "left", overflow="fold"
-        )
+    for (heading, *texts), width in zip(columns, widths, strict=True):
+        is_number = all(re.match(r"-?(\d|nan|inf|$)", text) for text in texts)
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        table.add_column(Text(heading), justify=justify, overflow="fold", width=width)
     for row in cells:
         table.add_row(*row)
     if title:
         echo(title)  # not wrapped to the width of the table
-    Console(highlight=False).print(table)
+    console.width = sum(widths) + GAP * len(widths)
+    with console.capture() as lines:
+        console.print(table)
+    # Rich pads the last column, which makes a line longer than its text.
+    console.file.write("".join(f"{line.rstrip()}\n" for line in lines.get().splitlines()))
+
+
+def column_widths(columns: Sequence[Sequence[str]], room: int | None) -> list[int]:
+    """Return the width of each column so that no word or number is broken.
+
+    The widest column that can still be wrapped between words gives way until the table fits into
+    `room` characters; None: nothing is wrapped. Words that do not fit make the table wider.
+    """
+    natural = [max(cell_len(line) for text in texts for line in text.split("\n"))
+               for texts in columns]  # fmt: skip
+    if room is None:
+        return natural
+    longest_word = [max((cell_len(word) for text in texts for word in text.split()), default=0)
+                    for texts in columns]  # fmt: skip
+    widths = list(natural)
+    while sum(widths) + GAP * len(widths) > room:
+        shrinkable = [i for i, width in enumerate(widths) if width > longest_word[i]]
+        if not shrinkable:
+            break
+        widths[max(shrinkable, key=lambda i: widths[i])] -= 1
+    return widths

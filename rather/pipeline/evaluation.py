@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rather.cluster.launch import Roles
 from rather.cluster.role import Role, as_local
@@ -66,17 +67,32 @@ class Evaluation:
     objective: PairLoss
     running: Running = field(default_factory=lambda: [0, 0.0])  # the mean reward of training
     known: dict[str, list[Columns | None]] = field(default_factory=dict)  # of the reference
+    parts: dict[str, list[EvaluatedPart]] = field(default_factory=dict)  # the last evaluation
 
     def record(self, step: int, stopped: Stopped) -> dict[str, Any]:
         """Return the metrics of all sets. `stopped` is called between chunks."""
         record: dict[str, Any] = {}
         for name, dataset in self.sets.items():
-            parts = self._parts(name, len(dataset), step, stopped)
+            parts = list(self._parts(name, len(dataset), step, stopped))
+            self.parts[name] = parts
             prefix = f"eval/{name}/" if name else "eval/"
             metrics = metrics_of(parts, self._score)
             record |= {prefix + key: value for key, value in metrics.items()}
             record[f"{prefix}pairs"] = len(dataset)
         return record
+
+    def ratios(self) -> Iterator[tuple[PairRows, NDArray[Any]]]:
+        """Yield the pairs of each set with the log-ratios of both answers, [pairs, 2].
+
+        They are those of the last evaluation; without a reference, log-probs per token.
+        """
+        for name, parts in self.parts.items():
+            values = []
+            for facts, policy, reference in parts:
+                sums = policy["sum"].cpu()
+                values.append(sums - reference["sum"].cpu() if reference else sums / facts.length)
+            rows = PairRows(f"eval/{name}", np.arange(len(self.sets[name])), self.pairs)
+            yield rows, np.asarray(torch.cat(values), np.float32)
 
     def _score(
         self, facts: PairFacts, policy: Columns, reference: Columns | None

@@ -238,6 +238,9 @@ class TrainingLoop:
             progress.unevaluated = numbers
             return
         progress.unevaluated = None
+        if self.evaluation and self.keeps_ledger:
+            for pairs, ratios in self.evaluation.ratios():
+                self.tracker.log_pairs(progress.step, pairs, ratios, None)
         self._log(record)
         self.page.log(evaluated=True)
         metric, patience = config.metric_for_best_model, config.early_stopping_patience

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 from numpy.typing import NDArray
 
 from rather.data.pairs import hex_id
@@ -36,7 +37,15 @@ CUT = 0.5  # above it the model disagrees with the label
 
 
 def read_ledger(run_dir: Path) -> Any:
-    """Return the rows of a run's ledger as an Arrow table, up to the last whole step."""
+    """Return the training rows of a run's ledger as an Arrow table, up to the last whole step."""
+    return read_ledgers(run_dir)[0]
+
+
+def read_ledgers(run_dir: Path) -> tuple[Any, Any]:
+    """Return the rows of the training pairs and those of the held-out pairs.
+
+    Ledgers of earlier versions have no held-out rows.
+    """
     file = run_dir / LEDGER
     try:
         os.close(own(file, os.O_RDONLY))  # raises if it is a link or a pipe
@@ -45,7 +54,8 @@ def read_ledger(run_dir: Path) -> Any:
             raise pa.ArrowInvalid("it has other columns than a ledger")
         table = pa.Table.from_batches(_whole_batches(reader), reader.schema)
         table.validate(full=True)
-        return table
+        is_held_out = table.column("gradient_weight").is_null()
+        return table.filter(pa.compute.invert(is_held_out)), table.filter(is_held_out)
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(
             f"{file}: cannot be read ({error}). Runs with task: preference write it unless pair_ledger is false."

@@ -37,7 +37,7 @@ LEDGER_SCHEMA = pa.schema(
         ("step", pa.int32()),
         ("id", pa.uint64()),  # the digest of the pair's texts
         *((name, pa.float64()) for name in ("margin", "chosen", "rejected")),
-        ("gradient_weight", pa.float32()),
+        ("gradient_weight", pa.float32()),  # null: a held-out pair, of an evaluation after `step`
         *((name, pa.int32()) for name in ("chosen_tokens", "rejected_tokens")),
     ]
 )
@@ -51,7 +51,7 @@ class NoTracker:
     def log(self, record: Record) -> None: ...
 
     def log_pairs(
-        self, step: int, pairs: PairRows, ratios: NDArray[Any], weight: NDArray[Any]
+        self, step: int, pairs: PairRows, ratios: NDArray[Any], weight: NDArray[Any] | None
     ) -> None: ...
 
     def position(self) -> MetricsPosition:
@@ -112,18 +112,26 @@ class RunTracker(NoTracker):
             self._attempt(name, partial(tracker.log, int(record["step"]), record))
 
     def log_pairs(
-        self, step: int, pairs: PairRows, ratios: NDArray[Any], weight: NDArray[Any]
+        self, step: int, pairs: PairRows, ratios: NDArray[Any], weight: NDArray[Any] | None
     ) -> None:
-        """Append the pairs of a step to ledger.arrows, in their order within it.
+        """Append the pairs of a step, or of an evaluation, to ledger.arrows in their order.
 
-        Each step is one record batch, so that the bytes do not depend on when the run is saved. The
-        stream has no end mark; readers take the end of the file for it.
+        `weight` is None for held-out pairs, which have no gradient: the column is null. Each call
+        is one record batch, so that the bytes do not depend on when the run is saved. The stream
+        has no end mark; readers take the end of the file for it.
         """
-        assert self._ledger
+        if not self._ledger:
+            return
         chosen, rejected = ratios.astype(np.float64).T
-        numbers = [np.full(len(weight), step), pairs.digests, chosen - rejected, chosen, rejected]
-        arrays = zip([*numbers, weight, *pairs.lengths.T], LEDGER_SCHEMA.types, strict=True)
-        cells = [pa.array(values.astype(kind.to_pandas_dtype())) for values, kind in arrays]
+        steps = np.full(len(chosen), step)
+        numbers = [steps, pairs.digests, chosen - rejected, chosen, rejected, weight]
+        arrays = zip([*numbers, *pairs.lengths.T], LEDGER_SCHEMA.types, strict=True)
+        cells = [
+            pa.nulls(len(chosen), kind)
+            if values is None
+            else pa.array(values.astype(kind.to_pandas_dtype()))
+            for values, kind in arrays
+        ]
         head = LEDGER_SCHEMA.serialize().to_pybytes() if self._ledger.is_empty else b""
         batch = pa.record_batch(cells, schema=LEDGER_SCHEMA)
         self._ledger.write(head + batch.serialize().to_pybytes())

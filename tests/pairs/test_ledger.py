@@ -21,7 +21,7 @@ from rather.data.pairs import Correction, hex_id
 from rather.data.prepare import prepare
 from rather.errors import ConfigError, DataError
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report.pairs import PairHistory, auc, calibrate, read_ledger
+from rather.report.pairs import PairHistory, auc, calibrate, read_ledger, read_ledgers
 from tests.tiny import make_config
 
 BETA = 0.1
@@ -106,9 +106,13 @@ def test_without_a_reference_values_are_per_token(run: DPOConfig) -> None:
 
 def test_half_a_step_at_the_end_is_left_out(run: DPOConfig, tmp_path: Path) -> None:
     whole = (run.run_dir / "ledger.arrows").read_bytes()
-    for cut in (1, 500):
+    held_out_pairs = len(prepare(run).evals[""])
+    for cut in range(1, len(whole) - 1000, 997):
         (tmp_path / "ledger.arrows").write_bytes(whole[:-cut])
-        assert read_ledger(tmp_path).column("step").to_pylist()[-1] == 9
+        training, held_out = read_ledgers(tmp_path)
+        assert training.num_rows % 8 == 0
+        assert held_out.num_rows % held_out_pairs == 0
+        assert set(held_out.column("step").to_pylist()) < {0, 5, 10}
     other = pa.table({"step": [1]})
     with pa.ipc.new_stream(tmp_path / "ledger.arrows", other.schema) as stream:
         stream.write_table(other)
