@@ -296,6 +296,62 @@ MUTATIONS = (
         "self.stops, self.saves = asked > STOPS + 64, asked > 0",
         ("tests/train/test_signals.py::test_a_signal_between_two_agreements_waits_for_the_next",),
     ),
+    Mutation(
+        "metrics: the mean of sft_loss is over undesirable answers",
+        "rather/losses/metrics.py",
+        '"sft_loss": "chosen",',
+        '"sft_loss": "rejected",',
+        ("tests/train/test_metrics.py::test_means_of_single_answers_are_over_the_answers_of_their_label",),
+    ),
+    Mutation(
+        "bco: the running mean also takes skipped steps",
+        "rather/pipeline/loop.py",
+        "if not result.skipped:\n            self.progress.running = running",
+        "if True:\n            self.progress.running = running",
+        ("tests/train/test_nonfinite.py::test_a_skipped_step_does_not_enter_the_running_mean",),
+    ),
+    Mutation(
+        "bco: evaluations compare with 0",
+        "rather/pipeline/loop.py",
+        "self.evaluation.running = progress.running",
+        "self.evaluation.running = [0, 0.0]",
+        ("tests/train/test_tasks.py::test_eval_prints_what_training_logged_last",),
+    ),
+    Mutation(
+        "guard: a step without weight breaks a row of steps with NaN",
+        "rather/pipeline/guard.py",
+        'if result.skip_reason not in ("overflow", "no_weight"):',
+        'if result.skip_reason != "overflow":',
+        ("tests/train/test_nonfinite.py::test_only_a_step_that_was_computed_breaks_a_row",),
+    ),
+    Mutation(
+        "loop: only the process that was asked for a checkpoint saves",
+        "rather/pipeline/loop.py",
+        "if ends or (step and self.stop.saves)",
+        "if ends or (step and self.stop.save_now)",
+        ("tests/train/test_signals.py::test_a_save_that_another_process_was_asked_for_is_made_by_all",),
+    ),
+    Mutation(
+        "loop: a checkpoint before the first step",
+        "rather/pipeline/loop.py",
+        "if ends or (step and self.stop.saves)",
+        "if ends or self.stop.saves",
+        ("tests/train/test_signals.py::test_a_save_that_another_process_was_asked_for_is_made_by_all",),
+    ),
+    Mutation(
+        "object store: files are deleted before their manifest",
+        "rather/checkpoint/store.py",
+        'key=lambda name: not name.endswith(f"/{MANIFEST}")',
+        'key=lambda name: name.endswith(f"/{MANIFEST}")',
+        ("tests/checkpoint/test_store.py::test_a_manifest_is_deleted_before_its_files",),
+    ),
+    Mutation(
+        "health: any part of the gain that is given back is overfitting",
+        "rather/tracking/health.py",
+        "GIVEN_BACK = 0.25",
+        "GIVEN_BACK = 0.0",
+        ("tests/health/test_health.py::test_a_held_out_loss_that_rises_counts_if_a_quarter_of_the_gain_is_given_back",),
+    ),
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -217,6 +218,7 @@ class Uploads:
     add_incident: Callable[..., None]
     current: Path | None = None  # must not be pruned
     _waiting: dict[str, tuple[Path, int]] = field(default_factory=dict)  # folder and step by kind
+    _turn: threading.Lock = field(default_factory=threading.Lock)  # for `_waiting`
     _pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "upload"))
 
     def begin(self, *, overwrite: bool) -> None:
@@ -243,29 +245,29 @@ class Uploads:
             )
 
     def add(self, folder: Path, step: int) -> None:
-        self._waiting[folder.name.partition("-")[0]] = folder, step
+        with self._turn:
+            self._waiting[folder.name.partition("-")[0]] = folder, step
         self._pool.submit(self._work)
 
-    def close(self) -> None:
-        """Wait for all uploads, and try those that failed again."""
+    def close(self) -> list[Path]:
+        """Wait for all uploads, try those that failed again, and return what is not uploaded."""
         self._pool.submit(self._work).result()
-        for folder, _ in self._waiting.values():
-            log.warning(
-                "%s was not uploaded to %s; run the same command again", folder, self.store.address
-            )
+        return [folder for folder, _ in self._waiting.values()]
 
     def _work(self) -> None:
-        """Upload what waits; what fails stays there."""
-        for kind, (folder, step) in list(self._waiting.items()):
+        """Upload what waits; what fails waits again, unless something newer has come."""
+        with self._turn:
+            taken, self._waiting = self._waiting, {}
+        for kind, (folder, step) in taken.items():
             self.current = folder
             try:
                 for name in self.run_files:
                     if (self.run_dir / name).is_file():
                         self.store.put(name, self.run_dir / name)
                 self.store.upload(folder, step, self.keep if kind == "checkpoint" else 1)
-                if self._waiting[kind] == (folder, step):
-                    del self._waiting[kind]
             except Exception as error:  # whatever it is, the run goes on
+                with self._turn:
+                    self._waiting.setdefault(kind, (folder, step))
                 facts = {"folder": str(folder), "reason": str(error)}
                 self.add_incident("missed_upload", step, **facts)
                 log.warning("MISSED UPLOAD of %s: %s", folder, error)

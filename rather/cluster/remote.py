@@ -64,8 +64,9 @@ class RemoteReference(RoleOnRanks):
             raise WorkerError(
                 f"reference: no process within {limits.start:.0f} s (timeouts.start)."
             )
+        names = peers.names("reference")
         for rank, (address, port, token) in sorted(peers.read(TOPIC).items()):
-            name = peers.name(rank, "reference")
+            name = names[rank]
             made = connect(name, address, port, limits.connect)
             self._connections.append(_lasting(made, limits.link))
             self._connections[-1].send_bytes(token.encode())

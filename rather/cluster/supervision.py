@@ -192,7 +192,8 @@ class Watchdog:
         def report_all(peers: Peers, found: Mapping[int, Any]) -> int:
             late = role or (own.call.partition(".")[0] if "." in own.call else "")
             seen = {rank: StackSnapshot(**fields) for rank, fields in found.items()}
-            named = {peers.name(rank, late): seen.get(rank) for rank in peers.processes()}
+            names = peers.names(late)
+            named = {names[rank]: seen.get(rank) for rank in peers.processes()}
             # The other role has processes of its own, and only waits for this one.
             others = {name: named.pop(name) for name in [*named] if not name.startswith(late)}
             return report(named, others)
@@ -267,20 +268,27 @@ class Peers:
     def processes(self) -> dict[int, Process]:
         return {rank: Process(**fields) for rank, fields in self.read("process").items()}
 
-    def name(self, rank: int, role: str) -> str:
-        where = self.processes().get(rank)
-        place = f" (on {where.machine})" if where else ""
-        apart = self.read("place").get(rank)  # if each role has processes of its own
-        role, rank, world = apart or (role, rank, self.world)
-        return f"{role} rank {rank} of {world}{place}".lstrip()
+    def names(self, role: str) -> dict[int, str]:
+        """Return what to call each rank: its role, its rank there, and its machine."""
+        processes = self.processes()
+        places = self.read("place")  # if each role has processes of its own
+        names: dict[int, str] = {}
+        for rank in range(self.world):
+            own_role, own_rank, world = places.get(rank) or (role, rank, self.world)
+            machine = f" (on {processes[rank].machine})" if rank in processes else ""
+            names[rank] = f"{own_role} rank {own_rank} of {world}{machine}".lstrip()
+        return names
 
     def write(self, topic: str, value: Any) -> None:
         self.store.set(f"{topic} {self.rank}", json.dumps(value))
 
     def read(self, topic: str) -> dict[int, Any]:
+        """Return what the ranks have written about a topic, with two requests if all of them have."""
         keys = {rank: f"{topic} {rank}" for rank in range(self.world)}
-        there = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        return {rank: json.loads(self.store.get(key)) for rank, key in there.items()}
+        if not self.store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        values = self.store.multi_get(list(keys.values())) if keys else []
+        return {rank: json.loads(value) for rank, value in zip(keys, values, strict=True)}
 
     def has_begun(self, topic: str) -> bool:
         with suppress(dist.DistError):
@@ -341,7 +349,7 @@ def _report(peers: Peers, found: Mapping[int, Any]) -> int:
     failures = {rank: Failure(**fields) for rank, (fields, _) in found.items()}
     rank = first_cause(failures)
     role = found[rank][1]
-    where = place_of(failures, peers.world, role, lambda each: peers.name(each, role))
+    where = place_of(failures, peers.world, role, peers.names(role).__getitem__)
     return _print(failures[rank], where)
 
 

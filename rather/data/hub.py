@@ -42,6 +42,7 @@ WORDS = {  # names of a split in a path, as the library `datasets` knows them
     "test": {"test", "testing", "eval", "evaluation"},
 }
 SHOWN = 20  # files in an error
+LONGEST_PATTERN = 1000  # characters of a pattern in a card
 
 
 def download(address: str) -> tuple[str, list[Path]]:
@@ -162,10 +163,45 @@ def _patterns(files: Any) -> dict[str, list[str]]:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a path fits a pattern; ** crosses folders, * does not."""
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern.removeprefix("./"))
-    meaning = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return bool(re.fullmatch("".join(meaning.get(p) or re.escape(p) for p in parts), name))
+    """Return whether a path fits a pattern; ** crosses folders, * does not.
+
+    The pattern is a stranger's, so it does not become a regular expression, which may take
+    exponential time: `ends` are the places in the path at which the pattern so far can end.
+    """
+    if len(pattern) > LONGEST_PATTERN:
+        raise DataError(
+            f"a pattern of the dataset's card has {len(pattern)} characters "
+            f"({pattern[:40]}...); at most {LONGEST_PATTERN} are read. Name a file instead."
+        )
+    ends = {0}
+    for sign in re.findall(r"\*\*/|\*\*|\*|.", pattern.removeprefix("./"), re.DOTALL):
+        first = min(ends)
+        if sign == "**/":  # no folder, or any number of them
+            ends |= {place + 1 for place in range(first, len(name)) if name[place] == "/"}
+        elif sign == "**":
+            ends = set(range(first, len(name) + 1))
+        elif sign == "*":
+            ends = _within_folders(name, ends)
+        else:
+            ends = {place + 1 for place in ends if _is_character(name[place : place + 1], sign)}
+        if not ends:
+            return False
+    return len(name) in ends
+
+
+def _within_folders(name: str, starts: set[int]) -> set[int]:
+    """Return the places that can be reached from `starts` without crossing a slash."""
+    reached, is_reached = set(), False
+    for place in range(len(name) + 1):
+        is_reached = is_reached or place in starts
+        if is_reached:
+            reached.add(place)
+        is_reached = is_reached and name[place : place + 1] != "/"
+    return reached
+
+
+def _is_character(character: str, sign: str) -> bool:
+    return character not in ("", "/") if sign == "?" else character == sign
 
 
 def _by_name(names: list[str], split: str) -> list[str]:

@@ -161,22 +161,38 @@ class Window:
         mean = {name: total / weight for name, total in self.sums.items() if name != "weight"}
         shown = {name: value for name, value in mean.items() if not name.startswith("_")}
         if "_chosen" in mean:
-            return _by_label(shown, mean["_chosen"], mean["_rejected"])
+            return _by_label(shown, {side: mean[f"_{side}"] for side in ("chosen", "rejected")})
         return shown | ({"rewards/length_correlation": _correlation(mean)} if "_m" in mean else {})
 
 
-OF_CHOSEN = ("chosen", "sft_loss")
+# Metrics of single answers that are means over the answers of one label.
+SIDE = {
+    "rewards/chosen": "chosen",
+    "logps/chosen": "chosen",
+    "logps/chosen_below_reference": "chosen",
+    "lengths/chosen": "chosen",
+    "sft_loss": "chosen",
+    "rewards/rejected": "rejected",
+    "logps/rejected": "rejected",
+    "lengths/rejected": "rejected",
+}
 
 
-def _by_label(mean: dict[str, float], chosen: float, rejected: float) -> dict[str, float]:
-    """Return means over the answers of each label; without such answers there is no mean."""
-    for side, share in (("chosen", chosen), ("rejected", rejected)):
-        for name in [name for name in mean if side in name or (side, name) == OF_CHOSEN]:
-            value = mean.pop(name)
-            mean |= {name: value / share} if share else {}
-    if chosen and rejected:
-        mean["rewards/margins"] = mean["rewards/chosen"] - mean["rewards/rejected"]
-    return mean
+def _by_label(mean: Mapping[str, float], share: Mapping[str, float]) -> dict[str, float]:
+    """Return means over the answers of each label, whose `share` of the weight is given.
+
+    A label without answers has no mean.
+    """
+    means: dict[str, float] = {}
+    for name, value in mean.items():
+        side = SIDE.get(name)
+        if side is None:
+            means[name] = value
+        elif share[side]:
+            means[name] = value / share[side]
+    if share["chosen"] and share["rejected"]:
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return means
 
 
 def interval_of_accuracy(facts: PairFacts, accuracy: float) -> dict[str, float]:

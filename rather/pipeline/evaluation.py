@@ -65,7 +65,8 @@ class Evaluation:
     sets: Mapping[str, PairDataset]
     pairs: RunPairs
     objective: PairLoss
-    running: Running = field(default_factory=lambda: [0, 0.0])  # the mean reward of training
+    # The mean reward of training; None: unknown, the mean over the evaluated set is used instead.
+    running: Running | None = field(default_factory=lambda: [0, 0.0])
     known: dict[str, list[Columns | None]] = field(default_factory=dict)  # of the reference
     parts: dict[str, list[EvaluatedPart]] = field(default_factory=dict)  # the last evaluation
 
@@ -98,11 +99,12 @@ class Evaluation:
         self, facts: PairFacts, policy: Columns, reference: Columns | None
     ) -> dict[str, float]:
         """Return the metrics of a whole set, compared with its own KL or the training's mean."""
-        if reference and self.objective.baseline_kind == "kl":
-            reference, _ = self.objective.with_baseline(policy, reference, self.running)
-        elif reference and self.objective.baseline_kind:
+        kind = self.objective.baseline_kind
+        if reference and kind == "mean" and self.running is not None:
             mean = torch.full_like(reference["sum"], self.running[1])
             reference = {**reference, "baseline": mean}
+        elif reference and kind:
+            reference, _ = self.objective.with_baseline(policy, reference, [0, 0.0])
         return self.policy.score(facts, policy, reference)
 
     def compare_file(self, folder: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Roles, launch
 from rather.cluster.supervision import Supervision
@@ -17,8 +18,16 @@ from rather.config.schema import DPOConfig
 from rather.data.hub import refuse_unknown_model
 from rather.data.prepare import prepare
 from rather.data.template import tokenizer_of
-from rather.errors import ConfigError, DataError, Ended, HangError, NonFiniteError, WorkerLost
-from rather.losses.objective import from_config
+from rather.errors import (
+    ConfigError,
+    DataError,
+    DiskError,
+    Ended,
+    HangError,
+    NonFiniteError,
+    WorkerLost,
+)
+from rather.losses.objective import Running, from_config
 from rather.model.export import model_card
 from rather.pipeline.checks import identity_of, refuse_foreign_tokens, refuse_missing_columns
 from rather.pipeline.evaluation import Answers, Evaluation
@@ -30,6 +39,7 @@ from rather.pipeline.steps import NO_LIMIT, PreparedSteps, StepSource
 from rather.report.write import LiveReport
 from rather.run_folder import control
 from rather.run_folder.layout import (
+    RESULTS,
     Incidents,
     locked,
     mark_finished,
@@ -193,7 +203,12 @@ class DPOPipeline(TrainingLoop):
             self.stop.last_saved = lambda: self.saving.last_saved if self.saving else None
             while True:
                 try:
-                    return self._run()
+                    code = self._run()
+                    if problem := self.saving.upload_problem() if self.saving else "":
+                        if code == 0 and self.summary:
+                            raise DiskError(problem)
+                        log.warning("%s", problem)
+                    return code
                 except (WorkerLost, HangError) as error:
                     is_stopped = self.stop.signal is not None
                     if self.roles.restart is None or is_stopped:
@@ -288,6 +303,27 @@ class DPOPipeline(TrainingLoop):
         if self.answers:
             self.answers.begin(self.tokenizer, resumes=newest is not None)
         self._restore(newest)
+        if model and self.evaluation and self.objective.baseline_kind == "mean":
+            self.evaluation.running = self._running_mean(Path(model))
+
+    def _running_mean(self, model: Path) -> Running | None:
+        """Return the running mean reward of the run that exported a model; None if unknown."""
+        newest = None
+        if self.roles.is_main and model.name in RESULTS:
+            newest = checkpoint.newest_good(model.parent, full=False)
+        before = newest.state.get("progress", {}).get("running") if newest else None
+        running: Running | None = before if before and before[0] else None
+        if newest and running:
+            text = "rewards are compared with %.4g, the running mean reward of %s"
+            log.info(text, running[1], newest.path)
+        elif self.roles.is_main:
+            log.warning(
+                "%s: no checkpoint with a running mean reward is next to it; rewards are compared "
+                "with their mean over the held-out %s",
+                model,
+                self.config.unit,
+            )
+        return self.roles.broadcast(running)  # type: ignore[no-any-return]
 
     def _export_model(self, folder: Path) -> Mapping[str, float]:
         pairs, with_reference = len(self.data.train), self.reference is not None

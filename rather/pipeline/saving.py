@@ -187,6 +187,7 @@ class Saving:
         self._failure: BaseException | None = None
         self._abandoned = threading.Event()
         self._uploads: Uploads | None = None
+        self._not_uploaded: list[Path] = []
         if roles.is_main and (address := config.checkpoint_store):
             add_incident = Incidents(self.run_dir).add
             where = Store(address), self.run_dir, STORED_FILES
@@ -325,7 +326,17 @@ class Saving:
             self._thread = None
         if self._uploads:
             self.upload_results()
-            self._uploads.close()
+            self._not_uploaded = self._uploads.close()
+
+    def upload_problem(self) -> str:
+        """Return what is not in the object store after the last attempt; "" if all of it is."""
+        if not self._not_uploaded:
+            return ""
+        names = ", ".join(folder.name for folder in self._not_uploaded)
+        return (
+            f"{self.config.checkpoint_store}: the last upload of {names} failed (see MISSED UPLOAD "
+            f"above). {self.run_dir} has it; run the same command again to upload it."
+        )
 
     def upload_results(self) -> None:
         """Upload the exported models and adapters, if there is an object store for them."""

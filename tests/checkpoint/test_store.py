@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from rather.checkpoint import manifest
 from rather.checkpoint.checkpoint import newest_good, prune
 from rather.checkpoint.manifest import verify
 from rather.checkpoint.store import CHECKPOINT, Store, completed, step_of
@@ -207,8 +208,21 @@ def test_a_failed_upload_is_an_incident_and_tried_again(
     assert completed(work.store.objects(), "model")
     proxy.down = True
     work.add(whole / "checkpoint-6", 6)
-    work.close()
-    assert "checkpoint-6 was not uploaded" in caplog.text
+    assert work.close() == [whole / "checkpoint-6"]
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.defect("X25")
+def test_a_run_whose_last_upload_fails_does_not_end_well(folder: Path, proxy: Proxy) -> None:
+    proxy.before = lambda number: number > 0  # only the first request, a list, is answered
+    changes = {**TO_STORE, "max_steps": 1}
+    pipeline = DPOPipeline(config_of(folder, "unreached", **changes))
+    with pytest.raises(DiskError, match="the last upload of checkpoint-1, model failed"):
+        pipeline.run()
+    proxy.reset()
+    assert stored_steps("unreached") == set()
+    assert train(folder, "unreached", **changes) == 0, "the same command again uploads them"
+    assert stored_steps("unreached") == {1}
 
 
 @pytest.mark.usefixtures("no_pauses")
@@ -303,6 +317,53 @@ def test_an_export_that_is_replaced_meanwhile_has_no_manifest(proxy: Proxy, tmp_
     proxy.reset()
     store.upload(folder, 1, keep=1)
     assert len(completed(store.objects(), "best_model")) == 1
+
+
+@pytest.mark.defect("R10")
+def test_a_checkpoint_that_comes_at_the_end_of_an_upload_is_uploaded(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the end of an upload and forgetting it, the next checkpoint is added."""
+    waiting = uploads(f"{STORE}/race", whole, keep=0)
+    added = False
+
+    class Waiting(dict[str, Any]):
+        def __delitem__(self, kind: str) -> None:
+            nonlocal added
+            if not added:
+                added = True
+                waiting.add(whole / "checkpoint-4", 4)
+            super().__delitem__(kind)
+
+    upload_one = Store.upload
+
+    def then_add(self: Store, folder: Path, step: int, keep: int) -> None:
+        nonlocal added
+        upload_one(self, folder, step, keep)
+        if not isinstance(waiting._waiting, Waiting) and not added:
+            added = True
+            waiting.add(whole / "checkpoint-4", 4)
+
+    waiting._waiting = Waiting()
+    monkeypatch.setattr(Store, "upload", then_add)
+    waiting.add(whole / "checkpoint-2", 2)
+    waiting.close()
+    assert stored_steps("race") == {2, 4}
+
+
+def test_a_manifest_is_deleted_before_its_files(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what a deletion interrupts would look complete."""
+    store = Store(f"{STORE}/deleted")
+    store.upload(whole / "checkpoint-2", 2, keep=0)
+    deleted: list[str] = []
+    monkeypatch.setattr(store.client, "delete_object", lambda **key: deleted.append(key["Key"]))
+    store.delete(store.objects(), completed(store.objects(), CHECKPOINT))
+    assert len(deleted) > 2
+    assert [name.endswith(f"/{manifest.MANIFEST}") for name in deleted] == [True] + [False] * (
+        len(deleted) - 1
+    )
 
 
 # --- data ---

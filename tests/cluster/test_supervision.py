@@ -8,21 +8,24 @@ import json
 import os
 import re
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rather import errors
 from rather.checkpoint.checkpoint import LATEST
-from rather.cluster.health import Failure
+from rather.cluster.health import Failure, Limit, StackSnapshot
+from rather.cluster.host import Process
 from rather.cluster.launch import Roles, launch
-from rather.cluster.supervision import Supervision
+from rather.cluster.supervision import Peers, Supervision, Watchdog
 from rather.cluster.worker import ActorWorker
 from rather.commands.terminal import guarded
-from rather.config.schema import DPOConfig
+from rather.config.schema import DPOConfig, Timeouts
 from rather.errors import DataError, HangError, RatherError, WorkerError, WorkerLost
 from rather.pipeline.pipeline import DPOPipeline
 from tests.cells import cells
@@ -35,6 +38,51 @@ def incidents(config: DPOConfig) -> list[dict[str, Any]]:
     return [
         json.loads(line) for line in (config.run_dir / "incidents.jsonl").read_text().splitlines()
     ]
+
+
+# --- torchrun's store ---
+
+
+class CountedStore:
+    """Counts the requests of torchrun's store, which answers one after the other."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.requests = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.defect("R6")
+def test_a_hang_report_takes_a_few_requests_for_each_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others wait 6 s for it; with requests for each pair of processes 1,024 took 464 s."""
+    world = 24
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    for name, value in {**place, "WORLD_SIZE": str(world), "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    peers = Peers(10.0)
+    there = asdict(Process("machine", 1 << 30, "never", "another kernel"))
+    waits = asdict(StackSnapshot("actor_train.train_step", 99.0, "a.py:1", None, ""))
+    for rank in reversed(range(world)):
+        peers.rank = rank
+        peers.write("process", there)
+        peers.write("snapshot", waits)
+    counted = CountedStore(peers.store)
+    peers.store = counted
+    watchdog = Watchdog(Timeouts(), tmp_path, world, None, peers=peers)
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        watchdog.end(Limit(1.0, "step"), "actor_train")
+    assert f"actor_train rank 0 of {world} (on machine): no answer" in capsys.readouterr().err
+    assert counted.requests < 2 * world
 
 
 # --- the count ---

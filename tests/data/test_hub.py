@@ -19,7 +19,7 @@ from huggingface_hub import constants
 
 from rather.config.load import load_found
 from rather.config.paths import check_paths
-from rather.data.hub import choose, download
+from rather.data.hub import LONGEST_PATTERN, choose, download
 from rather.data.prepare import prepare
 from rather.data.template import load_tokenizer
 from rather.errors import CheckpointError, DataError
@@ -262,3 +262,36 @@ def test_a_model_of_the_cache_is_used_if_the_hub_never_answers(
     assert load_tokenizer("shop/model").eos_token
     assert silence() == 1, "the cache is enough for everything else"
     assert "only what is in its cache is used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [
+        ("**/" * 12 + "no.jsonl", ""),
+        ("**/" * 12 + "*.jsonl", "a.jsonl data/b.jsonl data/deep/c.jsonl"),
+        ("*a*a*a*a*a*a*a*a*a*a*b.jsonl", ""),
+        ("data/**", "data/b.jsonl data/deep/c.jsonl"),
+        ("./data/?.jsonl", "data/b.jsonl"),
+        ("data?b.jsonl", ""),
+        ("data/*", "data/b.jsonl"),
+        ("**c.jsonl", "data/deep/c.jsonl"),
+        ("data/**/*.jsonl", "data/b.jsonl data/deep/c.jsonl"),
+    ],
+)
+@pytest.mark.defect("R9")
+def test_patterns_of_a_card_cross_folders_only_with_two_stars(pattern: str, fits: str) -> None:
+    """The time is that of pattern times path, also for patterns made to take long."""
+    long_one = f"{'deep/' * 30}{'a' * 60}.json"
+    names = ["a.jsonl", "data/b.jsonl", "data/deep/c.jsonl", long_one]
+    card = {"configs": [{"data_files": [{"split": "train", "path": [pattern, "no file"]}]}]}
+    if fits:
+        assert choose(names, card, "train", "here") == fits.split()
+        return
+    with pytest.raises(DataError, match="no files of split"):
+        choose(names, card, "train", "here")
+
+
+def test_a_pattern_of_a_card_has_a_limit() -> None:
+    card = {"configs": [{"data_files": "*" * (LONGEST_PATTERN + 1)}]}
+    with pytest.raises(DataError, match="a pattern of the dataset's card has 1001 characters"):
+        choose(["a.jsonl"], card, "train", "here")

@@ -305,3 +305,15 @@ def test_the_command_on_a_healthy_run_and_on_no_run(tiny_runs: TinyRuns, tmp_pat
     refused = CliRunner().invoke(app, ["health", str(tmp_path)])
     assert refused.exit_code == 2
     assert "not a run folder" in refused.output
+
+
+@pytest.mark.parametrize(("calibrated", "is_found"), [(0.61, False), (0.63, True)])
+def test_a_held_out_loss_that_rises_counts_if_a_quarter_of_the_gain_is_given_back(
+    calibrated: float, is_found: bool
+) -> None:
+    """The calibrated loss fell from 0.68 to 0.6: a quarter of that gain is reached at 0.62."""
+    history = Health(100)
+    for step, (loss, scaled) in enumerate([(0.7, 0.68), (0.6, 0.6), *[(0.9, calibrated)] * 2], 1):
+        history.add(line(step, loss=0.69 - 0.05 * step))
+        history.add({"step": step, "eval/loss": loss, "eval/calibrated_loss": scaled})
+    assert bool(RULES["overfitting"].find(history)) == is_found

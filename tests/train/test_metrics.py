@@ -154,3 +154,25 @@ def test_differences_within_rounding_are_ties() -> None:
     assert found["rewards/ties"] == [1, 1, 0, 0]
     assert found["rewards/accuracies"] == [0, 0, 0, 1]
     assert found["logps/chosen_below_reference"] == [0, 0, 0, 0]
+
+
+def test_means_of_single_answers_are_over_the_answers_of_their_label() -> None:
+    """Three answers weigh 1, 4 and 2; the second is undesirable."""
+    double = {"dtype": torch.float64}
+    policy, reference, length = (torch.tensor(x, **double)[:3] for x in (POLICY, REFERENCE, LENGTH))
+    label = torch.tensor([1.0, 0.0, 1.0], **double)
+    x = PairLogps(policy, reference, length, extra={"soft_label": label})
+    objective = configure(["apo_zero_unpaired"], {"beta": 0.25})
+    scored = Scored(x, torch.tensor(LOSSES[:3], **double), objective.rewards(x))
+    totals = weighted_sums(scored, torch.tensor([1.0, 4.0, 2.0], **double), objective)
+    window = Window({name: float(total) for name, total in totals.items()})
+    means = window.means()
+    desirable = {"rewards/chosen": [0.25, -0.25], "logps/chosen": [-10, -6], "sft_loss": [2.0, 2.0],
+                 "lengths/chosen": [5, 3], "logps/chosen_below_reference": [0, 1]}  # fmt: skip
+    for name, (first, third) in desirable.items():
+        assert means.pop(name) == pytest.approx((first + 2 * third) / 3), name
+    undesirable = {"rewards/rejected": 0.0, "logps/rejected": -8, "lengths/rejected": 4}
+    for name, second in undesirable.items():
+        assert means.pop(name) == pytest.approx(second), name
+    assert means.pop("rewards/margins") == pytest.approx((0.25 - 2 * 0.25) / 3)
+    assert means.keys() == {"loss", "rewards/accuracies", "rewards/ties"}, "means over all answers"

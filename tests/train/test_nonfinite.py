@@ -27,9 +27,12 @@ from rather.parallel.apply import divide
 from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
+from rather.pipeline.guard import Guard
 from rather.pipeline.pipeline import DPOPipeline
+from rather.pipeline.saving import Progress
+from rather.pipeline.steps import Step
 from rather.run_folder.layout import Incidents
-from rather.train.nonfinite import NOTHING_PASSES, StepLimits
+from rather.train.nonfinite import NOTHING_PASSES, NonFiniteReport, StepLimits
 from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
 from tests.faults import inject
 from tests.padded import random_pairs
@@ -435,3 +438,52 @@ def test_incidents_cost_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert caplog.text.count("incident: ") == 2
     Incidents(tmp_path, silent=True).add("spike", 1)
     assert not (tmp_path / "incidents.jsonl").exists()
+
+
+# --- counted in a row ---
+
+
+class NoPairs:
+    total_steps = 100
+
+    def describe_pairs(self, step: Step, places: Any) -> list[dict[str, Any]]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("between", "ends"), [("overflow", True), ("no_weight", True), ("spike", False), (None, False)]
+)
+def test_only_a_step_that_was_computed_breaks_a_row(
+    tmp_path: Path, between: str | None, ends: bool
+) -> None:
+    """An fp16 overflow, or a step without weight, says nothing about the weights."""
+    source: Any = NoPairs()
+    guard = Guard("skip", 2, None, source, Incidents(tmp_path))
+    progress, step = Progress(), Step([], [], [], number=3)
+    numbers: Any = {
+        "sums": {"loss": 1.0, "weight": 1.0},
+        "policy": torch.empty(0, 2),
+        "grad_norm": 1.0,
+    }
+
+    def result(reason: str | None) -> StepResult:
+        report = NonFiniteReport([0], [0], {}, 0) if reason == "nonfinite" else None
+        told: Any = {"skip_reason": reason, "nonfinite": report, "zeros_in_grad": None}
+        return StepResult(**numbers, lr=1e-3, **told)
+
+    assert guard.accepts(progress, step, result("nonfinite"))
+    assert guard.accepts(progress, step, result(between))
+    with pytest.raises(NonFiniteError) if ends else nullcontext():
+        guard.accepts(progress, step, result("nonfinite"))
+
+
+def test_a_skipped_step_does_not_enter_the_running_mean(shared: Path, fault: Any) -> None:
+    """BCO compares with the mean reward of all rows so far, and NaN would stay in it for ever."""
+    fault(nan_at(3))
+    changes = {"task": "unpaired", "pref_loss": "bco", "max_steps": 4, "exp_name": "nan-bco"}
+    pipeline = DPOPipeline(make_config(shared, **changes))
+    assert pipeline.run() == 0
+    rows, mean = pipeline.progress.running
+    assert pipeline.progress.skipped == {"nonfinite": 1}
+    assert rows == 3 * 8
+    assert math.isfinite(mean)

@@ -9,6 +9,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from rather.cluster.worker import ActorWorker
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.errors import Ended
+from rather.pipeline.loop import TrainingLoop
 from rather.pipeline.pipeline import DPOPipeline
+from rather.pipeline.saving import Progress
 from rather.run_folder.control import STOPS, StopRequest
 from tests.checkpoint.runs import assert_same, steps
 from tests.tiny import in_child, make_config, metrics
@@ -352,3 +355,17 @@ def test_the_exit_timer_stops_if_the_exit_is_caught() -> None:
     assert stop._leaving is not None
     stop._leaving.join(60)
     assert stop._leaving.finished.is_set()
+
+
+@pytest.mark.parametrize(("step", "saves"), [(0, 0), (3, 1)])
+def test_a_save_that_another_process_was_asked_for_is_made_by_all(step: int, saves: int) -> None:
+    """Before the first step there is nothing to save."""
+    loop: Any = TrainingLoop()
+    saved: list[bool] = []
+    loop.config, loop.run_dir = SimpleNamespace(save_steps=None), None
+    loop.progress = Progress(step)
+    loop.roles = SimpleNamespace(is_main=False, max_over_drivers=lambda _: 1)
+    loop.reference_stream = SimpleNamespace(keep=lambda: None)
+    loop.stop, loop.save = StopRequest(), lambda *, last: saved.append(last)
+    assert not loop._ends_or_saves(False)
+    assert saved == [False] * saves

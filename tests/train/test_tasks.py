@@ -34,7 +34,8 @@ from rather.losses.objective import from_config
 from rather.parallel.load import load_policy
 from rather.pipeline.pipeline import DPOPipeline
 from rather.report.pairs import read_ledger
-from tests.tiny import make_config, metrics
+from tests.commands.conftest import rather
+from tests.tiny import make_config, make_model, metrics
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> str:
@@ -126,6 +127,44 @@ def test_labels_and_weights_change_what_is_trained(tmp_path: Path) -> None:
         assert last["eval/pairs"] == 18
         found.append(last["eval/rewards/margins"])
     assert len({round(margin, 9) for margin in found}) == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"task": "unpaired", "pref_loss": "kto"},
+        pytest.param(
+            {"task": "unpaired", "pref_loss": "bco"}, marks=pytest.mark.defect("R4"), id="bco"
+        ),
+    ],
+)
+def test_eval_prints_what_training_logged_last(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = make_config(tmp_path, max_steps=3, **changes)
+    assert DPOPipeline(config).run() == 0
+    logged = {name: value for name, value in metrics(config)[-1].items() if "eval/" in name}
+    (tmp_path / "run.yaml").write_text(dump_yaml(config))
+    printed = rather("eval", tmp_path / "run.yaml")
+    assert printed.exit_code == 0, printed.output
+    assert json.loads(printed.stdout) == pytest.approx(logged, rel=1e-6)
+    if changes["pref_loss"] == "bco":
+        assert logged["eval/baseline"] != 0
+
+
+@pytest.mark.defect("R4")
+def test_eval_of_other_weights_compares_with_their_own_mean(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model(tmp_path / "foreign", seed=3)
+    config = make_config(tmp_path, max_steps=1, task="unpaired", pref_loss="bco")
+    (tmp_path / "run.yaml").write_text(dump_yaml(config))
+    printed = rather("eval", tmp_path / "run.yaml", "--model", tmp_path / "foreign")
+    assert printed.exit_code == 0, printed.output
+    found = json.loads(printed.stdout)
+    labels = {"chosen": 9, "rejected": 9}  # of the held-out answers
+    mean = sum(count * found[f"eval/rewards/{side}"] for side, count in labels.items()) / 18
+    assert found["eval/baseline"] == pytest.approx(mean)
+    assert found["eval/baseline"] != 0
+    assert "rewards are compared with their mean over the held-out answers" in caplog.text
 
 
 def test_plan_data_report_and_card_speak_of_answers(
