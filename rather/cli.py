@@ -22,12 +22,13 @@ from rather.commands.terminal import (
     Imports,
     Overrides,
     command,
+    echo,
     print_json,
     settings,
     writable,
 )
 from rather.config.redaction import redact
-from rather.errors import ConfigError
+from rather.errors import ConfigError, user_error
 from rather.run_folder.control import PATIENCE, StopRequest, leave_within
 
 
@@ -264,6 +265,10 @@ def main() -> None:
         if isinstance(end.code, int) and end.code > 128:
             leave_within(PATIENCE, end.code)  # after a signal, no library may delay the exit
         raise
-    except Exception as error:  # a bug: print the traceback without the secrets it may contain
+    except Exception as error:
+        if refused := user_error(error):  # before a command has begun
+            echo(redact(f"rather: {refused}"), err=True)
+            sys.exit(refused.exit_code)
+        # A bug: print the traceback without the secrets it may contain.
         print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         sys.exit(1)

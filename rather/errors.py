@@ -3,8 +3,18 @@ its own exit code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+import sys
+from collections.abc import Iterator, Sequence
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SPACE = ("no space left on device", "file too large (os error")  # by libraries in Rust
+NO_MEMORY = (  # by torch, Arrow, the dynamic linker, and threads without room for a stack
+    "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory",
+    "bad_alloc", "failed to map segment", "can't start new thread",
+)  # fmt: skip
+# Bytes for PyTorch, its libraries and a tiny model. With less, OpenBLAS may call exit(1) at any time.
+LEAST_ADDRESSES = 3 << 30
 LIMITS = "see 'What Rather does not do' (docs/limits.md)"  # ends messages about missing features
 
 
@@ -76,6 +86,56 @@ class DiskError(RatherError):
     """The disk is full, or a path is not writable."""
 
     exit_code = 9
+
+
+def user_error(error: BaseException) -> RatherError | None:
+    """Return what the system refused, as an error with an exit code; None for a bug in Rather.
+
+    A full disk and a lack of memory have many names, and libraries raise their own errors because
+    of them. Other refused paths are those that a user named; a file that Rather misses is a bug.
+    """
+    for cause in _causes(error):
+        number = getattr(cause, "errno", None)
+        text = str(cause).strip().partition("\n")[0]
+        if number in FULL_DISK or any(words in text.lower() for words in NO_SPACE):
+            place = getattr(cause, "filename", None)
+            reason = getattr(cause, "strerror", None) or text
+            return DiskError(
+                f"{f'{place}: ' if place else ''}{reason}. Free some disk space, or raise the limit "
+                "on the size of files (ulimit -f), and run the same command again."
+            )
+        is_memory = isinstance(cause, MemoryError) or number == errno.ENOMEM
+        if is_memory or any(words in text.lower() for words in NO_MEMORY):
+            return MemoryShortage(
+                f"out of memory ({text or type(cause).__name__}). Free some, raise the limit of "
+                "this process (ulimit -v), or use a machine with more."
+            )
+    is_path = isinstance(error, OSError) and error.filename is not None
+    if is_path and error.errno not in (errno.ENOENT, errno.EEXIST):
+        return DiskError(f"{error.filename}: {error.strerror}.")
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, and those while or because of which it was raised."""
+    while error is not None:
+        yield error
+        is_hidden = error.__suppress_context__  # raise ... from None
+        error = error.__cause__ or (None if is_hidden else error.__context__)
+
+
+def check_address_space() -> None:
+    """Refuse a limit (ulimit -v) within which libraries end the process without a message."""
+    if sys.platform != "linux":
+        return
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if 0 <= limit < LEAST_ADDRESSES:
+        raise MemoryShortage(
+            f"the limit on the address space of this process (ulimit -v) is {limit >> 20} MiB, and "
+            f"PyTorch needs up to {LEAST_ADDRESSES >> 20} MiB to load; raise the limit."
+        )
 
 
 class Ended(BaseException):

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from rather.errors import ConfigError
+from rather.errors import ConfigError, DiskError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,8 +83,12 @@ def read_bytes(path: Path, most: int = MOST_JSON_BYTES, opener: Opener = regular
 
 def write_own(path: Path, text: str) -> None:
     """Write a text file that a run owns."""
-    with open(path, "w", encoding="utf-8", errors="replace", opener=own) as file:
-        file.write(text)
+    try:
+        with open(path, "w", encoding="utf-8", errors="replace", opener=own) as file:
+            file.write(text)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not name the file
+        raise
 
 
 def file_sha(path: Path, opener: Opener = regular) -> str:
@@ -96,6 +100,16 @@ def file_sha(path: Path, opener: Opener = regular) -> str:
 def text_sha(text: str) -> str:
     """Return the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and those around it. /proc and others refuse it as a missing file."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(
+            f"{path}: cannot be created ({error.strerror}); choose another folder."
+        ) from error
 
 
 def sync(path: Path) -> None:
@@ -113,6 +127,9 @@ def replace_own(path: Path, text: str) -> None:
     try:
         write_own(part, text)
         os.replace(part, path)
+    except OSError as error:
+        error.filename = str(path)  # the name that users know
+        raise
     finally:
         part.unlink(missing_ok=True)
 

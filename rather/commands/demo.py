@@ -38,7 +38,7 @@ from transformers.utils import logging as transformers_logging
 
 from rather.commands.terminal import echo, print_table
 from rather.errors import ConfigError
-from rather.files import JsonObject
+from rather.files import JsonObject, make_folder
 from rather.model.generate import Decoding, generate
 
 SEED, STEPS, BATCH = 0, 200, 32
@@ -215,7 +215,7 @@ def claim(out: Path) -> None:
             f"{out}: exists and was not created by the demo, so it is left as it is; choose a new "
             "or empty folder with `rather demo --out DIR`."
         )
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     text = f"Created by `rather demo`, which may replace {', '.join(MADE)} here.\n"
     (out / MARKER).write_text(text)
     for path in (out / name for name in MADE):

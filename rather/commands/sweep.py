@@ -43,7 +43,7 @@ from rather.config.load import dump_yaml
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, RatherError
-from rather.files import JsonObject, own, parse_yaml, read_bytes, replace_own
+from rather.files import JsonObject, make_folder, own, parse_yaml, read_bytes, replace_own
 from rather.losses.metrics import wilson
 from rather.losses.objective import from_config
 from rather.pipeline.pipeline import DPOPipeline
@@ -190,7 +190,7 @@ def folder_of_runs(base: DPOConfig, kind: str) -> tuple[Path, list[str]]:
     """Return a folder for several runs, and the overrides with which they share their caches."""
     name = f"{base.exp_name}-{kind}"
     folder = Path(base.output_dir).expanduser() / name
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     return folder, [
         f"output_dir={folder}",
         f"logging_dir={Path(base.logging_dir).expanduser() / name}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
@@ -23,7 +22,14 @@ from rich.text import Text
 
 from rather.config import plugins
 from rather.config.redaction import hide, printable, redact
-from rather.errors import ConfigError, DiskError, Ended, RatherError, RayGone
+from rather.errors import (
+    ConfigError,
+    Ended,
+    RatherError,
+    RayGone,
+    check_address_space,
+    user_error,
+)
 from rather.tracking.json_lines import strict_json
 
 if TYPE_CHECKING:
@@ -101,6 +107,7 @@ def guarded(work: Callable[[], int | None]) -> int:
     """Run a command; print Rather's own errors as one message and return their exit code."""
     try:
         try:
+            check_address_space()
             return work() or 0
         except SystemError as error:
             # Inside Ray's compiled code, what a signal handler raises becomes the cause of this.
@@ -117,13 +124,13 @@ def guarded(work: Callable[[], int | None]) -> int:
     except BrokenPipeError:  # `rather data ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        # The file system refuses a path that a user named; a file that Rather misses is a bug.
-        if error.filename is None or error.errno in (errno.ENOENT, errno.EEXIST):
+    except Exception as error:
+        refused = user_error(error)
+        if refused is None:
             raise
-        log.debug("file system error", exc_info=True)
-        echo(redact(f"rather: {error.filename}: {error.strerror}."), err=True)
-        return DiskError.exit_code
+        log.debug("refused by the system", exc_info=True)
+        echo(redact(f"rather: {refused}"), err=True)
+        return refused.exit_code
 
 
 def known_model(name: str) -> str:

@@ -421,6 +421,8 @@ def _override_value(name: str, text: str) -> Any:
         parsed = OverridesParser.create().parse_override(f"++{name}={text}")
     except HydraException:
         return text
+    except ValueError as error:  # a number of 5,000 digits
+        raise ConfigError(f"{name} ({COMMAND_LINE}): {_in_short(error)}") from error
     value, key = parsed.value(), table().get(name)
     is_text = key and key.only_text and isinstance(value, bool | int | float)
     return text if is_text or parsed.is_sweep_override() else value

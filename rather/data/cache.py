@@ -17,7 +17,7 @@ import pyarrow as pa
 from rather.data.messages import Json
 from rather.data.pairs import SCHEMA, PairFile
 from rather.errors import DiskError
-from rather.files import file_sha, read_json, replace_own, sync, text_sha
+from rather.files import file_sha, make_folder, read_json, replace_own, sync, text_sha
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Cache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
 
     def find_or_build(self, address: str, make: Callable[[Path], Json]) -> tuple[PairFile, Json]:
         """Return file and report; if they are missing, let `make` write the file."""
