@@ -55,6 +55,7 @@ from rather.pipeline.evaluation import EvaluatedPart, metrics_of
 from rather.pipeline.guard import refuse_nonfinite
 from rather.pipeline.loop import Record
 from rather.pipeline.pipeline import DPOPipeline
+from rather.pipeline.steps import log_length
 from rather.run_folder.layout import with_rounding_of_run
 from rather.tracking.json_lines import read_records
 from rather.tracking.run import NoTracker, RunTracker
@@ -378,7 +379,8 @@ class DPOTrainer:
             raise ConfigError(
                 f"lr_scheduler_type: '{kind}' needs the number of steps; set max_steps."
             )
-        return schedule(self.args, total_steps or 1)
+        # A run of unknown length is not shorter than its warm-up.
+        return schedule(self.args, total_steps or max(1, self.args.warmup_steps))
 
     def _worker_of(self, models: Any) -> InMemoryWorker:
         asked, _ = _unwrap(models)
@@ -417,6 +419,8 @@ class DPOTrainer:
             raise ConfigError("use_wandb: give log_dir too; W&B keeps its files there.")
         feed = self._feed(train_preference_dataloader)
         total = self._total_steps(feed)
+        if total is not None:
+            log_length(self.args, self.config.max_steps, total)
         if rows := feed.rows:
             refuse_columns(
                 self.config, self.loss, "training",

@@ -287,9 +287,6 @@ def _adapter(config: DPOConfig) -> Problems:
 def _schedule(config: DPOConfig) -> Problems:
     training, path = config.actor_train.training_args, f"{TRAINING}.lr_scheduler_kwargs"
     numbers, kind = training.lr_scheduler_kwargs, training.lr_scheduler_type
-    if config.max_steps is not None and training.warmup_steps > config.max_steps:
-        text = f"{training.warmup_steps} is more than max_steps ({config.max_steps})"
-        yield f"{TRAINING}.warmup_steps", text
     known = SCHEDULE_NUMBERS[kind]
     for name in numbers:
         if name not in known:

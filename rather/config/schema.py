@@ -166,7 +166,7 @@ class TrainingArgs(Section):
     """Batches per optimizer step. A step has dp x per_device_train_batch_size x this many pairs."""
     warmup_steps: NotNegativeInt = 0
     """Optimizer steps in which the learning rate rises from 0; takes precedence over
-    warmup_ratio."""
+    warmup_ratio. A run with fewer steps warms up for a tenth of them."""
     warmup_ratio: BelowOne = 0.0
     """Warm-up as a fraction of all optimizer steps."""
     num_train_epochs: Positive = 1.0

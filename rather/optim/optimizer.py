@@ -235,10 +235,17 @@ def _norms(found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     return torch._foreach_norm(list(found.values()), 2, dtype=torch.float64) if found else ()
 
 
+def warmup_of(args: TrainingArgs, total_steps: int) -> int:
+    """Return the steps of the warm-up. A run that is shorter than it warms up for a tenth."""
+    if args.warmup_steps > total_steps:
+        return total_steps // 10
+    return args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
+
+
 def schedule(args: TrainingArgs, total_steps: int) -> Callable[[int], float]:
     """Return the learning rate as a function of the updates done, over the real number of steps."""
     peak, kwargs = args.learning_rate, args.lr_scheduler_kwargs
-    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
+    warmup = warmup_of(args, total_steps)
     floor = kwargs.get("min_lr_rate", kwargs.get("min_lr", 0.0) / peak if peak else 0.0)
     horizon = max(1, total_steps - warmup)
 

@@ -34,8 +34,8 @@ from rather.pipeline.evaluation import Answers, Evaluation
 from rather.pipeline.loop import Record, TrainingLoop
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.run_summary import RunSummary
-from rather.pipeline.saving import Progress
-from rather.pipeline.steps import NO_LIMIT, PreparedSteps, StepSource
+from rather.pipeline.saving import Progress, Saving
+from rather.pipeline.steps import NO_LIMIT, PreparedSteps, StepSource, log_length
 from rather.report.write import LiveReport
 from rather.run_folder import control
 from rather.run_folder.layout import (
@@ -152,7 +152,9 @@ class DPOPipeline(TrainingLoop):
             self.data = self.data.with_partners(config.data_seed, config.sequence_length)
         # Only the main driver reads it, and it hashes the weights.
         self.identity = identity_of(config, self.objective, self.data) if roles.is_main else {}
-        self.source = PreparedSteps.of(config, self.data)
+        self.source = source = PreparedSteps.of(config, self.data)
+        args = config.actor_train.training_args
+        log_length(args, config.max_steps, source.total_steps, config.parity)
 
     def _build(self) -> None:
         """Build everything that depends on the roles; called again when they are replaced."""
@@ -232,12 +234,7 @@ class DPOPipeline(TrainingLoop):
         with closing(self.reference_stream), closing(self.saving) if self.saving else nullcontext():
             newest = self.saving.to_resume() if self.saving else None
             if newest and self.saving and self.saving.is_finished(newest):
-                advice = "raise max_steps to train on, or choose another exp_name for another run"
-                before = newest.state["progress"]
-                if before["stopped_early"]:
-                    metric = self.config.metric_for_best_model
-                    advice = Progress.of(before, 0).stop_reason(metric)
-                log.info("%s is finished at step %d; %s", self.run_dir, newest.step, advice)
+                self._report_finished(newest, self.saving)
                 if not self.summary:  # the caller uses the model afterwards
                     self._restore(newest)
                 return 0
@@ -267,6 +264,21 @@ class DPOPipeline(TrainingLoop):
                         self._report_outcome(error)
                     raise
             return self.stop.exit_code
+
+    def _report_finished(self, newest: Checkpoint, saving: Saving) -> None:
+        """Log what ended a finished run, and settings that differ now and have no effect on it."""
+        before, limit = newest.state["progress"], self.config.max_steps
+        key = "max_steps" if limit and newest.step >= limit else "num_train_epochs"
+        advice = f"{key} ended it; raise {key} to continue, or choose another exp_name"
+        if before["stopped_early"]:
+            metric = self.config.metric_for_best_model
+            advice = Progress.of(before, 0).stop_reason(metric)
+        log.info("%s is finished at step %d; %s", self.run_dir, newest.step, advice)
+        changes = saving.schedule_changes(newest).items()
+        if changes:
+            listed = "; ".join(f"{key} was {then} and is now {now}" for key, (then, now) in changes)
+            text = "%s: it was trained with other settings and is not trained again: %s"
+            log.warning(text, self.run_dir, listed)
 
     def _start(self, newest: Checkpoint | None) -> None:
         """Load the models, unless the caller has, and the state of a checkpoint."""

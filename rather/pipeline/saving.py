@@ -227,7 +227,7 @@ class Saving:
 
     def restore(self, newest: Checkpoint) -> Progress:
         """Load a checkpoint into the workers and return the progress stored in it."""
-        before, run_dir = newest.state["schedule"], self.run_dir
+        run_dir = self.run_dir
         self.last_saved = newest.step
         self.has_own = newest.path.parent.resolve() == run_dir.resolve()
         name = newest.path.name.removeprefix(".old-")
@@ -237,9 +237,8 @@ class Saving:
         self.roles.actor_train.read_state(newest.path, newest.state["trainer"])
         if self.moving_reference and "reference" in newest.groups:  # else it moves from now on
             self.moving_reference.mix_weights(newest.path, 1.0)
-        for key, value in self._schedule().items():
-            if before.get(key) != value:
-                log.info("%s was %s until now and is %s from here on", key, before.get(key), value)
+        for key, (before, now) in self.schedule_changes(newest).items():
+            log.info("%s was %s until now and is %s from here on", key, before, now)
         log.info("resuming %s from step %d of %s", newest.path, newest.step, self.total_steps)
         return Progress.of(newest.state["progress"], newest.state["trainer"]["updates"])
 
@@ -400,6 +399,12 @@ class Saving:
             counts = [self.roles.drivers] * 2
         ranks = {"actor_train": counts[0], "reference": counts[1] if self.moving_reference else 0}
         return [f"{name}-{rank:05d}" for name, count in ranks.items() for rank in range(count)]
+
+    def schedule_changes(self, newest: Checkpoint) -> dict[str, tuple[Any, Any]]:
+        """Return the settings that differ from those of a checkpoint: then, and now."""
+        before = newest.state["schedule"]
+        now = self._schedule()
+        return {key: (before.get(key), now[key]) for key in now if before.get(key) != now[key]}
 
     def _schedule(self) -> dict[str, Any]:
         """Return settings that may change at a resume; a change is logged."""

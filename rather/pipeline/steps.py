@@ -14,15 +14,16 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rather.config.schema import DPOConfig
+from rather.config.schema import DPOConfig, TrainingArgs
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
 from rather.data.pairs import PairDataset
 from rather.data.prepare import Prepared
 from rather.data.sampler import Order
 from rather.data.shares import TRAIN, Batches, PairRows, RunPairs
-from rather.errors import DataError
+from rather.errors import ConfigError, DataError
 from rather.model.budget import LADDER, TOKENS
+from rather.optim.optimizer import warmup_of
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +150,23 @@ class PreparedSteps:
             file = files[sources[place]]
             described.append({**own, "file": file["path"], file["unit"]: int(numbers[place])})
         return described
+
+
+def log_length(
+    args: TrainingArgs, max_steps: int | None, total_steps: int, parity: str | None = None
+) -> None:
+    """Log that the epochs end a run before max_steps, or that its warm-up is shortened."""
+    if max_steps and total_steps < max_steps:
+        log.warning(
+            "max_steps: %d cannot be reached: num_train_epochs (%g) ends the run after %d steps",
+            *(max_steps, args.num_train_epochs, total_steps),
+        )
+    if args.warmup_steps <= total_steps:
+        return
+    text = f"warmup_steps: {args.warmup_steps} is more than the {total_steps} steps of this run"
+    if parity:
+        raise ConfigError(f"{text}, and parity: {parity} does not shorten it. Lower warmup_steps.")
+    log.warning("%s; warming up for %d of them instead", text, warmup_of(args, total_steps))
 
 
 # What micro-batches are for: training, or log-probs of the policy or of the reference.

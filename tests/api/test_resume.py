@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import random
 import signal
@@ -165,10 +166,17 @@ def trainer_of(base: Path, **given: Any) -> DPOTrainer:
     return DPOTrainer(model, config, copy.deepcopy(model), args, **given)
 
 
-def test_a_finished_training_is_loaded(base: Path, tmp_path: Path) -> None:
-    first, again = trainer_of(base), trainer_of(base)
-    history = first.fit(TOKENS, output_dir=tmp_path)
-    assert again.fit(TOKENS, output_dir=tmp_path) == history
+@pytest.mark.defect("U10")
+def test_a_finished_training_is_loaded(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = DPOConfig(max_steps=50)
+    first, again = (trainer_of(base, config=config) for _ in range(2))
+    with caplog.at_level(logging.INFO, "rather"):
+        history = first.fit(TOKENS, output_dir=tmp_path)
+        assert "max_steps: 50 cannot be reached: num_train_epochs (1) ends the run" in caplog.text
+        assert again.fit(TOKENS, output_dir=tmp_path) == history
+    assert "num_train_epochs ended it; raise num_train_epochs to continue" in caplog.text
     parameters = (each.policy.policy.parameters() for each in (first, again))
     assert all(torch.equal(a, b) for a, b in zip(*parameters, strict=True))
 

@@ -237,11 +237,6 @@ COMBINATIONS = [
         "9 pairs is not dp 4",
     ),
     (
-        ["max_steps=10", "actor_train.training_args.warmup_steps=20"],
-        "actor_train.training_args.warmup_steps",
-        "max_steps (10)",
-    ),
-    (
         ["num_gpus_per_node=4", "actor_train.device_mapping=0-7"],
         "actor_train.device_mapping",
         "names device 7",

@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
-from rather.config.schema import DPOConfig
+from rather.config.schema import DPOConfig, TrainingArgs
 from rather.data.batch import Columns
 from rather.errors import ConfigError, MemoryShortage, NonFiniteError
 from rather.losses.objective import configure
 from rather.optim.rounding import Rounding
 from rather.pipeline.pipeline import DPOPipeline
+from rather.pipeline.steps import log_length
 from rather.run_folder import control
 from rather.train.rank_trainer import StepResult
 from tests.tiny import make_config, make_model, make_pairs, metrics
@@ -665,3 +666,43 @@ def test_an_unknown_hub_name_is_refused_at_once(
     with pytest.raises(ConfigError, match=r"nobody/nothing: neither.*\(no such repository\)"):
         DPOPipeline(config)
     assert not config.run_dir.exists()
+
+
+# --- the length of a run ---
+
+
+@pytest.mark.defect("X8")
+@pytest.mark.defect("U10")
+def test_a_finished_run_names_what_ended_it_and_what_differs_now(
+    shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rate = "actor_train__training_args__learning_rate"
+    epochs = "actor_train__training_args__num_train_epochs"
+    config = make_config(shared, exp_name="ended", max_steps=99, **{epochs: 0.2})
+    with caplog.at_level(logging.INFO, "rather"):
+        assert DPOPipeline(config).run() == 0
+        unreached = "max_steps: 99 cannot be reached: num_train_epochs (0.2) ends the run after 1 "
+        assert caplog.text.count(unreached) == 1
+        caplog.clear()
+        assert DPOPipeline(config).run() == 0
+        assert "is finished at step 1; num_train_epochs ended it; raise num_train" in caplog.text
+        assert "trained with other settings" not in caplog.text
+        caplog.clear()
+        other = make_config(shared, exp_name="ended", **{epochs: 0.2, rate: 0.5}, max_steps=1)
+        assert DPOPipeline(other).run() == 0
+    assert "is finished at step 1; max_steps ended it; raise max_steps" in caplog.text
+    changed = "and is not trained again: learning_rate was 0.001 and is now 0.5"
+    assert caplog.text.count(changed) == 1
+
+
+@pytest.mark.defect("U19")
+def test_a_smoke_test_shortens_the_warm_up_and_says_so(
+    shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warm_up = {"actor_train__training_args__warmup_steps": 20}
+    config = make_config(shared, exp_name="smoke", max_steps=2, **warm_up)
+    assert DPOPipeline(config).run() == 0
+    assert caplog.text.count("warmup_steps: 20 is more than the 2 steps of this run; warm") == 1
+    assert [line["lr"] for line in metrics(config) if "lr" in line] == [1e-3, 5e-4]
+    with pytest.raises(ConfigError, match=r"parity: trl-1.x does not shorten it. Lower warmup"):
+        log_length(TrainingArgs(warmup_steps=20), 2, 2, "trl-1.x")
