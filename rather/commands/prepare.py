@@ -166,13 +166,12 @@ def migrate_command(
     if not result.is_complete:
         out = out.with_suffix(f".incomplete{out.suffix}")
     write_new(out, result.yaml(), force=force)
-    pairs = result.config.global_batch()
     if as_json:
+        pairs = result.config.global_batch()
         print_json(summary(result) | {"file": str(out), "pairs_per_step": pairs})
         return None if result.is_complete else 2
     echo("\n".join(row.line for row in result.rows))
-    step = f"A step has {pairs} pairs; set the number of devices with --devices."
-    echo("\n".join(f"- {sentence}" for sentence in (step, *result.peer.always)))
+    echo("\n".join(f"- {sentence}" for sentence in (result.step, *result.peer.always)))
     if not result.is_complete:
         echo(f"Written: {out}. It is incomplete: first settle the lines at the top.")
         return 2

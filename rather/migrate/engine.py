@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +50,15 @@ from rather.tracking.json_lines import flatten
 ORDER = (*INCOMPLETE, OPEN, LEFT_OUT, CHANGED, WRITTEN, RENAMED, KEPT, NEEDLESS)
 MAPPINGS = (".columns.", ".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # any name
 FOLDERS = {"output_dir", "exp_name", "logging_dir"}
+# What an incomplete file has where its source says nothing.
 PLACES = {"pretrain": "path/to/model", "actor_train.data_args.file_name": "path/to/pairs.jsonl"}
+DEVICES = "actor_train.device_mapping"
+STRATEGY = "actor_train.strategy_args.strategy_name"
 _TRAINING, _MODEL = "actor_train.training_args.", "actor_train.model_args."
 # What a training is; without one of these a conversion is a guess.
 ESSENTIAL = {
     "model": ("pretrain",),
+    "data": ("actor_train.data_args.file_name",),
     "loss": ("pref_loss",),
     "beta": ("beta",),
     "learning rate": (_TRAINING + "learning_rate",),
@@ -62,6 +68,7 @@ ESSENTIAL = {
     "scored turns": ("actor_train.data_args.score",),
     "router loss": (_MODEL + "moe_aux_loss_coef",),
 }
+KEYS = Path(__file__).parent / "keys"  # lists that bench/migrate_keys.py makes
 # What a source says besides its keys.
 PROGRAM, COUNT, FOLDER, ALIASED = "(program)", "(devices)", "(folder)", "(other names)"
 OTHERS = re.compile(  # programs that train something else
@@ -69,6 +76,12 @@ OTHERS = re.compile(  # programs that train something else
     r"nash\w*|gkd|gold|sdft|ssd|distill\w*|embedding|pt|pretrain|vlm|mpo)($|[_ .-])"
 )
 UNSURE = "the number of processes is only known when the launcher runs; pass --devices"
+SHARDED = (
+    "the weights are divided among devices, but the source does not say how many there are, so the "
+    "pairs of a step are not known; pass --devices"
+)
+QUANTISED = "its weights are quantised and cannot be trained; name the model in full precision"
+ROUNDED = re.compile(r"(?i)(^|[-_/.])(gptq|awq|aqlm|hqq|eetq|bnb-4bit|int4|int8)($|[-_/.])")
 VISION = re.compile(
     r"(?i)(^|[^a-z])(intern)?(vl|vlm|llava\w*|vision|omni|pixtral|idefics\w*)($|[^a-z])"
 )
@@ -79,12 +92,12 @@ class Peer:
     """Another trainer: its keys, its defaults, and how to recognise its files.
 
     The facts are those of `version`. `programs` are its scripts and subcommands that Rather can
-    replace, with the loss or task of each; None: another key says it. A key without a rule is a
-    typing error. A default may be a function of the other settings. `aliases` are other names of keys. `marks`
+    replace, with the loss or task of each; None: another key says it. A default may be a function of the other settings. `aliases` are other names of keys. `marks`
     and `words` are keys, and words of a command line, that only this tool has. `whole` are keys
     whose value is a mapping. `reader` reads a file whose values refer to others, under the flags of
-    a command line; `config` is its place next to the program if the line names none. `always` are
-    differences that no key expresses.
+    a command line; `config` is its place next to the program if the line names none. `secrets` are
+    keys whose text is a secret although their names do not say so. `always` are differences that no
+    key expresses.
     """
 
     name: str
@@ -98,7 +111,20 @@ class Peer:
     reader: Callable[[Path, JsonObject], JsonObject] | None = None
     config: str = ""
     whole: str = ""
+    secrets: str = ""
     always: tuple[str, ...] = ()
+
+    @cached_property
+    def settings(self) -> JsonObject:
+        """Return all settings of the tool with their defaults, if its sources were listed."""
+        file = KEYS / f"{self.name}.txt"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        found: JsonObject = {}
+        for line in lines:
+            if not line.startswith("#"):
+                name, _, default = line.partition(" = ")
+                found[name] = json.loads(default) if default else UNSET
+        return found
 
     def rule(self, key: str) -> Rule | None:
         """Return the rule of a key, or of a section that it is in, such as `policy.generation.*`."""
@@ -119,10 +145,23 @@ class Migrated:
     values: JsonObject
     rows: list[Outcome]
     config: DPOConfig
+    knows_devices: bool = False  # whether the source or the caller says how many there are
 
     @property
     def is_complete(self) -> bool:
         return not any(row.status in INCOMPLETE for row in self.rows)
+
+    @property
+    def step(self) -> str:
+        """Return how many pairs a step has, and on how many devices."""
+        pairs, count = self.config.global_batch(), len(self.config.actor_train.devices)
+        sizes = f"A step has {pairs} {'pair' if pairs == 1 else 'pairs'}"
+        if self.knows_devices or self.config.train_batch_size:
+            return f"{sizes} on {count} {'device' if count == 1 else 'devices'}."
+        return (
+            f"{sizes} on each device; the source does not say how many devices there are, so the "
+            "file uses 1. Pass --devices for more."
+        )
 
     def yaml(self) -> str:
         tool = f"{self.peer.name} {self.peer.version}".strip()
@@ -179,15 +218,19 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
             if value is not UNSET and not _says(peer, key, given):
                 given[key] = value
                 filled.append(key)
-    rows = _agreed([_row(peer, key, value, given) for key, value in written.items()])
+    launched = []
+    if count and count > 1:
+        mapping = {DEVICES: f"0-{count - 1}"}
+        launched = [Outcome(RENAMED, mapping, "from the launcher", COUNT, count)]
+    rows = _agreed([*launched, *(_row(peer, key, v, given) for key, v in written.items())])
     stated = {path for row in rows for path in row.values}
     fallbacks = [_row(peer, key, given[key], given) for key in filled]
     rows += [row for each in fallbacks if (row := _default(each, stated))]
+    knows_devices = bool(count) or DEVICES in stated
     if count == 0:
         rows.append(Outcome(MISSING, note=UNSURE, key=COUNT))
-    elif count and count > 1:
-        mapping = {"actor_train.device_mapping": f"0-{count - 1}"}
-        rows.append(Outcome(RENAMED, mapping, "from the launcher", COUNT, count))
+    elif not knows_devices and _needs_devices(_values(rows)):
+        rows.append(Outcome(MISSING, note=SHARDED, key=COUNT))
     determined = stated.union(*(row.values for row in fallbacks))
     rows += [Outcome(OPEN, {path: text}, "not set in the source file", f"({path})")
              for path, text in PLACES.items() if path not in _values(rows)]  # fmt: skip
@@ -195,8 +238,16 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     rows += _missing(determined - {path for row in rows for path in row.rejected}, config, peer)
     if VISION.search(f"{source.program} {config.pretrain}"):
         raise ConfigError(f"{source.name}: {config.pretrain}: Rather trains language models only.")
+    if ROUNDED.search(str(config.pretrain)):
+        rows.append(Outcome(IMPOSSIBLE, note=QUANTISED, key="(model)", value=config.pretrain))
     ordered = sorted(rows, key=lambda row: ORDER.index(row.status))
-    return Migrated(peer, source.name, nested(_values(rows)), ordered, config)
+    return Migrated(peer, source.name, nested(_values(rows)), ordered, config, knows_devices)
+
+
+def _needs_devices(values: JsonObject) -> bool:
+    """Return whether weights are divided, and the batch depends on how many devices do that."""
+    divides = values.get(STRATEGY) not in (None, "ddp")
+    return divides and "train_batch_size" not in values
 
 
 def _says(peer: Peer, key: str, given: Given) -> bool:
@@ -256,6 +307,8 @@ def _row(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
         note = "it runs Python code of others and is not copied; add it yourself if you trust them"
         return row.refused(LEFT_OUT, note)
     public = bool(row.values) and not any(map(looks_secret, row.values))
+    if peer.aliases.get(key, key) in peer.secrets.split() and isinstance(value, str):
+        return row._replace(value=MASK)
     if not (looks_secret(key) and isinstance(value, str)) or public:
         return row
     note = "secrets are not written; set it in the environment"
@@ -266,9 +319,7 @@ def _row(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
 def _outcome(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
     rule = peer.rule(key)
     if rule is None:
-        near = difflib.get_close_matches(key, [*peer.rules, *peer.aliases], n=1, cutoff=0.8)
-        hint = f"did you mean {near[0]}?" if near else "a typing error?"
-        return Outcome(UNKNOWN, note=f"{peer.name} has no such setting; {hint}")
+        return _without_rule(peer, key, value)
     if value == "":
         return Outcome(NEEDLESS, note="empty")
     try:
@@ -289,6 +340,19 @@ def _outcome(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
     same = all(key in (path, path.rpartition(".")[2]) for path in values)
     status = KEPT if same and found.status == RENAMED else found.status
     return Outcome(status, values, found.note)
+
+
+def _without_rule(peer: Peer, key: str, value: Any) -> Outcome:
+    """Say whether the tool has a setting at all; only a list of its settings can tell."""
+    if key in peer.settings:
+        if value is None or value == peer.settings[key]:
+            return Outcome(NEEDLESS, note=f"the default of {peer.name}")
+        return Outcome(IMPOSSIBLE, note="Rather has no rule for it")
+    names = [*peer.rules, *peer.aliases, *peer.settings]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
+    tool = f"{peer.name} {peer.version}".strip()
+    note = f"{tool} has no such setting" if peer.settings else "Rather has no rule for it"
+    return Outcome(UNKNOWN, note=f"{note}; did you mean {near[0]}?" if near else note)
 
 
 def _default(row: Outcome, said: set[str]) -> Outcome | None:

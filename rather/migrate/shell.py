@@ -131,8 +131,8 @@ def _word(text: str, at: int, variables: Variables) -> tuple[list[str], int]:
             raise ValueError("too long")
     if text[at : at + 1] in ("'", '"', "`", "$"):
         raise ValueError(f"no closing {text[at].replace('$', ')')}")
-    if words == [""] and text[start : start + 2] in ("$@", "$*", "$1"):
-        return [], at
+    if words == [""] and text[start:at] in ("$@", "$*", '"$@"', '"$*"'):
+        return [], at  # further arguments of the script, of which there may be none
     return [word for word in words if word] or [""], at
 
 
@@ -157,7 +157,7 @@ def _expanded(found: re.Match[str], variables: Variables) -> list[str]:
         return " ".join(kept).split() or [""]
     if colon:
         return default[1:].strip("\"'").split() or [""]
-    return [""] if not key or key.isdigit() or key in "@*#?" else ["${" + inner + "}"]
+    return [""] if not key or key in "@*#?" else ["${" + inner + "}"]
 
 
 def _run(inner: str, variables: Variables) -> str:

@@ -29,6 +29,7 @@ NODES = ("nnodes", "num_nodes", "num_machines", "NNODES")
 LAUNCHED = (*PROCESSES, *NODES)
 ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "CUDA_VISIBLE_DEVICES")
 ALL_VISIBLE = ("accelerate", "deepspeed", "llamafactory-cli", "axolotl")  # start one each
+STARTS_ONE = ("torchrun", "swift", "megatron")  # processes, unless told otherwise
 MAPPING_OF = ("compute_environment", "distributed_type")  # keys of accelerate's own file
 
 
@@ -234,6 +235,8 @@ def _devices(first: list[str], flags: JsonObject, folder: Path) -> int | None:
         visible = str(flags.get("CUDA_VISIBLE_DEVICES", ""))
         every = first and first[0].rpartition("/")[2] in ALL_VISIBLE
         processes = len(visible.split(",")) if visible and every and "$" not in visible else None
+        if processes is None and first and first[0].rpartition("/")[2] in STARTS_ONE:
+            processes = 1
         if processes is None:
             return None if nodes == 1 and not {"include", "exclude"} & set(flags) else 0
     if not isinstance(processes, int) or not isinstance(nodes, int):

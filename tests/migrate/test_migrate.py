@@ -249,7 +249,7 @@ def test_a_line_with_a_config_file(tmp_path: Path) -> None:
     ("line", "devices"),
     [
         ("torchrun --nproc_per_node=8 --nnodes 2 train_dpo.py --plugin 3d --tp 2", 16),
-        ("CUDA_VISIBLE_DEVICES=0,1,2 swift rlhf --rlhf_type dpo", None),  # one process
+        ("CUDA_VISIBLE_DEVICES=0,1,2 swift rlhf --rlhf_type dpo", 1),  # one process
         ("CUDA_VISIBLE_DEVICES=0,1,2 accelerate launch dpo.py --beta 0.1", 3),
         ("NPROC_PER_NODE=2 swift rlhf --rlhf_type dpo", 2),
         ("python train.py --beta 0.1", None),
@@ -314,7 +314,7 @@ def test_the_command(tmp_path: Path) -> None:
     arguments = ["migrate", str(SOURCES["trl"]), "--out", str(out)]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    assert "A step has 16 pairs; set the number of devices with --devices" in done.output
+    assert "A step has 16 pairs on each device; the source does not say how many" in done.output
     assert yaml.safe_load(out.read_text())["pretrain"] == "Qwen/Qwen2-0.5B-Instruct"
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 2

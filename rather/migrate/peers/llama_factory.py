@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rather.data.messages import KNOWN_ROLES, ROLES
-from rather.files import JsonObject, parse_json, yaml_text
+from rather.files import HUB_NAME, JsonObject, parse_json, yaml_text
 from rather.migrate.engine import FOLDER, Peer
 from rather.migrate.peers.shared import (
     HELD_OUT,
@@ -19,15 +19,15 @@ from rather.migrate.peers.shared import (
     SAMPLES,
     SPLIT,
     adapter,
+    address,
+    devices,
     length,
-    most_rows,
     trained,
 )
 from rather.migrate.rules import (
     KTO,
+    NEEDLESS,
     NOT_NEEDED,
-    OPEN,
-    RENAMED,
     REWARD,
     SFT,
     Given,
@@ -58,42 +58,91 @@ TEMPLATES = pairs(
 
 
 def registered(path: str) -> Rule:
-    """Look up names in dataset_info.json, if it is here; otherwise leave files to write."""
+    """Look up names in dataset_info.json; with dataset_dir: ONLINE they are names of the hub."""
 
     def rule(value: Any, given: Given) -> Outcome:
         if not value:
             return NOT_NEEDED
-        names, known = names_of(value), registry(given)
-        entries = [known.get(name) or {} for name in names]
-        files = [entry.get("file_name") for entry in entries]
-        renamed = [columns(entry, given) for entry in entries if entry.get("file_name")]
+        names = names_of(value)
+        if given.get("dataset_dir") == "ONLINE":
+            return gives({path: one_or_all([hub_address(name, {}) for name in names])})
+        _, known = registry(given)
+        if missing := [name for name in names if name not in known]:
+            raise Unsupported(
+                f"no dataset_info.json here lists {', '.join(missing)}; run this in the folder where "
+                "you start LLaMA-Factory, or set dataset_dir"
+            )
+        entries = [known[name] for name in names]
+        renamed = [columns(name, known[name], given) for name in names]
         if any(each != renamed[0] for each in renamed):
             raise Unsupported("the files have columns of different names; rename them")
-        named = [str(file or f"{name}.json") for file, name in zip(files, names, strict=True)]
-        values = {path: one_or_all(named)}
-        if renamed and renamed[0]:
+        files = [file_of(name, entry) for name, entry in zip(names, entries, strict=True)]
+        values = {path: one_or_all(files)}
+        if renamed[0]:
             values[path.replace("file_name", "columns")] = renamed[0]
-        note = "dataset_info.json does not name a local file; save the rows there"
-        return Outcome(RENAMED, values) if all(files) else Outcome(OPEN, values, note)
+        return gives(values)
 
     return rule
 
 
-def registry(given: Given) -> JsonObject:
-    folder = Path(given.get("dataset_dir") or "data")
-    for place in (given[FOLDER] / folder, folder, given[FOLDER]):
+def file_of(name: str, entry: JsonObject) -> str:
+    """Return the file or the address of a data set; LLaMA-Factory prefers a hub to a file."""
+    if entry.get("num_samples"):
+        raise Unsupported(f"num_samples of {name} draws rows at random; save them to a file")
+    if "hf_hub_url" in entry:
+        return hub_address(entry["hf_hub_url"], entry)
+    if "file_name" in entry and not {"ms_hub_url", "om_hub_url", "script_url"} & entry.keys():
+        return str(entry["file_name"])
+    raise Unsupported(f"{name} is neither a local file nor of Hugging Face's hub; save its rows")
+
+
+def hub_address(name: str, entry: JsonObject) -> str:
+    if entry.get("folder") or not HUB_NAME.fullmatch(name):
+        raise Unsupported(f"{name}: save its rows to a file and name it in dataset_info.json")
+    return address(name, entry.get("split"), entry.get("subset")) or name
+
+
+def registry(given: Given) -> tuple[Path | None, JsonObject]:
+    """Return the folder of dataset_info.json, and its content."""
+    folder = Path(str(given.get("dataset_dir") or "data"))
+    for place in (folder, given[FOLDER] / folder, given[FOLDER]):
         file = place / "dataset_info.json"
         if file.is_file():
             found = parse_json(yaml_text(file))
-            return found if isinstance(found, dict) else {}
-    return {}
+            return place, found if isinstance(found, dict) else {}
+    return None, {}
 
 
-def columns(entry: JsonObject, given: Given) -> dict[str, str]:
-    """Return the columns of a file that have other names; other kinds of rows are refused."""
-    file, named = entry["file_name"], entry.get("columns") or {}
-    if given.get("stage") in ("dpo", "rm") and not entry.get("ranking"):
-        raise Unsupported(f"{file} has no pairs (ranking is not true)")
+def dataset_dir(value: Any, given: Given) -> Outcome:
+    if value == "ONLINE":
+        return Outcome(NEEDLESS, note="the data sets are of the hub")
+    if not isinstance(value, str) or value.startswith("REMOTE:"):
+        raise Unsupported("the list of data sets is not a local file; save it as dataset_info.json")
+    place, _ = registry(given)
+    return gives({"data.dataset_dir": str(place or value)})
+
+
+def resumed(value: Any, given: Given) -> Outcome:
+    """Train an adapter further. LLaMA-Factory's reference is the model without it."""
+    names = names_of(value) if value else []
+    if not names:
+        return NOT_NEEDED
+    if len(names) > 1 or given.get("create_new_adapter"):
+        raise Unsupported("merge it into the model first (rather merge), and name that model")
+    values = {"model.adapter_name_or_path": names[0]}
+    if given.get("stage") == "kto" or (
+        given.get("stage") == "dpo" and given.get("pref_loss") not in ("orpo", "simpo")
+    ):
+        values["reference.model_args.adapter_name_or_path"] = None
+    return gives(values)
+
+
+def columns(file: str, entry: JsonObject, given: Given) -> dict[str, str]:
+    """Return the columns of a data set that have other names; other kinds of rows are refused."""
+    named = entry.get("columns") or {}
+    is_paired = bool(entry.get("ranking"))
+    if is_paired != (given.get("stage") in ("dpo", "rm")):
+        raise Unsupported(f"{file} has {'' if is_paired else 'no '}pairs (ranking in dataset_info.json)")
     if other := [name for name in named if name not in COLUMNS]:
         raise Unsupported(f"{file} has columns that are not read ({', '.join(other)})")
     if tags := set((entry.get("tags") or {}).values()) - TAGS:
@@ -103,10 +152,10 @@ def columns(entry: JsonObject, given: Given) -> dict[str, str]:
 
 RULES: Rules = {
     **HF,
-    **adapter("lora_rank lora_alpha lora_dropout lora_target additional_target", "finetuning_type", "full", "freeze"),
+    **adapter("lora_rank lora_alpha lora_dropout lora_target additional_target", "finetuning_type", "full", "freeze",
+              resumed="adapter_name_or_path"),
     **facts(f"""
         model_name_or_path = pretrain
-        adapter_name_or_path = model.adapter_name_or_path; the adapter as it is here is the reference; LLaMA-Factory takes the base model
         trust_remote_code = model.trust_remote_code
         ref_model = reference.model_args.model_name_or_path
         pref_beta = beta if stage=dpo|kto
@@ -127,10 +176,13 @@ RULES: Rules = {
         pref_ftx = pref_ftx
         dpo_label_smoothing = label_smoothing
         ld_alpha = ld_alpha
-        dataset_dir = data.dataset_dir
+        max_samples = data.max_samples if set
         disable_gradient_checkpointing = model.disable_gradient_checkpointing
         model_revision = model.revision
-        ref_model_adapters ! the reference has the policy's starting adapter, or none
+        ref_model_adapters ! merge it into the reference model first
+        create_new_adapter if adapter_name_or_path=none ~ there is no other adapter
+        create_new_adapter ! merge the adapter into the model first (rather merge), and name that model
+        do_predict if do_train!=true ! it generates answers and does not train
         ref_model_quantization_bit ! the reference is not quantised by itself
         pref_bco_weight ! not supported; pref_loss takes a list with loss_weights
         use_galore use_badam use_apollo use_muon use_adam_mini loraplus_lr_ratio freeze_trainable_layers
@@ -143,25 +195,11 @@ RULES: Rules = {
         double_quantization ray_run_name ray_storage_path print_param_status
         include_effective_tokens_per_second eval_num_beams infer_backend infer_dtype offload_folder
         use_kv_cache use_reentrant_gc use_unsloth_gc master_addr master_port compute_accuracy
-        data_shared_file_system ray_num_workers ray_init_kwargs ignore_pad_token_for_loss
+        data_shared_file_system ray_init_kwargs ignore_pad_token_for_loss
         swanlab_project swanlab_mode use_v1_kernels ~
         image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen
         audio_sampling_rate freeze_vision_tower freeze_multi_modal_projector media_dir !! {IMAGES}
         model_class peft_config train_dataset !! a setting of the new version 1, whose examples do not name the algorithm.
-        adapter_folder add_special_tokens add_tokens asft_alpha block_diag_attn buffer_size
-        compute_dtype create_new_adapter crop_to_patches default_system device_map
-        disable_shuffling early_stopping_steps enable_torch_profiler eval_on_each_dataset fp8
-        freeze_extra_modules freeze_language_model freeze_trainable_modules hyper_parallel_args
-        hyper_parallel_cp_size image_do_pan_and_scan init_special_tokens interleave_probs
-        loraplus_lr_embedding megatron_bridge_args mixture_of_depths model_max_length
-        module_dropout new_special_tokens_config oft_block_size oft_rank oft_target
-        pissa_convert pissa_iter preserve_thinking profile_modules profiler_active_steps
-        profiler_output_dir profiler_profile_memory profiler_record_shapes profiler_repeat
-        profiler_wait_steps profiler_warmup_steps profiler_with_stack quantization_device_map
-        reward_model reward_model_adapters reward_model_quantization_bit reward_model_type
-        shift_attn split_special_tokens streaming tool_format train_from_scratch
-        upcast_lmhead_output use_asft_loss use_audio_in_video use_dft_loss use_eaft_loss
-        use_hyper_parallel use_kt use_llama_pro use_megatron_bridge -
     """),
     "stage": algorithm({"dpo": None, "kto": {**KTO, "pref_loss": "kto"}, "sft": SFT, "rm": REWARD}),
     "finetuning_type": trained,
@@ -171,7 +209,9 @@ RULES: Rules = {
     "template": to("global_template", TEMPLATES),
     "cutoff_len": length(cut="truncate_prompt", note="LLaMA-Factory shortens prompt and answers in proportion; here "
                          "the prompt is cut from its left"),
-    "max_samples": most_rows(registered(SAMPLES)),
+    "dataset_dir": dataset_dir,
+    "adapter_name_or_path": resumed,
+    "ray_num_workers": lambda value, given: gives(devices(value or 1)),
     "mask_history": lambda value, given: gives(
         {"data.score": "assistant" if given.get("stage") == "sft" and not value else "last"}),
 }  # fmt: skip
@@ -193,5 +233,5 @@ PEER = Peer(
           "overwrite_cache",
     words=("llamafactory", " lmf "),
     whole="lr_scheduler_kwargs deepspeed gradient_checkpointing_kwargs accelerator_config",
-    always=("Only the last turn is scored, as in LLaMA-Factory.", "The order of the pairs is another one."),
+    always=("The order of the pairs is another one.",),
 )  # fmt: skip

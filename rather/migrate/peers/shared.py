@@ -388,10 +388,11 @@ def trained(value: Any, given: Given) -> Outcome:
     return only("lora", why="weights are trained whole or by a LoRA adapter")(value, given)
 
 
-def adapter(names: str, switch: str, *off: Any) -> Rules:
+def adapter(names: str, switch: str, *off: Any, resumed: str = "") -> Rules:
     """Return rules for the keys of an adapter: rank, alpha, dropout, targets, modules to save.
 
-    There is no adapter if the key `switch` has one of the values `off`.
+    There is no adapter if the key `switch` has one of the values `off`. With the key `resumed` an
+    adapter is trained further, whose own settings count.
     """
     rank, alpha, dropout, target, saved = names.split()
     rules = facts(f"""
@@ -407,7 +408,7 @@ def adapter(names: str, switch: str, *off: Any) -> Rules:
     }  # fmt: skip
 
     def is_on(value: Any, given: Given) -> bool:
-        return value is not None and given.get(switch) not in off
+        return value is not None and given.get(switch) not in off and not given.get(resumed)
 
     return {name: when(is_on, rule) for name, rule in rules.items()} | {
         "load_in_8bit": when(all_of(["set"]), lambda *_: Outcome(CHANGED, note=(
