@@ -193,7 +193,7 @@ class DPOTrainer:
         if self.save_dir is None:
             return
         folder = Path(self.save_dir, f"epoch-{epoch}_step-{step}")
-        self.trainer.save_model(folder / "modeling")
+        self.trainer.save_model(folder / "modeling", merge=self.trainer.adapted is not None)
         if self.is_master:
             state = {"epoch": epoch, "step": step}
             (folder / "running_states.json").write_text(json.dumps(state, indent=1) + "\n")

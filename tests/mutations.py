@@ -51,8 +51,8 @@ MUTATIONS = (
     Mutation(
         "objective: the weights of a list of losses are ignored",
         "rather/losses/objective.py",
-        "term.weight * term.rule.function(self._seen(term.rule, x), **term.numbers)",
-        "term.rule.function(self._seen(term.rule, x), **term.numbers)",
+        "sum(term.weight * self.of(term, x) for term in self.terms)",
+        "sum(self.of(term, x) for term in self.terms)",
         ("tests/losses/test_losses.py::test_a_weighted_list_is_the_weighted_sum",),
     ),
     Mutation(

@@ -25,6 +25,7 @@ from rather.data.pack import pack
 from rather.errors import DataError
 from rather.losses.metrics import Scored, weighted_sums
 from rather.losses.objective import PairLoss
+from rather.model.adapters import as_reference
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_length
 from rather.model.policy import PolicyModel
@@ -117,6 +118,18 @@ class InMemoryWorker(ActorWorker):
         super().read_state(path, numbers)
         if isinstance(self.trainer.optimizer, TorchOptimizer):
             self.trainer.optimizer.load_numbers(numbers["torch"])
+
+
+class AdapterOffWorker(InMemoryWorker):
+    """The reference of a policy with an adapter: the same model, with the adapter switched off."""
+
+    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
+        with as_reference(self.causal_lm):
+            return super().compute_log_probs(batches)
+
+    def frozen_digest(self) -> str | None:
+        """Return None: the policy's digest covers the weights of the base."""
+        return None
 
 
 @dataclass

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rather.api.in_memory import (
+    AdapterOffWorker,
     InMemorySteps,
     InMemoryWorker,
     LogitsTrainer,
@@ -41,8 +42,10 @@ from rather.errors import ConfigError, DataError
 from rather.losses.losses import LOSSES
 from rather.losses.metrics import Window
 from rather.losses.objective import configure, from_config
+from rather.losses.own import OwnMetric
+from rather.losses.trial import try_own_losses, try_own_metrics
 from rather.model.check import check_model, untrained_parts
-from rather.model.export import FileCast, export_model, export_stored
+from rather.model.export import FileCast, export_model, export_peft, export_stored
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
 from rather.optim.rounding import Rounding
@@ -50,6 +53,7 @@ from rather.parallel.apply import divide
 from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES, places, shard_rounding
 from rather.parallel.stages import Stages, parts_of
+from rather.pipeline.callbacks import Callback
 from rather.pipeline.checks import refuse_columns
 from rather.pipeline.evaluation import EvaluatedPart, metrics_of
 from rather.pipeline.guard import refuse_nonfinite
@@ -71,9 +75,12 @@ class DPOTrainer:
     """Preference training of models that are in memory.
 
     `model` and `ref_model` are Hugging Face causal language models, PEFT models, or lists with one.
+    A PEFT model without `ref_model` is its own reference, with the adapter switched off.
     In a process group each is divided over the ranks as `strategy` says (default: ddp). `optimizer`
     and `lr_scheduler` are torch's; the default is AdamW with the settings of `args`, which are
-    Rather's or transformers' training arguments.
+    Rather's or transformers' training arguments. `metrics` are functions of the held-out pairs
+    (see rather.losses.own) and `callbacks` objects of rather.pipeline.callbacks.Callback; both run
+    in this process.
     """
 
     metrics_keys: Sequence[str] = [
@@ -92,6 +99,8 @@ class DPOTrainer:
         lr_scheduler: Any = None,
         tokenizer: Any = None,
         strategy: StrategyArgs | None = None,
+        metrics: Sequence[OwnMetric] = (),
+        callbacks: Sequence[Callback] = (),
         calculate_per_token_loss: bool = False,
         sequence_packing: bool = False,
     ) -> None:
@@ -99,6 +108,10 @@ class DPOTrainer:
         self.args = self.config.actor_train.training_args
         self.nonfinite = 0  # training steps in a row with NaN or Inf
         self.loss = from_config(self.config)
+        try_own_losses(self.loss)
+        self.metrics = {function.__name__: function for function in metrics}
+        try_own_metrics(self.metrics, with_reference=self.loss.needs_reference)
+        self.callbacks = list(callbacks)
         if calculate_per_token_loss:
             raise ConfigError(
                 "calculate_per_token_loss: a preference loss has one value per pair; leave it out."
@@ -127,7 +140,9 @@ class DPOTrainer:
         self.policy, self.reference, self.ref_worker = self.worker.trainer, None, None
         if ref_model is not None:
             self.ref_worker = self._worker("reference", ref_model, placing)
-            self.reference = self.ref_worker.trainer
+        elif self.loss.needs_reference:  # a PEFT model, as _refuse_models has checked
+            self.ref_worker = AdapterOffWorker(self.config, "reference", self.policy)
+        self.reference = self.ref_worker and self.ref_worker.trainer
         kind = torch.device(self.policy.device).type
         self.roles = Roles(self.worker, self.ref_worker, kind, rank=rank, drivers=world)
         if optimizer is not None:
@@ -151,16 +166,18 @@ class DPOTrainer:
             "spike": config.spike is not None,
             "on_nonfinite=rollback": config.on_nonfinite == "rollback",
             "early_stopping_patience": config.early_stopping_patience is not None,
-            "lora_rank": config.actor_train.model_args.has_adapter,
             "train_batch_size on several ranks": config.train_batch_size is not None and several,
         }
         given = ", ".join(name for name, is_set in unsupported.items() if is_set)
         overrides = ", ".join(self.overrides)
         frozen = not all(p.requires_grad for p in model.parameters())
         problems = {
-            f"train_config: {given}: only DPOPipeline does that; leave it out.": given,
+            f"train_config: {given}: not supported by DPOTrainer; use DPOPipeline or remove it.": given,
+            "train_config: lora_rank, adapter_name_or_path: the adapter belongs to the model here; "
+            "give a PEFT model (peft.get_peft_model or PeftModel.from_pretrained).":
+            config.actor_train.model_args.has_adapter,
             f"ref_model: loss '{loss}' needs a reference; give one, as copy.deepcopy(model).":
-            needs and ref_model is None,
+            needs and ref_model is None and self.adapted is None,
             f"ref_model: loss '{loss}' uses no reference; leave it out.":
             ref_model is not None and not needs,
             "model: has the layers of an adapter; give the PEFT model around it.":
@@ -301,6 +318,8 @@ class DPOTrainer:
         that go through the model at a time; it does not change the result.
         """
         worker = self._worker_of(models)
+        if isinstance(self.ref_worker, AdapterOffWorker):  # both roles have one model
+            worker = self.ref_worker
         taken = self._take(data_list, seq_length)
         batches = pack_step(taken, micro_batch_size)
         sums, policy = worker.compute_log_probs(batches)["sum"], worker.trainer.policy
@@ -494,6 +513,7 @@ class DPOTrainer:
             },
             evaluate=evaluate,
             on_record=add,
+            callbacks=self.callbacks,
             run_dir=folder,
         ).run()
         source.feed.log_dropped()
@@ -531,14 +551,23 @@ class DPOTrainer:
                 continue
             parts.append((facts, self.worker.compute_log_probs(batches), known))
         feed.log_dropped()
-        return metrics_of(parts, self.policy.score) if parts else window.means()
+        return metrics_of(parts, self.policy.score, self.metrics) if parts else window.means()
 
-    def save_model(self, folder: str | Path) -> None:
-        """Write a folder for `from_pretrained`, with an adapter merged in. All ranks call this."""
+    def save_model(self, folder: str | Path, *, merge: bool = False) -> None:
+        """Write a folder for `from_pretrained`. All ranks call this.
+
+        Of a PEFT model only the adapter is written, unless `merge` asks for a whole model with the
+        adapter merged in.
+        """
+        if merge and self.adapted is None:
+            raise ConfigError("merge: the model has no adapter; leave it out.")
         if self.tokenizer is None:
             raise ConfigError("save_model: give the trainer the tokenizer, which it saves too.")
         rank, folder = self.policy, Path(folder).absolute()
         card = f"# Aligned by Rather ({' + '.join(self.config.loss_names)})\n"
+        if self.adapted is not None and not merge:
+            export_peft(self.adapted, self.tokenizer, folder, card)
+            return
         part, weights = parts_of(rank.policy)[0], rank.weights()
         if self.adapted is not None:
             part = PolicyModel(copy.deepcopy(self.adapted).merge_and_unload())

@@ -78,6 +78,10 @@ class Registry(Mapping[str, Entry]):
         """Return the names that a module added."""
         return [name for name, owner in self._modules.items() if owner == module]
 
+    def is_own(self, name: str) -> bool:
+        """Return whether a user added the entry: by `--import`, or in a script."""
+        return self._modules[name].partition(".")[0] != "rather"
+
     def source_of(self, name: str) -> str | None:
         """Return the source text of the user's file that added an entry; None for Rather's own."""
         owner = self._modules.get(name)
@@ -154,7 +158,8 @@ def _run(file: ImportedFile, path: str) -> None:
         raise ConfigError(" ".join(text.split())) from error
     if not any(registry.names_from(file.name) for registry in REGISTRIES):
         raise ConfigError(
-            f"--import {path}: it registers nothing. Decorate a function with @loss() from "
-            "rather.losses or @data_format(...) from rather.data.formats."
+            f"--import {path}: it registers nothing. Decorate a function with @loss() or @metric "
+            "from rather.losses or @data_format(...) from rather.data.formats, or a class with "
+            "@callback from rather.pipeline.callbacks."
         )
     _loaded.append(file)

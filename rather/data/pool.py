@@ -34,7 +34,7 @@ import pyarrow as pa
 
 from rather.config import plugins
 from rather.config.redaction import looks_secret
-from rather.data.formats import EXTRAS, RowLayout, TextPair, read_row
+from rather.data.formats import EXTRAS, FormatError, RowLayout, TextPair, read_row
 from rather.data.json_rows import DropReason
 from rather.data.messages import Content, Json, as_turns
 from rather.data.pairs import NUMBERS, SCHEMA
@@ -257,6 +257,8 @@ class ChunkEncoder:
             self.at_row(number)
             try:
                 self._read(chunk.source, number, row)
+            except FormatError as error:
+                raise DataError(f"row {number}: {error}") from error
             except RecursionError:
                 self._add_event("dropped", number, row, *TOO_DEEP)
         ignored, prompts = sorted(self.ignored)[:100], list(self.prompts.items())

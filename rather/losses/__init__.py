@@ -1,5 +1,6 @@
 """The losses, the objective built from them, and their metrics."""
 
 from rather.losses.losses import loss
+from rather.losses.own import metric
 
-__all__ = ["loss"]
+__all__ = ["loss", "metric"]

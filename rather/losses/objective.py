@@ -161,14 +161,15 @@ class PairLoss:
         own = {"imported": imported} if imported else {}  # a changed file is another loss
         return {"losses": terms, **asdict(self.modifiers), **own}
 
+    def of(self, term: Term, x: PairLogps) -> Tensor:
+        """Return one term of the sum, without its weight: one loss per pair."""
+        if not self.modifiers.soft_labels and self.task == "preference":
+            x = x._replace(extra={name: x.extra[name] for name in x.extra if name != "soft_label"})
+        return term.rule.function(self._seen(term.rule, x), **term.numbers)
+
     def __call__(self, x: PairLogps) -> Tensor:
         modifiers = self.modifiers
-        if not modifiers.soft_labels and self.task == "preference":
-            x = x._replace(extra={name: x.extra[name] for name in x.extra if name != "soft_label"})
-        total = sum(
-            term.weight * term.rule.function(self._seen(term.rule, x), **term.numbers)
-            for term in self.terms
-        )
+        total = sum(term.weight * self.of(term, x) for term in self.terms)
         assert isinstance(total, Tensor)
         if modifiers.use_weighting:
             total = total * likelihood_weight(x)

@@ -157,6 +157,13 @@ def export_model(
     return cast.kept
 
 
+def export_peft(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
+    """Write the adapter of a PEFT model that is in memory, for PEFT."""
+    with _new_folder(folder, tokenizer) as temporary:
+        model.save_pretrained(temporary)
+    publish(temporary, folder, card)
+
+
 def export_stored(
     model: Any, stored: ShardedFiles, tokenizer: Any, folder: Path, card: str, cast: FileCast
 ) -> Kept:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.files import parse_json, read_bytes, replace_own
 from rather.losses.metrics import Window, interval_of_accuracy, whole_set_metrics
 from rather.losses.objective import PairLoss, Running
+from rather.losses.own import OwnMetric, own_metrics
 from rather.model.generate import GeneratedAnswer
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.reference_stream import ReferenceStream
@@ -69,6 +71,7 @@ class Evaluation:
     running: Running | None = field(default_factory=lambda: [0, 0.0])
     known: dict[str, list[Columns | None]] = field(default_factory=dict)  # of the reference
     parts: dict[str, list[EvaluatedPart]] = field(default_factory=dict)  # the last evaluation
+    metrics: Mapping[str, OwnMetric] = field(default_factory=dict)  # the user's
 
     def record(self, step: int, stopped: Stopped) -> dict[str, Any]:
         """Return the metrics of all sets. `stopped` is called between chunks."""
@@ -77,7 +80,7 @@ class Evaluation:
             parts = list(self._parts(name, len(dataset), step, stopped))
             self.parts[name] = parts
             prefix = f"eval/{name}/" if name else "eval/"
-            metrics = metrics_of(parts, self._score)
+            metrics = metrics_of(parts, self._score, self.metrics)
             record |= {prefix + key: value for key, value in metrics.items()}
             record[f"{prefix}pairs"] = len(dataset)
         return record
@@ -145,19 +148,29 @@ class Evaluation:
 def metrics_of(
     parts: Iterable[EvaluatedPart],
     score: Callable[[PairFacts, Columns, Columns | None], dict[str, float]],
+    own: Mapping[str, OwnMetric] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Return the metrics of a whole set, of which a few numbers per pair are known."""
+    """Return the metrics of a whole set, of which a few numbers per pair are known.
+
+    `own` are the user's metrics, which are computed in this process.
+    """
     facts, policy, reference = zip(*parts, strict=True)
     known = None if reference[0] is None else _join(reference)
     every, columns, window = PairFacts.concat(facts), _join(policy), Window()
     window.add(score(every, columns, known), pairs=0, tokens=0)
     found = window.means()
+    if own:
+        found |= own_metrics(own, every, _on_cpu(columns), known and _on_cpu(known))
     if "rewards/accuracies" in found:
         found |= interval_of_accuracy(every, found["rewards/accuracies"])
     if not {"logps/chosen", "rewards/length_correlation"} <= found.keys():  # no log-probs of pairs
         return found
     sums = None if known is None else known["sum"].cpu()
     return found | whole_set_metrics(every, columns["sum"].cpu(), sums)
+
+
+def _on_cpu(columns: Columns) -> Columns:
+    return {name: column.cpu() for name, column in columns.items()}
 
 
 def _join(parts: Sequence[Columns]) -> Columns:

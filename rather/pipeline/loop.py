@@ -21,6 +21,7 @@ from rather.data.shares import PairRows
 from rather.errors import DiskError, NonFiniteError
 from rather.losses.metrics import Window
 from rather.losses.objective import PairLoss
+from rather.pipeline.callbacks import NO_CALLBACKS, Callbacks
 from rather.pipeline.checks import check_step_zero
 from rather.pipeline.evaluation import Answers, Evaluation, Interrupted
 from rather.pipeline.guard import FIX, Batches, Guard, OutOfMemoryRetry
@@ -64,6 +65,7 @@ class TrainingLoop:
     answers: Answers | None = None
     summary: RunSummary | None = None
     _on_record: Callable[[Record], None] | None = None
+    callbacks: Callbacks = NO_CALLBACKS
     _export_model: Callable[[Path], object]
 
     def _build_loop(self, identity: Mapping[str, Any]) -> None:
@@ -207,16 +209,19 @@ class TrainingLoop:
         if result.zeros_in_grad is not None:
             record["num_zeros_in_grad"] = result.zeros_in_grad
         record["skipped_iter"] = window.skipped
-        self._log(record | self.timeline.window.record(window.pairs, window.tokens))
+        times = self.timeline.window.record(window.pairs, window.tokens)
+        self._log(record | times, "on_log")
         self.progress.window, self.timeline.window = Window(), Times()
         self.page.log(evaluated=False)
 
-    def _log(self, record: Record) -> None:
+    def _log(self, record: Record, method: str) -> None:
+        """Log a record, and call a method of the callbacks with it."""
         step = self.progress.step
         record = {"step": step, "epoch": self.source.epoch_at(step), **record}
         self.tracker.log(record)
         if self._on_record:
             self._on_record(record)
+        self.callbacks.call(method, step, record)
 
     def _evaluate(self, result: StepResult | None) -> None:
         """Evaluate, keep the best model, and decide about early stopping.
@@ -241,7 +246,7 @@ class TrainingLoop:
         if self.evaluation and self.keeps_ledger:
             for pairs, ratios in self.evaluation.ratios():
                 self.tracker.log_pairs(progress.step, pairs, ratios, None)
-        self._log(record)
+        self._log(record, "on_evaluate")
         self.page.log(evaluated=True)
         metric, patience = config.metric_for_best_model, config.early_stopping_patience
         tracks_best = config.save_best or patience
@@ -330,6 +335,7 @@ class TrainingLoop:
             if last:
                 self.saving.wait(last=True)
         self._summarize()
+        self.callbacks.call("on_save", self.progress.step)
 
     def _sync_files(self) -> MetricsPosition:
         """Write what a checkpoint relies on to the disk; return the position in metrics.jsonl."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rather.config.schema import DPOConfig
 from rather.data.hub import refuse_unknown_model
 from rather.data.prepare import prepare
 from rather.data.template import tokenizer_of
+from rather.data.trial import try_own_formats
 from rather.errors import (
     ConfigError,
     DataError,
@@ -28,7 +29,10 @@ from rather.errors import (
     WorkerLost,
 )
 from rather.losses.objective import Running, from_config
+from rather.losses.own import METRICS
+from rather.losses.trial import try_own_losses, try_own_metrics
 from rather.model.export import model_card
+from rather.pipeline.callbacks import Callback, Callbacks, RunView, registered_callbacks
 from rather.pipeline.checks import identity_of, refuse_foreign_tokens, refuse_missing_columns
 from rather.pipeline.evaluation import Answers, Evaluation
 from rather.pipeline.loop import Record, TrainingLoop
@@ -68,6 +72,10 @@ class DPOPipeline(TrainingLoop):
             refuse_unknown_model(role.model_path, role.model_args.revision)
         check_installed(config.trackers)
         self.objective = from_config(config)  # reports a wrong number before any work
+        try_own_losses(self.objective)
+        try_own_metrics(METRICS, with_reference=self.objective.needs_reference)
+        try_own_formats(config)
+        self._given_callbacks = registered_callbacks()
         self.run_dir, self.progress, self.stop = config.run_dir, Progress(), control.StopRequest()
         self.supervision = Supervision(
             config, Incidents(config.run_dir).add, lambda: self.progress.step, self._pause
@@ -91,6 +99,7 @@ class DPOPipeline(TrainingLoop):
         identity: Mapping[str, Any],
         evaluate: Callable[[], Record] | None = None,
         on_record: Callable[[Record], None] | None = None,
+        callbacks: Sequence[Callback] = (),
         run_dir: Path | None = None,
     ) -> DPOPipeline:
         """Build a pipeline over models in memory and steps that the caller packs. `run` trains it.
@@ -107,6 +116,7 @@ class DPOPipeline(TrainingLoop):
         - `evaluate`: returns metrics, which get the prefix "eval/". Called after steps with
           `ends_epoch`, after the last step, and every eval_steps; not before the first step.
         - `on_record`: called with each record, after it was written to metrics.jsonl.
+        - `callbacks`: called at points of the run.
         - `run_dir`: the folder for metrics, incidents and checkpoints. The run resumes from there;
           a finished run returns immediately. None: nothing is written or resumed.
 
@@ -124,6 +134,7 @@ class DPOPipeline(TrainingLoop):
                 lambda *_: {f"eval/{name}": value for name, value in evaluate().items()}
             )
         self._on_record, self.stop = on_record, control.StopRequest()
+        self._given_callbacks = list(callbacks)
         self._build_loop(identity)
         if run_dir is None and self.guard.rolls_back:
             raise ConfigError("on_nonfinite, spike.action: rollback needs an output folder.")
@@ -172,6 +183,7 @@ class DPOPipeline(TrainingLoop):
             self.data.evals,
             source.pairs,
             self.objective,
+            metrics=METRICS,
         )
         self.evaluators = [self.evaluation.record] if self.data.evals else []
         if config.eval_prompts:
@@ -255,9 +267,14 @@ class DPOPipeline(TrainingLoop):
                         quiet=not self.summary,
                     )
                 try:
+                    if self.roles.is_main:
+                        view = RunView(self.run_dir, self.total_steps, self.stop)
+                        self.callbacks = Callbacks(self._given_callbacks, view)
                     with self.tracker, self.timeline.drawn(trace):
+                        self.callbacks.call("on_train_begin", self.progress.step)
                         while step := self._train():
                             self._roll_back(step)
+                        self.callbacks.call("on_train_end", self.progress.step)
                     self._end()
                 except Exception as error:
                     if not isinstance(error, WorkerLost | HangError):  # `run` may start it again

@@ -121,7 +121,7 @@ def scales(folder: Path) -> list[float]:
         assert not skipped
         found += [trainer.policy.optimizer.scale, norm]
     with pytest.raises(
-        ConfigError, match="train_batch_size on several ranks: only DPOPipeline does that"
+        ConfigError, match="train_batch_size on several ranks: not supported by DPOTrainer"
     ):
         DPOTrainer(model, DPOConfig(train_batch_size=4), model)
     return found

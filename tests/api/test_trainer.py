@@ -244,7 +244,7 @@ def test_an_adapter_is_trained_and_merged(folder: Path, tmp_path: Path) -> None:
     assert all(
         torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen
     )
-    trainer.save_model(tmp_path / "merged")
+    trainer.save_model(tmp_path / "merged", merge=True)
     again, ids = (
         AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
         torch.tensor([[1, 5, 9, 11]]),

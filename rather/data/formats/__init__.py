@@ -23,6 +23,7 @@ from __future__ import annotations
 import difflib
 import math
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -48,6 +49,10 @@ ONE_ANSWER = (
     "reward with pref_loss: regression for scores, or task: sft",
 )
 RANGES = {"weight": (0, math.inf), "margin": (-math.inf, math.inf), "soft_label": (0, 1)}
+
+
+class FormatError(DataError):
+    """The function of a data format has a mistake."""
 
 
 class Single(NamedTuple):
@@ -218,7 +223,7 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
         named = {name: value for name, value in row.items() if name not in taken}
         named |= {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
         form = _format_of(named, layout)
-        prompt, answers = form.read(named)
+        prompt, answers = _read_by(form, named)
         prompt = text_or_turns(prompt, "the prompt")
         extras = extras_of(named)
         couples, ties = _couples(answers, named, layout)
@@ -234,6 +239,22 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
         except DropReason as reason:
             found.dropped.append(reason)
     return found
+
+
+def _read_by(form: DataFormat, row: Row) -> tuple[Any, Any]:
+    """Call the function of a format; a mistake in it is an error that names its line."""
+    try:
+        prompt, answers = form.read(row)
+    except DropReason:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        if place.filename == __file__:
+            text = "it must return the prompt and (chosen, rejected), Ranked or Single answers"
+        else:
+            text = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        raise FormatError(f"data format '{form.read.__name__}' failed: {text}") from error
+    return prompt, answers
 
 
 def _couples(

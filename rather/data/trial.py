@@ -1,0 +1,39 @@
+"""One call of a user's own data format on the first row of its file, before anything slow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rather.config.schema import DPOConfig
+from rather.data.formats import FORMATS, FormatError, RowLayout, read_row
+from rather.data.json_rows import DropReason
+from rather.data.prepare import layout_of
+from rather.data.read import chunks, find_sources, parsed_rows
+from rather.errors import DataError
+
+
+def try_own_formats(config: DPOConfig) -> None:
+    """Read the first row of each file with the user's format, or raise a DataError.
+
+    Rows of a file that is not on this machine yet are read when they arrive.
+    """
+    training, validation = config.actor_train.data_args, config.validation.data_args
+    held_out_files = [file for files in validation.sets.values() for file in files]
+    for data, files in ((training, training.files), (validation, held_out_files)):
+        if data.format in FORMATS and FORMATS.is_own(data.format):
+            for file in files:
+                if file.is_file():
+                    _try_first_row(file, data.encoding, layout_of(config, data))
+
+
+def _try_first_row(file: Path, encoding: str, layout: RowLayout) -> None:
+    source = find_sources(file)[0]
+    for chunk in chunks(source, 0, encoding):
+        for number, row in parsed_rows(chunk):
+            if isinstance(row, DropReason):
+                continue
+            try:
+                read_row(row, layout)
+            except FormatError as error:
+                raise DataError(f"{file}, {source.unit} {number}: {error}.") from error
+            return
