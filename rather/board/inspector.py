@@ -13,6 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from rather.board.runs import stamp
+from rather.config.found import NO_TRUST, Trust
 from rather.config.redaction import redact
 from rather.errors import RatherError
 from rather.files import JsonObject
@@ -42,7 +43,8 @@ class Inspector:
     page that was closed asks no more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trust: Trust = NO_TRUST) -> None:
+        self._trust = trust
         self._answers: dict[Question, JsonObject] = {}  # until they are fetched
         self._lock = Lock()
         self._current: Question | None = None
@@ -94,4 +96,4 @@ class Inspector:
     def open_session(self, run_dir: Path) -> Session:
         from rather.board.session import Session  # imports torch
 
-        return Session(run_dir)
+        return Session(run_dir, self._trust)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from rather.checkpoint import checkpoint
 from rather.cluster.memory import free_memory
+from rather.config.found import NO_TRUST, Trust
 from rather.config.load import load_found
 from rather.config.redaction import hide
 from rather.config.show import secret_values
@@ -44,11 +45,11 @@ ROOM = 0.8  # share of the free host memory that models may take
 class Session:
     """Loads everything when it is first needed; `doing` says what takes time."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, trust: Trust = NO_TRUST) -> None:
         self.run_dir, self.doing = run_dir, "opening the run"
         if not (run_dir / CONFIG).is_file():
             raise ConfigError(f"{run_dir}: has no {CONFIG}, so its data and models are unknown.")
-        self.config = load_found(run_dir / CONFIG)
+        self.config = load_found(run_dir / CONFIG, trust)
         hide(secret_values(self.config.model_dump()))
         self.objective = from_config(self.config)
 

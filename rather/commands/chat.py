@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rather.commands.terminal import echo
+from rather.config.found import NO_TRUST, Trust
 from rather.config.schema import DPOConfig, TrainDataArgs
 from rather.data.formats import TextPair
 from rather.data.json_rows import DropReason
@@ -38,8 +39,8 @@ class Speaker:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     @staticmethod
-    def load(name: str, system: str | None = None, *, trust: bool = False) -> Speaker:
-        weights = weights_of(name, trust_remote_code=trust)
+    def load(name: str, system: str | None = None, *, trust: Trust = NO_TRUST) -> Speaker:
+        weights = weights_of(name, trust)
         if weights.is_reward:
             raise ConfigError(
                 f"{name}: is a reward model, which writes no text; use `rather score`."
@@ -99,7 +100,7 @@ def chat(
     decoding: Decoding,
     seed: int,
     *,
-    trust: bool = False,
+    trust: Trust = NO_TRUST,
 ) -> None:
     """Print the answers to one prompt, or to questions until /quit or the end of the input."""
     torch.manual_seed(seed)

@@ -14,6 +14,7 @@ from torch import Tensor
 from rather.checkpoint import checkpoint
 from rather.commands.score import LogProbs, log_probs
 from rather.commands.terminal import echo, print_table
+from rather.config.found import NO_TRUST, Trust
 from rather.config.schema import DPOConfig
 from rather.data.batch import Columns
 from rather.data.prepare import prepare
@@ -46,7 +47,9 @@ class LossRow:
     missing: str = ""
 
 
-def measure(config: DPOConfig, model: str | None = None, most: int = 512) -> LogProbs:
+def measure(
+    config: DPOConfig, model: str | None = None, most: int = 512, trust: Trust = NO_TRUST
+) -> LogProbs:
     """Return log-probs of pairs spread over the held-out sets, or else over the training pairs."""
     if config.task != "preference":
         raise ConfigError(f"only losses of pairs can be compared, and task is {config.task}.")
@@ -57,7 +60,7 @@ def measure(config: DPOConfig, model: str | None = None, most: int = 512) -> Log
             "every loss is a constant: train first, or pass weights with --model."
         )
     name = model or str(newest.path if newest else config.run_dir)
-    policy = weights_of(name, trust_remote_code=config.actor_train.model_args.trust_remote_code)
+    policy = weights_of(name, trust)
     role = config.reference
     source = (role.model_path, role.tokenizer_path, role.model_args)
     reference = Weights("reference", *source, rounding=policy.rounding)

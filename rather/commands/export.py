@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rather.checkpoint.sharded_tensors import ShardedFiles
+from rather.config.found import NO_TRUST, Trust
 from rather.config.schema import ModelArgs
 from rather.data.pack import pack
 from rather.data.template import load_tokenizer
@@ -59,12 +60,12 @@ def export(
     dtype: str | None = None,
     size: str | None = None,
     rounding: Rounding | None = None,
-    trust: bool = False,
+    trust: Trust = NO_TRUST,
 ) -> str:
     """Write the folder `out`, complete or not at all; return how its log-probs compare.
 
     `adapter`: the adapter alone instead of merged; `dtype`: else that of the source; `size`: of
-    the largest file; `rounding`: else that of the run; `trust`: code of the model may run.
+    the largest file; `rounding`: else that of the run; `trust`: what the source may do.
     """
     _refuse_existing(out)
     largest = parse_size(size) if size else None
@@ -75,7 +76,7 @@ def export(
         )
     own = Path(name).expanduser() / "adapter"  # next to the model that it was merged into
     found = adapter and (own / "adapter_config.json").is_file()
-    source = weights_of(str(own) if found else name, trust_remote_code=trust)
+    source = weights_of(str(own) if found else name, trust)
     has_adapter, own_rounding = source.args.has_adapter, source.rounding
     if adapter and not has_adapter:
         raise ConfigError(f"--adapter: {name} has no adapter; export the model without it.")
@@ -83,7 +84,7 @@ def export(
         return merge(str(source.args.adapter_name_or_path), out, None, own_rounding, **options)
     policy = source.load(here(), "fp32")
     before = fixed_log_probs(policy)
-    args = ModelArgs(dtype="fp32", trust_remote_code=trust)
+    args = ModelArgs(dtype="fp32", trust_remote_code=trust.remote_code)
     tokenizer = source.tokenizer()
     if policy.is_reward:
         set_padding(policy.causal_lm.config, tokenizer)
@@ -131,7 +132,7 @@ def merge(
     dtype: str | None = None,
     largest: int | None = None,
     rounding: Rounding | None = None,
-    trust: bool = False,
+    trust: Trust = NO_TRUST,
 ) -> str:
     """Write adapter and base as one model to `out`; return how its log-probs compare."""
     # PEFT takes seconds to import
@@ -155,13 +156,15 @@ def merge(
         revision=revision,
         quantization=quantised,
         dtype=None if quantised else "fp32",
-        trust_remote_code=trust,
+        trust_remote_code=trust.remote_code,
     )
     reward = is_reward_model(read_json(folder / "adapter_config.json"))
     policy = load_policy(name, args, here(), reward=reward)
     before = fixed_log_probs(policy)
     own = (folder / "tokenizer_config.json").exists()
-    tokenizer = load_tokenizer(*((str(folder), None) if own else (name, revision)), trust)
+    tokenizer = load_tokenizer(
+        *((str(folder), None) if own else (name, revision)), trust.remote_code
+    )
     config = policy.causal_lm.config
     config.dtype = DTYPES[dtype] if dtype else config.dtype
     files = ShardedFiles(weight_files(found))
@@ -173,7 +176,7 @@ def merge(
     temporary = write_model(policy.causal_lm, streams, tokenizer, out, largest)
     del policy
     card = f"# {out.name}\n\n`{name}` with the adapter `{folder}` merged by Rather: "
-    merged = str(temporary), ModelArgs(dtype="fp32", trust_remote_code=trust)
+    merged = str(temporary), ModelArgs(dtype="fp32", trust_remote_code=trust.remote_code)
     allowed = None if quantised else ALLOWED[cast.dtype]
     return _publish(before, merged, temporary, out, card, cast, allowed)
 

@@ -14,6 +14,7 @@ from rather.commands.terminal import (
     Imports,
     OutFile,
     Overrides,
+    TrustPaths,
     command,
     echo,
     known_model,
@@ -38,9 +39,15 @@ RoundingOption = Annotated[
     Literal["dithered", "nearest"] | None,
     typer.Option(help="Rounding to bf16; default: that of the run, else dithered."),
 ]
-Trust = Annotated[
+TrustCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run the Python files that come with the model."),
+]
+AnyBase = Annotated[
+    bool,
+    typer.Option(
+        "--any-base", help="Accept a base with other weights than an adapter was trained on."
+    ),
 ]
 
 
@@ -53,7 +60,9 @@ def score_command(
     by: list[str] | None = None,
     as_json: AsJson = False,
     out: OutFile = None,
-    trust: Trust = False,
+    trust_code: TrustCode = False,
+    trust_paths: TrustPaths = False,
+    any_base: AnyBase = False,
 ) -> None:
     """Score pairs with a model: how often, and by how much, it prefers the chosen answers.
 
@@ -67,7 +76,9 @@ def score_command(
     out: Also write the numbers of each pair to this JSONL file.
     """
     from rather.commands.score import print_scores, score
+    from rather.config.found import Trust
 
+    trust = Trust(trust_code, trust_paths, any_base)
     numbers = score(model, pairs, overrides or [], reference, by or [], out, trust=trust)
     print_json(numbers) if as_json else print_scores(numbers)
 
@@ -82,7 +93,9 @@ def chat_command(
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     top_p: Annotated[float | None, typer.Option(min=0.01, max=1.0)] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1)] = None,
-    trust: Trust = False,
+    trust_code: TrustCode = False,
+    trust_paths: TrustPaths = False,
+    any_base: AnyBase = False,
 ) -> None:
     """Chat with a model in the terminal, with its chat template. Greedy without a temperature.
 
@@ -101,10 +114,12 @@ def chat_command(
     if temperature == 0 and (top_p is not None or seed is not None):
         raise ConfigError("--top-p and --seed need sampling: set --temperature as well.")
     from rather.commands.chat import chat
+    from rather.config.found import Trust
     from rather.model.generate import Decoding
 
     decoding = Decoding(max_new_tokens, temperature, top_p or 1.0)
     names = [model, beside] if beside else [model]
+    trust = Trust(trust_code, trust_paths, any_base)
     chat(names, prompt, system, decoding, seed or 0, trust=trust)
 
 
@@ -116,7 +131,9 @@ def export_command(
     dtype: DtypeOption = None,
     shard_size: str | None = None,
     rounding: RoundingOption = None,
-    trust: Trust = False,
+    trust_code: TrustCode = False,
+    trust_paths: TrustPaths = False,
+    any_base: AnyBase = False,
 ) -> None:
     """Write a model to a new folder, after comparing its log-probs with those of the source.
 
@@ -125,10 +142,12 @@ def export_command(
     shard_size: Largest file, such as 500MB; default: 4GB.
     """
     from rather.commands.export import export
+    from rather.config.found import Trust
     from rather.optim.rounding import Rounding
 
     options: JsonObject = {"adapter": adapter, "dtype": dtype, "size": shard_size}
-    options |= {"rounding": Rounding(rounding) if rounding else None, "trust": trust}
+    options["trust"] = Trust(trust_code, trust_paths, any_base)
+    options["rounding"] = Rounding(rounding) if rounding else None
     echo(f"{out}: {export(source, out, **options)}")
 
 
@@ -139,7 +158,8 @@ def merge_command(
     base: str | None = None,
     dtype: DtypeOption = None,
     rounding: RoundingOption = None,
-    trust: Trust = False,
+    trust_code: TrustCode = False,
+    any_base: AnyBase = False,
 ) -> None:
     """Merge an adapter into its base model, after comparing log-probs before and after.
 
@@ -147,8 +167,10 @@ def merge_command(
     base: Base model, if not the one that the adapter names.
     """
     from rather.commands.export import merge
+    from rather.config.found import Trust
     from rather.optim.rounding import Rounding
 
+    trust = Trust(trust_code, any_base=any_base)
     options: JsonObject = {"dtype": dtype, "trust": trust}
     options["rounding"] = Rounding(rounding) if rounding else None
     echo(f"{out}: {merge(adapter, out, base, **options)}")
@@ -161,6 +183,8 @@ def compare_losses_command(
     model: str | None = None,
     pairs: Annotated[int, typer.Option(min=1)] = 512,
     imports: Imports = None,
+    trust_paths: TrustPaths = False,
+    any_base: AnyBase = False,
 ) -> None:
     """Evaluate every loss on the log-probs of a trained model: value, gradient, saturation.
 
@@ -169,6 +193,8 @@ def compare_losses_command(
     """
     given = settings(config, overrides)
     from rather.commands.compare_losses import compare_rows, measure, print_rows
+    from rather.config.found import Trust
 
-    x = measure(given, model, pairs)
+    trust = Trust(given.actor_train.model_args.trust_remote_code, trust_paths, any_base)
+    x = measure(given, model, pairs, trust)
     print_rows(compare_rows(given, x), x)

@@ -13,6 +13,7 @@ from rather.commands.terminal import (
     AsJson,
     OutFile,
     RunFolder,
+    TrustPaths,
     command,
     echo,
     print_table,
@@ -22,6 +23,7 @@ from rather.files import JsonObject
 from rather.tracking.json_lines import strict_json
 
 if TYPE_CHECKING:
+    from rather.config.found import Trust
     from rather.data.pairs import PairDataset
 
 Action = Literal["drop", "weight", "flip"]
@@ -48,6 +50,7 @@ def pairs_command(
         ),
     ] = None,
     shown: Annotated[int, typer.Option(min=0)] = 20,
+    trust_paths: TrustPaths = False,
 ) -> int:
     """Say which training pairs look wrong: flipped labels, never learned, unlearned, contradicting.
 
@@ -57,12 +60,14 @@ def pairs_command(
     write: Write corrections of the likely flipped pairs for data_args.corrections.
     shown: Pairs in the table.
     """
+    from rather.config.found import Trust
     from rather.report.pairs import MEANINGS, Doctor
 
-    data = _training_pairs(run)
+    trust = Trust(paths=trust_paths)
+    data = _training_pairs(run, trust)
     if plant is not None:
         with redirect_stdout(sys.stderr):  # what the run prints
-            code = _calibrate(run, data, plant)
+            code = _calibrate(run, data, plant, trust)
         if code:
             return code
     doctor = Doctor.of(run)
@@ -103,7 +108,7 @@ def pairs_command(
     return 0
 
 
-def _training_pairs(run: Path) -> PairDataset | None:
+def _training_pairs(run: Path, trust: Trust) -> PairDataset | None:
     """Return the training pairs of a run; None if its data is not on this machine."""
     from rich.console import Console
 
@@ -112,7 +117,8 @@ def _training_pairs(run: Path) -> PairDataset | None:
     from rather.errors import RatherError
 
     try:
-        return prepare(load_found(run / "config.yaml"), console=Console(quiet=True)).train
+        config = load_found(run / "config.yaml", trust)
+        return prepare(config, console=Console(quiet=True)).train
     except (OSError, RatherError) as error:
         echo(f"rather: the texts of the pairs are not available ({error})", err=True)
         return None
@@ -131,7 +137,7 @@ def _add_places(rows: list[JsonObject], data: PairDataset) -> int:
     return sum("contradicting" in row["findings"] for row in rows)
 
 
-def _calibrate(run: Path, data: PairDataset | None, share: float) -> int:
+def _calibrate(run: Path, data: PairDataset | None, share: float, trust: Trust) -> int:
     """Train a copy with planted flips, and store what it says about the score; the exit code."""
     import numpy as np
 
@@ -146,7 +152,7 @@ def _calibrate(run: Path, data: PairDataset | None, share: float) -> int:
 
     if data is None:
         raise ConfigError(f"--plant: the training pairs of {run} are needed.")
-    config = load_found(run / "config.yaml")  # data: it came with the folder
+    config = load_found(run / "config.yaml", trust)  # data: it came with the folder
     digests = np.unique(data.column("pair_hash"))
     draw = np.random.default_rng(config.seed)
     planted = draw.permutation(digests)[: max(1, round(share * len(digests)))]

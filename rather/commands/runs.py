@@ -21,6 +21,7 @@ from rather.commands.terminal import (
     OutFile,
     Overrides,
     RunFolder,
+    TrustPaths,
     command,
     count,
     echo,
@@ -40,6 +41,7 @@ def board_command(
     ),  # the default of output_dir
     port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
     browser: Annotated[bool, typer.Option(help="Open a browser.")] = True,
+    trust_paths: TrustPaths = False,
 ) -> None:
     """Show all runs of a folder on a local page: live curves, comparisons, findings, and pairs
     token by token.
@@ -47,7 +49,9 @@ def board_command(
     folder: The folder of the runs, or one run.
     port: Port on 127.0.0.1; 0 picks a free one.
     """
+    from rather.board.inspector import Inspector
     from rather.board.serve import Board
+    from rather.config.found import Trust
     from rather.report.page import plotly_bundle
 
     if not folder.is_dir():
@@ -56,7 +60,8 @@ def board_command(
         )
     plotly_bundle()  # say now if the extra is missing
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only models and tokenizers of this machine
-    with Board(folder.absolute(), port) as board:
+    inspector = Inspector(Trust(paths=trust_paths))
+    with Board(folder.absolute(), port, inspector) as board:
         runs = count(len(board.runs.rows()), "run")
         echo(f"{folder}: {runs} at {board.address} (stop with Ctrl-C)")
         opening = private_page(board.address) if browser and has_display() else nullcontext()

@@ -17,6 +17,7 @@ from rich.progress import track
 from torch import Tensor
 
 from rather.commands.terminal import print_table, settings
+from rather.config.found import NO_TRUST, Trust
 from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS, DPOConfig
 from rather.data.batch import Columns, PairFacts, PairLogps
 from rather.data.pairs import PairDataset
@@ -85,11 +86,11 @@ def score(
     by: Sequence[str],
     out: Path | None,
     *,
-    trust: bool = False,
+    trust: Trust = NO_TRUST,
 ) -> JsonObject:
     """Return the numbers of all pairs and of each slice; write those of each pair to `out`."""
-    policy = weights_of(model, trust_remote_code=trust)
-    other = weights_of(reference, trust_remote_code=trust) if reference else None
+    policy = weights_of(model, trust)
+    other = weights_of(reference, trust) if reference else None
     config = settings_for(policy, pairs, overrides)
     objective = _objective(config, policy, other)
     console = Console(stderr=True)

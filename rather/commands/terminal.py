@@ -52,6 +52,14 @@ Imports = Annotated[
 ]
 RunFolder = Annotated[Path, typer.Argument(help="The run folder: <output_dir>/<exp_name>.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+TrustPaths = Annotated[
+    bool,
+    typer.Option(
+        "--trust-paths",
+        help="Read the models and files outside of a run folder that its config.yaml names, also "
+        "if the run is not your own.",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 GAP = 3  # characters between two columns of a table
 HELP = re.compile(r"\n    (\w+): (.+)")

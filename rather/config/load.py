@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,12 +33,12 @@ from pydantic import ValidationError
 
 from rather.config import paths
 from rather.config.compat import Names, roll_keys
+from rather.config.found import ALLOWED, NO_TRUST, Trust, found_values
 from rather.config.keys import nearest, suggestion, table
-from rather.config.redaction import looks_secret
 from rather.config.schema import FOR_A_RUN, DPOConfig
 from rather.config.show import public_values
 from rather.errors import ConfigError
-from rather.files import BoundedLoader, JsonObject, Opener, own, parse_yaml, regular, yaml_text
+from rather.files import BoundedLoader, JsonObject, Opener, own, regular, yaml_text
 
 COMMAND_LINE = "command line"
 HINTS = {  # what PyYAML says -> what to do
@@ -91,41 +91,17 @@ def load_config(
 load = partial(load_config, check_paths=False)
 
 
-def load_found(path: Path, *, trust_remote_code: bool = False) -> DPOConfig:
+def load_found(path: Path, trust: Trust = NO_TRUST, keys: Collection[str] = ALLOWED) -> DPOConfig:
     """Return the config.yaml of a run folder, which is data and not the user's own config.
 
-    Nothing in it switches on remote code, a class to import, an environment variable or Hydra. It
-    reads no secret from the environment, and names no folder to write to.
+    `found_values` decides what it may say. With fewer keys than all, it need not name a model or
+    pairs.
     """
     sources = _key_lines(path, own)
-    written = parse_yaml(yaml_text(path, own))
-    secret = [names for names, leaf in _leaves(written) if _reads_secret(str(leaf))]
-
-    def as_data(values: JsonObject) -> None:
-        home = path.absolute().parents[1]  # where the folder is now
-        values |= {"output_dir": str(home), "logging_dir": str(home / "logs")}
-        for name in ("checkpoint_config", "track_with", "tracker_kwargs"):
-            values.pop(name, None)
-        for section in [values, *(each for each in values.values() if isinstance(each, dict))]:
-            for name in ("worker_cls", "system_envs"):
-                section.pop(name, None)
-            for part, name in (("data_args", "cache_dir"), ("cache", "path")):
-                if isinstance(inner := section.get(part), dict):
-                    inner.pop(name, None)
-                    for key in inner.keys() & {"file_name", "dataset_dir"}:
-                        text = json.dumps(inner[key], default=str)
-                        text = re.sub(r"(s3|hf):/", "not downloaded:/", text)
-                        inner[key] = json.loads(text)
-            if isinstance(args := section.get("model_args"), dict):
-                args["trust_remote_code"] = trust_remote_code
-
-    return _validated(path, OmegaConf.create(_without(written, secret)), sources, as_data)
-
-
-def _reads_secret(text: str) -> bool:
-    """Whether a text may read a secret: every name but a plain one may become one."""
-    names = re.findall(r"\$\{oc\.env:(\w+)[,}]", text)
-    return text.count("oc.env") > len(names) or any(map(looks_secret, names))
+    named = FOR_A_RUN if keys is ALLOWED else None
+    config = config_from_dict(found_values(path, trust, keys), sources, context=named)
+    config._sources.update(dict.fromkeys(table(), "default") | sources)
+    return config
 
 
 @contextmanager
@@ -150,13 +126,8 @@ def _limited_insertions() -> Iterator[None]:
 
 
 @_limited_insertions()
-def _validated(
-    path: Path,
-    composed: DictConfig,
-    sources: dict[str, str],
-    change: Callable[[JsonObject], None] = lambda values: None,
-) -> DPOConfig:
-    """Fill in ${...}, change values and return the config; or raise an error with all problems."""
+def _validated(path: Path, composed: DictConfig, sources: dict[str, str]) -> DPOConfig:
+    """Fill in ${...} and return the config; or raise an error with all problems."""
     raw = _plain(composed)
     if "exp_name" not in raw:
         raw["exp_name"] = composed.exp_name = path.stem
@@ -179,7 +150,6 @@ def _validated(
         values = _plain(OmegaConf.create(_without(raw, problems)), resolve=True)
     except UNREADABLE as error:
         raise ConfigError(_unreadable(path, error)) from None
-    change(values)
     config = config_from_dict(values, sources, problems)
     config._unresolved.update(raw)
     config._sources.update(dict.fromkeys(table(), "default") | sources)
@@ -226,6 +196,7 @@ def config_from_dict(
     data: JsonObject,
     sources: Mapping[str, str] = MappingProxyType({}),
     found: Mapping[Names, str] = MappingProxyType({}),
+    context: Mapping[str, Any] | None = FOR_A_RUN,
 ) -> DPOConfig:
     """Return a config of plain values, or raise one ConfigError with all problems.
 
@@ -239,7 +210,7 @@ def config_from_dict(
     config, broken = None, set(problems)
     while config is None:
         try:
-            config = DPOConfig.model_validate(data, context=FOR_A_RUN)
+            config = DPOConfig.model_validate(data, context=context)
         except ValidationError as error:
             if error.errors()[0]["type"] == "cross_field":
                 unknown = {path.rpartition(".")[2] for path in broken}

@@ -34,6 +34,7 @@ HUB_DATASET = re.compile(
     r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<split>[\w./-]+))?"
 )
 REMOTE = (STORE, "hf://")  # data that is downloaded
+RUN_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,128}")
 PISSA = re.compile(r"pissa(_niter_[1-9]\d*)?")
 
 
@@ -163,7 +164,7 @@ WorkerClass = Annotated[
 RunName = Annotated[
     str,
     _check(
-        re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,128}").fullmatch,
+        RUN_NAME.fullmatch,
         "it names a folder: 1 to 128 of the characters A-Z a-z 0-9 . _ -, and not '.' or '..'",
     ),
 ]

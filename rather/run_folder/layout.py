@@ -13,6 +13,7 @@ from typing import Any
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
+from rather.config.found import signed
 from rather.config.load import dump_yaml
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig
@@ -220,7 +221,7 @@ def write_config(config: DPOConfig) -> None:
     resumable = config.model_copy(update={"overwrite": False})  # training with this file resumes
     file = config.run_dir / "config.yaml"
     try:
-        write_own(file, dump_yaml(resumable))
+        write_own(file, signed(dump_yaml(resumable)))
     except OSError as error:
         raise DiskError(f"{file}: cannot be written ({error.strerror}).") from error
 

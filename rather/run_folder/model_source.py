@@ -11,6 +11,7 @@ import torch
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
+from rather.config.found import NO_TRUST, OF_A_CHECKPOINT, OF_A_RESULT, Trust
 from rather.config.load import load_found
 from rather.config.paths import is_local
 from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs
@@ -70,15 +71,15 @@ class Weights:
         return load_tokenizer(self.tokenizer_path, trust_remote_code=self.args.trust_remote_code)
 
 
-def weights_of(name: str, *, trust_remote_code: bool = False) -> Weights:
+def weights_of(name: str, trust: Trust = NO_TRUST) -> Weights:
     """Resolve a name; a run folder means its result, or its newest checkpoint without one.
 
     What a run folder says about `trust_remote_code` never counts.
     """
-    trust = ActorModelArgs(trust_remote_code=trust_remote_code)
+    own_args = ActorModelArgs(trust_remote_code=trust.remote_code)
     refuse_unknown_model(name)
     if not is_local(name):
-        return Weights(name, name, name, trust)
+        return Weights(name, name, name, own_args)
     folder = Path(name).expanduser()
     if checkpoint.has_checkpoint_name(folder):
         return _of_checkpoint(name, checkpoint.open_checkpoint(folder), trust)
@@ -87,7 +88,7 @@ def weights_of(name: str, *, trust_remote_code: bool = False) -> Weights:
     for model in (folder, folder / "model"):
         if (model / "config.json").is_file():
             dtype, rounding = _precision_of_run(model)
-            args = trust.model_copy(update={"dtype": dtype})
+            args = own_args.model_copy(update={"dtype": dtype})
             return Weights(name, str(model), str(model), args, rounding=rounding)
     if newest := checkpoint.newest_good(folder):
         return _of_checkpoint(name, newest, trust)
@@ -102,7 +103,7 @@ def here() -> str:
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
-def _of_adapter(name: str, folder: Path, trust: ActorModelArgs) -> Weights:
+def _of_adapter(name: str, folder: Path, trust: Trust) -> Weights:
     from rather.model.adapters import base_of  # PEFT takes seconds to import
 
     if (folder / "config.json").is_file():
@@ -119,7 +120,7 @@ def _of_adapter(name: str, folder: Path, trust: ActorModelArgs) -> Weights:
     tokenizer = folder if (folder / "tokenizer_config.json").is_file() else found
     dtype, rounding = _precision_of_run(folder)
     own = {"adapter_name_or_path": str(folder), "revision": revision, "dtype": dtype}
-    args = trust.model_copy(update=own)
+    args = ActorModelArgs(trust_remote_code=trust.remote_code).model_copy(update=own)
     return Weights(name, base, str(tokenizer), args, rounding=rounding)
 
 
@@ -129,7 +130,7 @@ def _precision_of_run(result: Path) -> tuple[Literal["bf16", "fp16", "fp32"] | N
     files = all((run / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
     if result.name not in RESULTS or not files:
         return None, DITHERED
-    config = load_found(run / "config.yaml")
+    config = load_found(run / "config.yaml", keys=OF_A_RESULT)
     return config.actor_train.model_args.dtype, rounding_of(config)
 
 
@@ -138,14 +139,16 @@ def rounding_of(run: DPOConfig) -> Rounding:
     return Rounding(run.rounding if "rounding" in run.model_fields_set else "nearest")
 
 
-def _of_checkpoint(name: str, found: Checkpoint, trust: ActorModelArgs) -> Weights:
+def _of_checkpoint(name: str, found: Checkpoint, trust: Trust) -> Weights:
     file = found.path.parent / "config.yaml"
     if not file.is_file():
         raise CheckpointError(
             f"{name}: {file} is missing; it says which model the checkpoint belongs to."
         )
-    run = load_found(file, trust_remote_code=trust.trust_remote_code)
+    run = load_found(file, trust, OF_A_CHECKPOINT)
     actor = run.actor_train
+    if actor.model_args.model_name_or_path is None:
+        raise ConfigError(f"{file}: names no model that the checkpoint belongs to.")
     source = (actor.model_path, actor.tokenizer_path, actor.model_args)
     return Weights(name, *source, found, run, rounding=rounding_of(run))
 

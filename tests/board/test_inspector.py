@@ -16,6 +16,7 @@ from rather.board import session as sessions
 from rather.board.inspector import Inspector, Question
 from rather.board.session import Session
 from rather.checkpoint import checkpoint
+from rather.config.found import Trust
 from rather.config.schema import DPOConfig
 from rather.errors import ConfigError, DataError
 from rather.pipeline.pipeline import DPOPipeline
@@ -213,7 +214,8 @@ def test_errors_of_a_session(
     (tmp_path / "config.yaml").write_text(
         text.replace("trust_remote_code: false", "trust_remote_code: true")
     )
-    assert not Session(tmp_path).config.actor_train.model_args.trust_remote_code
+    trusted = Session(tmp_path, Trust(remote_code=False, paths=True))
+    assert not trusted.config.actor_train.model_args.trust_remote_code
     monkeypatch.setattr(sessions, "free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match=r"2 models of .* need 0\.0 GiB of memory"):
         session.pair("train", 0)

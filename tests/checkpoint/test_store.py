@@ -22,10 +22,11 @@ from rather.checkpoint.checkpoint import newest_good, prune
 from rather.checkpoint.manifest import verify
 from rather.checkpoint.store import CHECKPOINT, Store, completed, step_of
 from rather.cluster.worker import ActorWorker
+from rather.config.found import Trust
 from rather.config.load import load_found
 from rather.config.paths import check_paths
 from rather.data.prepare import prepare
-from rather.errors import CheckpointError, DataError, DiskError
+from rather.errors import CheckpointError, ConfigError, DiskError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.saving import Saving
 from tests.checkpoint.object_store import BUCKET, Proxy, served, upload, uploads
@@ -399,8 +400,8 @@ def test_a_config_that_was_found_downloads_nothing(
         f"pretrain: {folder / 'base'}\nactor_train: {json.dumps({'data_args': names})}\n"
     )
     proxy.requests = 0
-    with pytest.raises(DataError, match=r"not downloaded:.*no such file"):
-        prepare(load_found(file))
+    with pytest.raises(ConfigError, match=r"file_name: .* is an address"):
+        load_found(file, Trust(paths=True))
     assert proxy.requests == 0
 
 

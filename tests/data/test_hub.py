@@ -20,9 +20,8 @@ from huggingface_hub import constants
 from rather.config.load import load_found
 from rather.config.paths import check_paths
 from rather.data.hub import LONGEST_PATTERN, choose, download
-from rather.data.prepare import prepare
 from rather.data.template import load_tokenizer
-from rather.errors import CheckpointError, DataError
+from rather.errors import CheckpointError, ConfigError, DataError
 from rather.files import ask_hub, check_hub_model
 from rather.pipeline.pipeline import DPOPipeline
 from tests.commands.conftest import rather
@@ -177,8 +176,8 @@ def test_the_commit_is_part_of_the_run(hub: Hub, tmp_path: Path) -> None:
         DPOPipeline(config("", 2)).run()
     assert DPOPipeline(config(f"@{commit}", 2)).run() == 0
     hub.requests.clear()
-    with pytest.raises(DataError, match="no such file"):
-        prepare(load_found(first.run_dir / "config.yaml"))
+    with pytest.raises(ConfigError, match="is an address"):
+        load_found(first.run_dir / "config.yaml")
     assert hub.requests == [], "a config that was found downloads nothing"
 
 

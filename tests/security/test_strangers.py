@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from rather.board.serve import ROUTES, Board, RequestRefused
 from rather.cli import app
 from rather.commands import tune
+from rather.config.found import Trust
 from rather.config.load import load_found
 from rather.errors import ConfigError
 from rather.run_folder.layout import OWN_FILES
@@ -54,6 +55,7 @@ KINDS = ("run", "linked", "model", "adapter", "data")
 EACH = [["{yaml:" + kind + "}"] for kind in KINDS]
 RUN_AND_MODEL = [EACH[0], EACH[2]]  # for commands that start what `train` does
 FOLDERS = [["{run}"], ["{linked}"]]
+TRUSTED = "--trust-paths"  # else a stranger's run is refused before anything in it is opened
 SOURCES = [["{run}"], ["{run}/checkpoint-1"], ["{linked}"], ["{model}"], ["{adapter}"]]
 COMMANDS: dict[str, list[list[str]]] = {
     "train": [*EACH, *FOLDERS],
@@ -71,15 +73,19 @@ COMMANDS: dict[str, list[list[str]]] = {
     "board": [["{run}", "--no-browser"], ["{linked}", "--no-browser"]],
     "health": FOLDERS,
     "report": FOLDERS,
-    "pairs": [*FOLDERS, ["{run}", "--plant", "0.2"], ["{linked}", "--plant", "0.2"]],
+    "pairs": [
+        *FOLDERS,
+        ["{run}", "--plant", "0.2", TRUSTED],
+        ["{linked}", "--plant", "0.2", TRUSTED],
+    ],
     "compare": [["{run}", "{linked}"], ["{run}", "{run}"]],
     "stop": [*FOLDERS, ["{yaml:run}"]],
     "save-now": [*FOLDERS, ["{yaml:run}"]],
     "verify": [*FOLDERS, ["{run}/checkpoint-1"]],
-    "chat": [[*words, "--prompt", "w1"] for words in SOURCES],
-    "score": [*([*words, "{data}"] for words in SOURCES), ["{good}", "{data}"]],
+    "chat": [[*words, "--prompt", "w1", TRUSTED] for words in SOURCES],
+    "score": [*([*words, "{data}", TRUSTED] for words in SOURCES), ["{good}", "{data}"]],
     "export": [
-        *([*words, f"out-{place}"] for place, words in enumerate(SOURCES)),
+        *([*words, f"out-{place}", TRUSTED] for place, words in enumerate(SOURCES)),
         ["{adapter}", "out-adapter", "--adapter"],
     ],
     "merge": [
@@ -266,7 +272,7 @@ def test_what_the_folders_hold_would_run_if_it_were_trusted(
     strangers: Strangers, marker: Path
 ) -> None:
     """Else the tests above could not fail. --trust-remote-code never asks on the console."""
-    source, words = strangers.folders["run"], ["--trust-remote-code"]
+    source, words = strangers.folders["run"], ["--trust-remote-code", TRUSTED]
     for command in (["chat", source, "--prompt", "w1"], ["export", source, "trusted"]):
         done = rather(*command, *words)
         assert done.exit_code == 0, (done.output, done.exception)
@@ -291,8 +297,12 @@ def test_a_found_config_switches_nothing_on(
     values |= {"logging_dir": "/", "track_with": "wandb", "checkpoint_config": {"output_dir": "/"}}
     values["reference"]["cache"]["path"] = "/"
     file.write_text(yaml.safe_dump(values))
-    config = load_found(file)
-    assert config.exp_name == "config"  # the name of the file: the secret was not read
+    with pytest.raises(ConfigError, match=r"pretrain: .* is not filled in from the environment"):
+        load_found(file)
+    values["pretrain"] = str(strangers.folders["good"])
+    file.write_text(yaml.safe_dump(values))
+    config = load_found(file, Trust(paths=True))
+    assert config.exp_name == "run"  # the folder's
     assert "canary" not in str(config.model_dump())
     assert config.system_envs == {}
     assert config.track_with is None
@@ -305,8 +315,7 @@ def test_a_found_config_switches_nothing_on(
         assert "evil" not in str(role.worker_cls)
     for more in ("defaults: [evil]\n", "hydra: {run: {dir: .}}\n"):
         file.write_text(yaml.safe_dump(values) + more)
-        with pytest.raises(ConfigError, match="unknown key"):
-            load_found(file)
+        assert load_found(file, Trust(paths=True)).model_dump() == config.model_dump()
 
 
 def test_a_found_config_does_not_fill_the_memory(strangers: Strangers) -> None:
@@ -316,7 +325,7 @@ def test_a_found_config_does_not_fill_the_memory(strangers: Strangers) -> None:
     values["pretrain"] = str(strangers.folders["good"])
     values["actor_train"]["model_args"] = {"lora_rank": 9_000_000}
     (run / "config.yaml").write_text(yaml.safe_dump(values))
-    done = rather("chat", run, "--prompt", "w1")
+    done = rather("chat", run, "--prompt", "w1", TRUSTED)
     assert done.exit_code == 2, (done.output, done.exception)
     assert "lora_rank: 9000000 must be at most" in done.stderr
 

@@ -1,0 +1,380 @@
+"""The config.yaml of a stranger's run folder: each key in turn tries to lead out of the folder.
+
+It may hold an address, an environment variable, a path outside or a link to one. No command
+connects anywhere, opens or writes anything outside, or starts more processes than it always does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import yaml
+
+from rather.config.keys import table
+from rather.config.load import load_found
+from rather.config.values import accepted_types
+from rather.errors import ConfigError, RatherError
+from tests.security.conftest import rather
+
+SECRET = "canary-of-the-environment"
+PRIVATE = "canary-of-a-private-file"
+NOT_READ = """
+    exp_name output_dir logging_dir overwrite compile logging_steps
+    eval_prompts.prompts eval_prompts.file eval_prompts.max_new_tokens save_steps max_ckpt_to_keep
+    resume_from_checkpoint resume.allow checkpoint_config.type checkpoint_config.output_dir
+    checkpoint_config.verify checkpoint_config.async_save checkpoint_config.max_missed_saves
+    save_best train_batch_size val_batch_size track_with tracker_kwargs.log_dir
+    tracker_kwargs.project tracker_kwargs.name tracker_kwargs.tags tracker_kwargs.notes
+    tracker_kwargs.mode tracker_kwargs.uri trace pair_ledger report_html ray.address
+    timeouts.connect timeouts.link timeouts.start timeouts.first_step timeouts.step timeouts.eval
+    timeouts.save timeouts.adaptive max_failures failure_backoff ref_tp system_envs num_nodes
+    num_gpus_per_node actor_train.worker_cls actor_train.model_args.trust_remote_code
+    actor_train.model_args.lora_config actor_train.model_args.disable_gradient_checkpointing
+    actor_train.strategy_args.strategy_name actor_train.strategy_args.strategy_config
+    actor_train.strategy_args.tp_size actor_train.strategy_args.pp_size
+    actor_train.strategy_args.cp_size actor_train.strategy_args.ep_size
+    actor_train.strategy_args.gpu_memory_utilization actor_train.device_mapping
+    actor_train.infer_batch_size actor_train.max_tokens_per_microbatch_in_infer
+    actor_train.max_tokens_per_microbatch_in_train actor_train.system_envs
+    actor_train.data_args.dataset_dir actor_train.data_args.preprocessing_num_workers
+    actor_train.data_args.cache_dir reference.worker_cls reference.model_args.trust_remote_code
+    reference.model_args.disable_gradient_checkpointing reference.strategy_args.strategy_name
+    reference.strategy_args.strategy_config reference.strategy_args.tp_size
+    reference.strategy_args.pp_size reference.strategy_args.cp_size
+    reference.strategy_args.ep_size reference.strategy_args.gpu_memory_utilization
+    reference.device_mapping reference.infer_batch_size
+    reference.max_tokens_per_microbatch_in_infer reference.system_envs reference.cache.path
+    reference.cache.recheck reference.offload validation.data_args.dataset_dir
+    validation.data_args.preprocessing_num_workers validation.data_args.cache_dir
+    spike.window spike.sigma spike.action
+""".split()  # noqa: SIM905 - a table of names; spike is kept as a whole
+# Keys that are kept with any text: names of columns, losses and layers, and text between answers.
+ONLY_TEXT = """
+    pref_loss chosen_key rejected_key metric_for_best_model revision format columns separator
+    encoding lora_target modules_to_save additional_target lr_scheduler_kwargs loss_args
+    init_lora_weights
+""".split()  # noqa: SIM905
+
+
+def leaves() -> list[str]:
+    return [path for path, key in table().items() if not key.section]
+
+
+def takes_text(path: str) -> bool:
+    """Whether a key holds a path, an address or any other free text."""
+    section, _, name = path.rpartition(".")
+    owner = table()[section].section if section else None
+    if owner is None:
+        from rather.config.schema import DPOConfig
+
+        owner = DPOConfig
+    kinds = accepted_types(owner.model_fields[name].annotation)
+    return any(kind in (str, Any) or "str" in str(kind) for kind in kinds)
+
+
+TEXTS = [path for path in leaves() if takes_text(path)]
+
+
+class Watch:
+    """Connections, processes and opened files since the last look. An audit hook stays for good."""
+
+    def __init__(self) -> None:
+        self.on, self.outside = False, "/"
+        self.connections: list[object] = []
+        self.processes: list[object] = []
+        self.opened: list[str] = []
+        sys.addaudithook(self.note)
+
+    def note(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        if event in ("socket.connect", "socket.getaddrinfo"):
+            if args[-1 if event == "socket.connect" else 0] != "":
+                self.connections.append(args[1:])
+        elif event in ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"):
+            self.processes.append(args[:1])
+        elif event == "open" and isinstance(args[0], str | bytes | os.PathLike):
+            path = os.path.realpath(os.fsdecode(args[0]))
+            if path.startswith(self.outside):
+                self.opened.append(path)
+
+    @contextmanager
+    def __call__(self, outside: Path) -> Iterator[None]:
+        self.outside = f"{os.path.realpath(outside)}/"
+        self.connections, self.processes, self.opened = [], [], []
+        self.on = True
+        try:
+            yield
+        finally:
+            self.on = False
+
+
+@pytest.fixture(scope="module")
+def watch() -> Watch:
+    return Watch()
+
+
+class Server:
+    """Counts who connects: Ray and other native code pass no audit hook."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.socket.getsockname()[1]}"
+        Thread(target=self._count, daemon=True).start()
+
+    def _count(self) -> None:
+        while True:
+            try:
+                self.socket.accept()[0].close()
+            except OSError:
+                return
+            self.connections += 1
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    found = Server()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{found.address}",
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "DATABASE_URL": SECRET,
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield found
+    found.socket.close()
+
+
+class Folder:
+    """A stranger's run with its own model and pairs, and the private files of its user."""
+
+    def __init__(self, home: Path, good: Path, finished: Path) -> None:
+        self.home, self.outside = home, home / "private"
+        self.run = Path(shutil.copytree(finished, home / "output" / "run"))
+        shutil.copytree(good / "base", self.run / "base")
+        shutil.copy(good / "pairs.jsonl", self.run / "pairs.jsonl")
+        shutil.copytree(good / "base", self.outside / "base")
+        row = {"prompt": PRIVATE, "chosen": PRIVATE, "rejected": "w1"}
+        (self.outside / "file.jsonl").write_text(json.dumps(row) + "\n")
+        (self.outside / "notes.txt").write_text(PRIVATE)
+        (self.run / "link").symlink_to(self.outside / "file.jsonl")
+        (self.run / "linked").symlink_to(self.outside / "base")
+        self.values: dict[str, Any] = {"sequence_length": 64, "max_steps": 1}
+        self.change("pretrain", str(self.run / "base"))
+        self.change("actor_train.data_args.file_name", str(self.run / "pairs.jsonl"))
+        self.change("actor_train.training_args.per_device_train_batch_size", 8)
+        self.change("actor_train.training_args.gradient_accumulation_steps", 1)
+
+    def change(self, path: str, value: Any) -> None:
+        *parents, name = path.split(".")
+        section = self.values
+        for parent in parents:
+            section[parent] = section.get(parent) or {}
+            section = section[parent]
+        section[name] = value
+
+    def write(self, path: str | None = None, value: Any = None) -> Path:
+        """Write the config, one key of it changed."""
+        file = self.run / "config.yaml"
+        whole = json.loads(json.dumps(self.values))
+        if path is not None:
+            self.change(
+                path,
+                {"a": value} if path.endswith((".columns", "envs", "_config", "_args")) else value,
+            )
+        file.write_text(yaml.safe_dump(self.values))
+        self.values = whole
+        return file
+
+    def attempts(self, server: Server) -> Iterator[tuple[str, Any]]:
+        """Yield key and value: every key that takes text, with everything that could lead out."""
+        for path in TEXTS:
+            is_model = path.endswith(("pretrain", "_or_path"))
+            yield (
+                path,
+                server.address if path == "ray.address" else "s3:bucket/x",
+            )
+            yield path, "${oc.env:DATABASE_URL}"
+            yield path, str(self.outside / ("base" if is_model else "file.jsonl"))
+            yield path, str(self.run / ("linked" if is_model else "link"))
+
+    def digests(self) -> dict[str, bytes]:
+        """Return everything outside of the folders that a command may write to."""
+        files = (file for file in self.home.rglob("*") if file.is_file() and not file.is_symlink())
+        allowed = (self.home / "output", self.home / "out")
+        return {str(f): f.read_bytes() for f in files if not any(map(f.is_relative_to, allowed))}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, good: Path, finished: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    monkeypatch.chdir(tmp_path)
+    return Folder(tmp_path, good, finished)
+
+
+def test_every_key_is_allowed_or_not_read() -> None:
+    """A new key is on one of both lists; one that takes any text must be harmless or a name."""
+    from rather.config.found import ALLOWED, NAMES
+
+    assert {*ALLOWED, *NOT_READ} == {*leaves(), "spike"}
+    assert not {*ALLOWED} & {*NOT_READ}
+    texts = {path.rpartition(".")[2] for path in ALLOWED if path in TEXTS}
+    assert texts == {*NAMES, *ONLY_TEXT}
+
+
+@pytest.mark.defect("X1")
+@pytest.mark.defect("X3")
+@pytest.mark.defect("X21")
+def test_no_key_leads_out(folder: Folder, server: Server, watch: Watch) -> None:
+    """The one function that decides for every command, with each key in turn."""
+    for path, value in folder.attempts(server):
+        file = folder.write(path, value)
+        with watch(folder.outside):
+            try:
+                values = str(load_found(file).model_dump())
+            except RatherError as error:
+                values = str(error) if SECRET in str(error) else ""
+        assert SECRET not in values, (path, value)
+        if path.rpartition(".")[2] not in ONLY_TEXT:
+            assert str(value) not in values, (path, value)
+        assert (watch.opened, watch.connections) == ([], []), (path, value)
+    assert server.connections == 0
+
+
+@pytest.mark.defect("X1")
+@pytest.mark.parametrize("names", [("s3:", "bucket/x"), ("hf:", "datasets/a/b"), ("s3:/", "/b/x")])
+def test_an_address_in_two_halves(
+    folder: Folder, server: Server, watch: Watch, names: tuple[str, str]
+) -> None:
+    folder.change("actor_train.data_args.dataset_dir", names[0])
+    file = folder.write("actor_train.data_args.file_name", f"{names[1]}-${{oc.env:DATABASE_URL}}")
+    with watch(folder.outside):
+        done = rather("pairs", file.parent)
+    assert done.exit_code == 0, done.output
+    assert "the texts of the pairs are not available" in done.stderr
+    assert SECRET not in done.output
+    assert (watch.connections, server.connections) == ([], 0)
+
+
+@pytest.mark.defect("X2")
+@pytest.mark.parametrize("name", [".cache", ".cache/data"])
+def test_a_linked_cache_is_not_written(folder: Folder, name: str) -> None:
+    place = folder.home / "output" / name
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(folder.outside)
+    before = folder.digests()
+    done = rather("pairs", folder.write().parent)
+    assert folder.digests() == before
+    assert f"{place}: is a link" in done.stderr
+    place.unlink()
+    assert "not available" not in rather("pairs", folder.run).stderr
+
+
+@pytest.mark.defect("X3")
+@pytest.mark.defect("X4")
+def test_no_ray_and_no_processes(folder: Folder, server: Server, watch: Watch) -> None:
+    folder.change("ray.address", server.address)
+    folder.change("actor_train.device_mapping", list(range(8)))
+    folder.change("actor_train.data_args.preprocessing_num_workers", 3000)
+    config = load_found(folder.write())
+    assert (config.ray.address, config.actor_train.devices) == (None, [0])
+    assert config.global_batch() == 64, "a step has as many pairs as on the eight devices"
+    with watch(folder.outside):
+        done = rather("pairs", folder.run)
+    assert done.exit_code == 0, done.output
+    assert "not available" not in done.stderr
+    assert len(watch.processes) <= 4
+    assert server.connections == 0
+
+
+@pytest.mark.defect("X21")
+def test_a_private_file_is_not_exported_as_template(folder: Folder) -> None:
+    shutil.rmtree(folder.run / "model")
+    file = folder.write("actor_train.data_args.template", str(folder.outside / "notes.txt"))
+    done = rather("export", file.parent, folder.home / "out")
+    assert done.exit_code == 2, done.output
+    assert "template: " in done.stderr
+    assert "--trust-paths" in done.stderr
+    assert not (folder.home / "out").exists()
+
+
+def test_your_own_run_is_read_as_it_was_started(folder: Folder, finished: Path) -> None:
+    """Its config.yaml names model and pairs outside of the folder, and is signed."""
+    from rather.config.found import is_signed
+
+    text = (finished / "config.yaml").read_text()
+    assert is_signed(text)
+    names = load_found(finished / "config.yaml")
+    assert not Path(names.actor_train.model_path).is_relative_to(finished)
+    (folder.run / "config.yaml").write_text(text)  # also after the folder was moved
+    assert load_found(folder.run / "config.yaml").actor_train.model_path == (
+        names.actor_train.model_path
+    )
+    (folder.run / "config.yaml").write_text(text + "beta: 0.2\n")
+    with pytest.raises(ConfigError, match="--trust-paths"):
+        load_found(folder.run / "config.yaml")
+
+
+def test_nobody_else_has_the_key(
+    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rather.config.found import is_signed, signed
+
+    text = (finished / "config.yaml").read_text()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+    assert not is_signed(text)
+    assert is_signed(signed("a: 1\n"))
+    (key,) = (tmp_path / "other" / "rather").iterdir()
+    assert key.stat().st_mode & 0o777 == 0o600
+    key.chmod(0o644)
+    assert not is_signed(signed("a: 1\n")), "others could have read it"
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null/none")
+    assert signed("a: 1\n") == "a: 1\n"
+
+
+COMMANDS: dict[str, Callable[[Folder], list[object]]] = {
+    "pairs": lambda here: ["pairs", here.run],
+    "plant": lambda here: ["pairs", here.run, "--plant", "0.2"],
+    "chat": lambda here: ["chat", here.run, "--prompt", "w1", "--max-new-tokens", "2"],
+    "score": lambda here: ["score", here.run / "checkpoint-1", here.run / "pairs.jsonl"],
+    "export": lambda here: ["export", here.run / "checkpoint-1", here.home / "out"],
+    "verify": lambda here: ["verify", here.run],
+    "health": lambda here: ["health", here.run],
+    "report": lambda here: ["report", here.run],
+    "compare": lambda here: ["compare", here.run, here.run],
+    "stop": lambda here: ["stop", here.run],
+    "save-now": lambda here: ["save-now", here.run],
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_is_led_out(folder: Folder, server: Server, watch: Watch, command: str) -> None:
+    """All commands that are given a run folder, with each key in turn."""
+    shutil.rmtree(folder.run / "model")  # its checkpoint is used
+    before = folder.digests()
+    for path, value in folder.attempts(server):
+        folder.write(path, value)
+        with watch(folder.outside):
+            done = rather(*COMMANDS[command](folder))
+        where = (path, value, done.output)
+        assert done.exception is None or isinstance(done.exception, SystemExit), where
+        assert SECRET not in done.output, where
+        assert PRIVATE not in done.output, where
+        assert (watch.opened, watch.connections, server.connections) == ([], [], 0), where
+        assert len(watch.processes) <= 8, where
+        for made in (folder.home / "out", folder.home / "output" / "run-planted"):
+            for file in made.rglob("*"):
+                assert not file.is_file() or PRIVATE.encode() not in file.read_bytes(), where
+            shutil.rmtree(made, ignore_errors=True)
+        assert folder.digests() == before, where
