@@ -139,6 +139,7 @@ def migrate_command(
         str | None, typer.Option("--from", help=f"The tool: {' | '.join(NAMES)}.")
     ] = None,
     out: Path = Path("dpo.yaml"),
+    trainer: str | None = None,
     devices: Annotated[int | None, typer.Option(min=1)] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -150,10 +151,11 @@ def migrate_command(
     line: The command line itself.
     out: The YAML to write.
     source: YAML or JSON file, or a text file with a command line or shell script.
+    trainer: The tool's trainer or program that reads the file, such as dpo, kto or orpo of TRL.
     devices: Number of devices, if no launcher sets it.
     """
     from rather.files import write_new
-    from rather.migrate.engine import guess, migrate, summary
+    from rather.migrate.engine import guess, migrate, summary, with_program
     from rather.migrate.peers import PEERS
     from rather.migrate.source import read_file, read_line
 
@@ -162,7 +164,8 @@ def migrate_command(
     given = read_file(source.expanduser()) if source else read_line(line or "")
     if peer is not None and peer not in NAMES:
         raise ConfigError(f"--from {peer}: unknown; choose one of {', '.join(NAMES)}.")
-    result = migrate(given, PEERS[peer] if peer else guess(given, PEERS), devices)
+    tool = PEERS[peer] if peer else guess(given, PEERS)
+    result = migrate(with_program(given, tool, trainer) if trainer else given, tool, devices)
     if not result.is_complete:
         out = out.with_suffix(f".incomplete{out.suffix}")
     write_new(out, result.yaml(), force=force)

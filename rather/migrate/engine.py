@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,14 @@ def guess(source: SourceSettings, peers: Mapping[str, Peer]) -> Peer:
     )
 
 
+def with_program(source: SourceSettings, peer: Peer, program: str) -> SourceSettings:
+    """Return settings that a program of the tool reads, which the user names."""
+    if program not in peer.programs:
+        known = ", ".join(peer.programs)
+        raise ConfigError(f"--trainer {program}: of {peer.name} Rather converts {known}.")
+    return replace(source, program=program)
+
+
 def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> Migrated:
     """Return settings of the same meaning, as far as Rather has them."""
     if source.program not in peer.programs and OTHERS.search(source.program):
@@ -235,7 +243,9 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     rows += [Outcome(OPEN, {path: text}, "not set in the source file", f"({path})")
              for path, text in PLACES.items() if path not in _values(rows)]  # fmt: skip
     rows, config = _judged(rows)
-    rows += _missing(determined - {path for row in rows for path in row.rejected}, config, peer)
+    rejected = {path for row in rows for path in row.rejected}
+    reported = {row.key for row in rows}
+    rows += [row for row in _missing(determined - rejected, config, peer) if row.key not in reported]
     if VISION.search(f"{source.program} {config.pretrain}"):
         raise ConfigError(f"{source.name}: {config.pretrain}: Rather trains language models only.")
     if ROUNDED.search(str(config.pretrain)):

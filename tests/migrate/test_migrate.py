@@ -38,8 +38,10 @@ TRAINING = "actor_train.training_args"
 SCHEDULE = f"{TRAINING}.lr_scheduler_kwargs"
 
 
-def of(values: dict[str, Any], peer: str = "trl", devices: int | None = None) -> Migrated:
-    return migrate(SourceSettings("test", values), PEERS[peer], devices)
+def of(
+    values: dict[str, Any], peer: str = "trl", devices: int | None = None, program: str = ""
+) -> Migrated:
+    return migrate(SourceSettings("test", values, program=program), PEERS[peer], devices)
 
 
 def status(result: Migrated, key: str) -> str:
@@ -131,14 +133,15 @@ def test_statuses() -> None:
         {
             "beta": 0.2,
             "max_length": 512,
-            "tools": [],
+            "padding_free": True,
             "optim": "adafactor",
             "betta": 1,
             "label_smoothing": 0.1,
-        }
+        },
+        program="dpo",
     )
     told = {"beta": KEPT, "max_length": RENAMED, "label_smoothing": CHANGED, "optim": IMPOSSIBLE, "betta": UNKNOWN,
-            "tools": NEEDLESS, "num_train_epochs": WRITTEN, "(pretrain)": OPEN}  # fmt: skip
+            "padding_free": NEEDLESS, "num_train_epochs": WRITTEN, "(pretrain)": OPEN}  # fmt: skip
     assert {key: status(result, key) for key in told} == told
     assert "# not known: betta = 1" in result.yaml()
 
@@ -154,18 +157,18 @@ def test_statuses() -> None:
 def test_label_smoothing_means_what_it_meant_there(
     values: dict[str, Any], smoothing: float | None
 ) -> None:
-    assert of(values).config.label_smoothing == smoothing
+    assert of(values, program="dpo").config.label_smoothing == smoothing
 
 
 def test_a_file_from_before_0_29_has_its_defaults() -> None:
-    data = of({"rpo_alpha": 1.0, "f_divergence_type": "alpha_divergence"})
+    data = of({"base_model_attribute_name": None, "f_divergence_type": "alpha_divergence"})
     values = data.values["actor_train"]["data_args"]
     assert (values["overlong"], values["max_prompt_length"]) == ("truncate_prompt", 512)
     assert data.config.f_alpha_divergence_coef == 0.0
 
 
 def test_defaults_of_trl_are_written_out() -> None:
-    values = of({"beta": 0.1}).values
+    values = of({"beta": 0.1}, program="dpo").values
     assert values["actor_train"]["training_args"]["num_train_epochs"] == 3.0
     assert values["actor_train"]["data_args"]["overlong"] == "truncate_response"
     assert values["actor_train"]["model_args"] == {"dtype": "bf16"}
@@ -311,7 +314,7 @@ def test_every_default_and_mark_is_a_key_with_a_rule(name: str) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "dpo.yaml"
-    arguments = ["migrate", str(SOURCES["trl"]), "--out", str(out)]
+    arguments = ["migrate", str(SOURCES["trl"]), "--trainer", "dpo", "--out", str(out)]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "A step has 16 pairs on each device; the source does not say how many" in done.output

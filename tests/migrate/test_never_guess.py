@@ -162,7 +162,7 @@ def test_what_single_answers_do_not_determine(line: str, expected: dict[str, str
 def test_a_trl_file_without_its_program_does_not_determine_the_loss(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("model_name_or_path: m\nbeta: 0.1\nuse_peft: false\n")
-    assert problems(of(file)) == {"(loss)": MISSING}
+    assert problems(of(file)) == {"(loss)": MISSING, "(learning rate)": MISSING}
     assert problems(of(f"trl dpo --config {file}")) == {}
 
 
@@ -355,7 +355,7 @@ def test_incomplete_files_have_another_name_and_exit_code_2(tmp_path: Path) -> N
         f"model_name_or_path: m\nloss_type: sigmoid\nlearning_rate: 1.0e-4\n{long}: 1\n"
         "dataset_name: pairs.jsonl\n"
     )
-    command = ["migrate", str(source), "--from", "trl", "--out", str(out)]
+    command = ["migrate", str(source), "--from", "trl", "--trainer", "dpo", "--out", str(out)]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert done.output.startswith(f"not known: {long} = 1; ")

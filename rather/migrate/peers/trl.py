@@ -1,7 +1,7 @@
-"""TRL: DPOConfig as YAML or JSON, or a line with `trl dpo`, dpo.py, orpo.py, cpo.py, kto, sft.
+"""TRL: a config as YAML or JSON, a line with `trl dpo`, dpo.py, orpo.py and others, a Python script.
 
-Facts of TRL 1.10 (trl/trainer/dpo_config.py, trl/experimental/{orpo,cpo}), or of 0.28 if a file
-has keys that 0.29 removed.
+Facts of TRL 1.10 (trl/trainer, trl/experimental), or of the last version that has all keys of a
+file (trl_versions.py). Recipes of the alignment handbook and of SimPO are read as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rather.errors import ConfigError
 from rather.migrate.engine import PROGRAM, Peer
+from rather.migrate.peers import trl_versions
 from rather.migrate.peers.shared import (
     DTYPES,
     HELD_OUT,
@@ -26,49 +28,133 @@ from rather.migrate.peers.shared import (
     length,
 )
 from rather.migrate.rules import (
+    CHANGED,
     KTO,
+    MISSING,
     NEEDLESS,
     NOT_NEEDED,
+    OPEN,
     REWARD,
     SFT,
+    UNSET,
     Given,
     Outcome,
     Rules,
     Unsupported,
+    algorithm,
     converted,
     defaults,
     facts,
     gives,
 )
 
-OLD = "(old)"  # whether a config was written for TRL before 0.29
+TRAINER, VERSIONS, OLD, UNCERTAIN = "(trainer)", "(versions)", "(old)", "(defaults)"
+LAST_OLD = "0.28"  # 0.29 changed DPOConfig's meaning
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # in 1.x; before also sigmoid
-REMOVED = (
-    "max_prompt_length max_completion_length generate_during_eval reference_free rpo_alpha force_use_ref_model "
-    "ref_adapter_name model_adapter_name label_pad_token_id use_logits_to_keep ref_model_init_kwargs "
-    "base_model_attribute_name is_encoder_decoder "
-)  # fmt: skip
-DPO_ONLY = (
-    "precompute_ref_log_probs precompute_ref_batch_size f_divergence_type sync_ref_model f_alpha_divergence_coef "
-    "use_weighting discopop_tau ld_alpha loss_weights truncation_mode"
-)  # fmt: skip
+BCO: dict[str, str] = {"task": "unpaired", "pref_loss": "bco"}
+SIMPO = "simpo"  # the authors' own trainer
+# What each trainer of TRL trains; None: loss_type says it.
+TRAINERS: dict[str, str | dict[str, str] | None] = {
+    "dpo": None, "orpo": "orpo", "cpo": None, "kto": KTO, "bco": BCO, "sft": SFT, "reward": REWARD,
+}  # fmt: skip
+# Scripts and commands, and the trainer of each; the handbook's and SimPO's begin with run_.
+PROGRAMS = {name: name for name in TRAINERS} | {
+    f"trl {name}": name for name in ("dpo", "kto", "sft", "reward")} | {
+    f"run_{name}": name for name in ("dpo", "orpo", "sft", SIMPO)}  # fmt: skip
+TRAINS = {**TRAINERS, SIMPO: "simpo"}
+# Settings that decide a training and whose defaults changed; a file that does not set them has to
+# be of versions that agree.
+DECISIVE = ("learning_rate", "bf16", "max_length", "max_prompt_length", "truncation_mode")
+HOW = "a file does not name its trainer; pass --trainer dpo (kto, orpo, ...), or the command with --line"
 # Files of accelerate that TRL has: the strategy, and how many processes they start.
 LAUNCHED = {name: (name, 8) for name in ("zero1", "zero2", "zero3")} | {
     "fsdp1": ("fsdp2_train", 8), "fsdp2": ("fsdp2_train", 8), "multi_gpu": ("ddp", 8), "single_gpu": ("ddp", 1),
 }  # fmt: skip
 
 
-def has_any(names: str) -> Callable[[Given], bool]:
-    return lambda given: any(key in given for key in names.split())
+def losses_of(given: Given) -> list[str]:
+    losses = given.get("loss_type") or []
+    return [str(name) for name in (losses if isinstance(losses, list) else [losses])]
+
+
+def own_keys(given: Given) -> list[str]:
+    return [key for key in given if not key.startswith("(")]
+
+
+def trainer(given: Given) -> Any:
+    """Return the trainer that a program is, or that alone has one of the keys."""
+    if program := given.get(PROGRAM):
+        return PROGRAMS[program]
+    if "gamma_beta_ratio" in given:
+        return SIMPO
+    return trl_versions.trainer_of(own_keys(given), losses_of(given)) or UNSET
+
+
+def versions(given: Given) -> Any:
+    """Return the versions that a file may be for: the newest if it has all keys, else those that do."""
+    name = given.get(TRAINER)
+    if name is None:
+        return UNSET
+    if name == SIMPO:  # made from TRL 0.9
+        return ["0.9"]
+    among = given.get("(among)") or trl_versions.versions()
+    found = trl_versions.versions_with(name, own_keys(given))
+    found = [version for version in found if version in among] or [among[-1]]
+    return found[-1:] if found[-1] == trl_versions.HEAD else found
+
+
+def is_old(given: Given) -> bool:
+    order = trl_versions.versions()
+    newest = given.get(VERSIONS, order)[-1]
+    return order.index(newest) <= order.index(LAST_OLD)
+
+
+def versioned(key: str) -> Callable[[Given], Any]:
+    """Return the default of a setting, unless it differs between the versions of a file."""
+
+    def default(given: Given) -> Any:
+        names = [given[TRAINER]] if TRAINER in given else list(TRAINERS)
+        among = given.get(VERSIONS, [trl_versions.HEAD])
+        found = trl_versions.defaults_in(names, key, among)
+        return found[0] if len(found) == 1 else UNSET
+
+    return default
+
+
+def uncertain(given: Given) -> Any:
+    """Return the settings that a file leaves to defaults which differ between its versions."""
+    if TRAINER not in given:
+        return UNSET
+    name, among = given[TRAINER], given[VERSIONS]
+    keys = [*DECISIVE, *(("ref_model_mixup_alpha",) if given.get("sync_ref_model") else ())]
+    unset = [key for key in keys if given.get(key) is None and f"no_{key}" not in given]
+    if given.get("fp16"):
+        unset.remove("bf16")
+    if given.get("max_seq_length"):
+        unset.remove("max_length")
+    found = [key for key in unset if len(trl_versions.defaults_in([name], key, among)) > 1]
+    return found or UNSET
+
+
+def differ(value: Any, given: Given) -> Outcome:
+    first, last = given[VERSIONS][0], given[VERSIONS][-1]
+    note = f"its default differs between TRL {first} and {last}, which have this file's keys; set it"
+    return Outcome(MISSING, note=note)
+
+
+def trains(value: Any, given: Given) -> Outcome:
+    """Set what a trainer trains."""
+    if value not in TRAINS:
+        raise ConfigError(f"{value} is not a training that Rather offers; it converts {', '.join(TRAINS)}.")
+    return algorithm(TRAINS)(value, given)
 
 
 def label_smoothing(value: Any, given: Given) -> Outcome:
-    losses = given.get("loss_type") or ["sigmoid"]
-    names = losses if isinstance(losses, list) else [losses]
+    names = losses_of(given) or ["sigmoid"]
     if not value:
         return NOT_NEEDED
     known = (*SMOOTHED, "sigmoid") if given[OLD] else SMOOTHED
-    if "cpo" in str(given.get(PROGRAM)) or any(name in known for name in names):
+    if given.get(TRAINER) in ("cpo", SIMPO) or any(name in known for name in names):
         return gives({"label_smoothing": value})
     lost = ", ".join(names)
     return gives({}, f"TRL 1.x ignores it for {lost}; set it in the YAML if you want it")
@@ -118,6 +204,70 @@ def named_dataset(value: Any, given: Given) -> Outcome:
     held_out = address(str(value), split, given.get("dataset_config"))
     own = held_out or f"{Path(str(value)).name}-{split}.jsonl"
     return Outcome(found.status, {**found.values, HELD_OUT: own}, found.note)
+
+
+COLUMNS = {"prompt", "chosen", "rejected", "messages", "completion", "label"}
+SOME_ROWS = "a random part of the rows; save them to a file of their own"
+
+
+def handbook_mixture(value: Any, given: Given) -> Outcome:
+    """Convert dataset_mixture of the alignment handbook: rows of several data sets, some held out."""
+    entries = value["datasets"]
+    names = []
+    for entry in entries:
+        if more := set(entry) - {"id", "config", "split", "columns", "weight"}:
+            raise Unsupported(f"{', '.join(sorted(more))}: not a setting of a data set")
+        if entry.get("weight", 1.0) not in (None, 1):
+            raise Unsupported(f"{entry['id']}: weight {entry['weight']} is {SOME_ROWS}")
+        if other := set(entry.get("columns") or ()) - COLUMNS:
+            raise Unsupported(f"{entry['id']}: the column {', '.join(sorted(other))} is not read")
+        config = entry.get("config") if entry.get("config") != "default" else None
+        names.append(address(entry["id"], entry.get("split"), config) or entry["id"])
+    found = dataset()(names, given)
+    values = dict(found.values)
+    if given.get(TRAINER) == "sft" and all(entry.get("columns") == ["messages"] for entry in entries):
+        values["data.score"] = "assistant" if given.get("assistant_only_loss") else "all"
+    if not value.get("test_split_size"):
+        return Outcome(found.status, values, found.note)
+    values["held_out.split"] = value["test_split_size"]
+    note = "as many rows are held out, but others: the seeds draw differently"
+    return Outcome(found.status if found.note else CHANGED, values, found.note or note)
+
+
+def handbook_mixer(value: Any, given: Given) -> Outcome:
+    """Convert dataset_mixer, the handbook's older form: a share of each data set, and splits."""
+    parts = {name: share for name, share in value.items() if share != 1}
+    if parts:
+        raise Unsupported(f"{', '.join(parts)}: {SOME_ROWS}")
+    splits = given.get("dataset_splits") or ["train", "test"]
+    if odd := [split for split in splits if "train" not in split and "test" not in split]:
+        raise Unsupported(f"the split {odd[0]} is neither train nor test")
+    configs = given.get("dataset_configs") or [None] * len(value)
+    files: dict[str, list[str]] = {"train": [], "test": []}
+    for name, config in zip(value, configs, strict=True):
+        for split in splits:
+            kind = "train" if "train" in split else "test"
+            files[kind].append(address(name, split, config) or name)
+    found = dataset()(files["train"], given)
+    held_out = dataset(HELD_OUT)(files["test"], given) if files["test"] else NOT_NEEDED
+    values = {**found.values, **held_out.values}
+    return Outcome(found.status, values, found.note)
+
+
+def system_message(value: Any, given: Given) -> Outcome:
+    """Of the scripts that read dataset_mixer: an empty system message, if the template has some."""
+    template = str(given.get("chat_template") or "")
+    if not value or (template and "system" not in template and "<|im_start|>" not in template):
+        return NOT_NEEDED
+    note = ("rows without a system message get an empty one if the chat template has system messages; "
+            "add it to the rows and set auto_insert_empty_system_msg: false")  # fmt: skip
+    return Outcome(MISSING, note=note)
+
+
+def inline_template(value: Any, given: Given) -> Outcome:
+    if not value:
+        return NOT_NEEDED
+    return Outcome(OPEN, {"global_template": "chat_template.jinja"}, "save the template to this file")
 
 
 def mixture(value: Any, given: Given) -> Outcome:
@@ -170,18 +320,36 @@ RULES: Rules = {
         ref_model_mixup_alpha = ref_model_mixup_alpha if sync_ref_model=true
         ref_model_sync_steps = ref_model_sync_steps if sync_ref_model=true
         disable_dropout @ true; dropout is always off in preference training
-        beta = beta if (program)!~sft|reward if loss_type!=sft|[sft]
-        loss_type = pref_loss: kto=kto apo_zero_unpaired=apo_zero_unpaired if (program)~kto
-        loss_type = pref_loss: nll=sft chunked_nll=sft if (program)~sft
-        loss_type = pref_loss: sigmoid=cpo simpo=simpo if (program)~cpo
-        loss_type = pref_loss:: kto_pair=none bco_pair=bco_pair aot_pair=aot_unpaired
-        cpo_alpha = rpo_alpha if (program)~cpo if loss_type=simpo
-        cpo_alpha = cpo_alpha if (program)~cpo
+        beta = beta if (trainer)!=sft|reward if loss_type!=sft|[sft]
+        loss_type = pref_loss: kto=kto bco=bco apo_zero_unpaired=apo_zero_unpaired if (trainer)=kto
+        loss_type = pref_loss: nll=sft chunked_nll=sft if (trainer)=sft
+        loss_type = pref_loss: sigmoid=cpo simpo=simpo if (trainer)=cpo
+        loss_type = pref_loss: sigmoid=simpo if (trainer)=simpo
+        loss_type = pref_loss:: kto_pair=none bco_pair=bco_pair aot_pair=aot_unpaired if (trainer)=dpo
+        loss_type if (trainer)!=none ! this trainer has no such setting
+        loss_type ~ its meaning depends on the trainer
+        cpo_alpha = rpo_alpha if (trainer)=cpo if loss_type=simpo
+        cpo_alpha = cpo_alpha if (trainer)=cpo
         cpo_alpha ! a setting of cpo.py; pass the command line
+        gamma_beta_ratio = gamma_beta_ratio
+        sft_weight ! the NLL is a mean over each micro-batch; set rpo_alpha, a mean over the step
+        tokenizer_name_or_path = model.tokenizer_name_or_path
+        dataset_splits dataset_configs ~ parts of dataset_mixer
+        use_flash_attention_2 use_liger use_liger_loss dataset_batch_size chars_per_token num_of_sequences
+        use_num_logits_to_keep model_code_revision base_model_revision hub_model_revision ~
+        max_target_length ! only encoder-decoder models have it
         dataset_text_field dataset_kwargs is_encoder_decoder padding_value
-        base_model_attribute_name ref_model_init_kwargs streaming fraction -
-        (old) (dpo) ~
+        base_model_attribute_name ref_model_init_kwargs streaming fraction dataset_train_name dataset_test_name -
+        (old) (versions) (among) ~
     """ + TRL_LOSS),
+    TRAINER: trains,
+    UNCERTAIN: differ,
+    "(loss)": lambda value, given: Outcome(MISSING, note=HOW),
+    "dataset_mixture": handbook_mixture,
+    "dataset_mixer": handbook_mixer,
+    "auto_insert_empty_system_msg": system_message,
+    "chat_template": inline_template,
+    "max_seq_length": length(),
     "dtype": weights_dtype,
     "torch_dtype": weights_dtype,
     "model_init_kwargs": init_kwargs,
@@ -199,32 +367,30 @@ PEER = Peer(
     "trl",
     RULES,
     version="1.10",
-    programs={"dpo": None, "trl dpo": None, "orpo": "orpo", "cpo": None, "kto": KTO, "trl kto": KTO, "sft": SFT, "trl sft": SFT,
-              "reward": REWARD, "trl reward": REWARD},
+    programs={name: TRAINS[own] for name, own in PROGRAMS.items()},
     defaults={
-        OLD: has_any(REMOVED), "(dpo)": has_any(REMOVED + DPO_ONLY), **HF_DEFAULTS,
-        # A file does not say which trainer reads it, unless it has a key that only DPOConfig has. Before 0.29, and in
-        # orpo.py and cpo.py, the router loss depends on config.json. PEFT chooses q_proj and v_proj for most families.
+        TRAINER: trainer, VERSIONS: versions, OLD: is_old, UNCERTAIN: uncertain, **HF_DEFAULTS,
+        "(loss)": lambda given: UNSET if TRAINER in given else None,
+        **{key: versioned(key) for key in (*DECISIVE, "logging_steps", "f_alpha_divergence_coef")},
+        "auto_insert_empty_system_msg": lambda given: True if "dataset_mixer" in given else UNSET,
+        # Before 0.29, and in orpo.py and cpo.py, the router loss depends on config.json. PEFT chooses q_proj and v_proj
+        # for most families.
         **defaults("""
-            learning_rate=2e-5 if (program)~sft
-            learning_rate=1e-4 if (program)~reward
-            learning_rate=1e-6
-            loss_type=kto if (program)~kto
-            loss_type=sigmoid if (program)~dpo|orpo|cpo
-            loss_type=sigmoid if (dpo)=true if (program)!~sft|reward
-            router_aux_loss_coef=0.001 if (program)~dpo|kto|sft if (old)=false if mixture model_name_or_path
-            cpo_alpha=1.0 simpo_gamma=0.5 if (program)~cpo
-            truncation_mode=keep_end max_prompt_length=512 f_alpha_divergence_coef=1.0 if (old)=true
-            truncation_mode=keep_start if (program)!~reward
-            logging_steps=10 bf16=true max_length=1024 beta=0.1 use_peft=false lora_r=16 lora_alpha=32
+            loss_type=kto if (trainer)=kto
+            loss_type=sigmoid if (trainer)=dpo|cpo
+            router_aux_loss_coef=0.001 if (trainer)=dpo|kto|sft if (old)=false if mixture model_name_or_path
+            cpo_alpha=1.0 simpo_gamma=0.5 if (trainer)=cpo
+            beta=2.0 gamma_beta_ratio=0.25 if (trainer)=simpo
+            beta=0.1 use_peft=false lora_r=16 lora_alpha=32
             lora_target_modules=[q_proj,v_proj]
         """),
     },
-    marks=f"{REMOVED} loss_weights precompute_ref_log_probs model_init_kwargs dataset_train_split use_peft truncation_mode "
+    marks=f"{' '.join(key for key, own in trl_versions.unique_keys().items() if own in TRAINERS)} dataset_mixture dataset_mixer gamma_beta_ratio max_prompt_length "
+          "generate_during_eval loss_weights precompute_ref_log_probs model_init_kwargs dataset_train_split use_peft truncation_mode "
           "f_alpha_divergence_coef use_weighting sync_ref_model ref_model_mixup_alpha ref_model_sync_steps discopop_tau "
           "lora_target_modules model_revision padding_free",
     words=(" trl ", "trl.scripts.", "trl/scripts/", "examples/scripts/"),
-    whole="model_init_kwargs lr_scheduler_kwargs gradient_checkpointing_kwargs fsdp_config accelerator_config deepspeed",
+    whole="dataset_mixture dataset_mixer model_init_kwargs lr_scheduler_kwargs gradient_checkpointing_kwargs fsdp_config accelerator_config deepspeed",
     always=(
         "Rows of plain text: TRL adds no chat template to them; we apply the tokenizer's own, where it has one.",
         "TRL scores all that follows the prompt, the line end after the last end-of-turn token too; we score the last "
