@@ -245,7 +245,9 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     rows, config = _judged(rows)
     rejected = {path for row in rows for path in row.rejected}
     reported = {row.key for row in rows}
-    rows += [row for row in _missing(determined - rejected, config, peer) if row.key not in reported]
+    rows += [
+        row for row in _missing(determined - rejected, config, peer) if row.key not in reported
+    ]
     if VISION.search(f"{source.program} {config.pretrain}"):
         raise ConfigError(f"{source.name}: {config.pretrain}: Rather trains language models only.")
     if ROUNDED.search(str(config.pretrain)):

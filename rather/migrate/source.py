@@ -215,9 +215,13 @@ def _ends_values(word: str, taken: list[str]) -> bool:
 
 
 def _accelerate(launcher: JsonObject, folder: Path) -> JsonObject:
-    """Return the processes that accelerate's own file asks for."""
-    file = folder / str(launcher.get("config_file", ""))
-    if not file.is_file() or file.suffix not in FILES:
+    """Return the processes that accelerate's own file asks for; a text if the file is not here."""
+    if not launcher.get("config_file"):
+        return {}
+    file = folder / str(launcher["config_file"])
+    if not file.is_file():
+        return {"num_processes": f"those of {file}"}
+    if file.suffix not in FILES:
         return {}
     found, key = parse_yaml(_text(file)), "num_processes"
     return {key: found[key]} if isinstance(found, dict) and key in found else {}

@@ -18,7 +18,7 @@ INHERITED = {"learning_rate": 5e-5, "bf16": False, "logging_steps": 500}  # of t
 
 
 @cache
-def _table() -> JsonObject:
+def table() -> JsonObject:
     text = (Path(__file__).parent / "trl_keys.json").read_text(encoding="utf-8")
     table: JsonObject = parse_json(text)
     return table
@@ -27,7 +27,7 @@ def _table() -> JsonObject:
 @cache
 def versions() -> list[str]:
     """Return the versions of the table, oldest first."""
-    return list(_table()["versions"])
+    return list(table()["versions"])
 
 
 def _between(first: str, last: str) -> list[str]:
@@ -38,7 +38,7 @@ def _between(first: str, last: str) -> list[str]:
 @cache
 def _keys_by_version(trainer: str) -> dict[str, set[str]]:
     result: dict[str, set[str]] = {version: set() for version in versions()}
-    for span, names in _table()["keys"].get(trainer, {}).items():
+    for span, names in table()["keys"].get(trainer, {}).items():
         for version in _between(*span.split()):
             result[version].update(names.split())
     return result
@@ -51,7 +51,7 @@ def keys_of(trainer: str, version: str) -> set[str]:
 
 def trainers() -> list[str]:
     """Return all trainers that TRL had."""
-    return [name for name in _table()["keys"] if name != SHARED]
+    return [name for name in table()["keys"] if name != SHARED]
 
 
 def _owners(names_by_trainer: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -73,7 +73,7 @@ def unique_keys() -> dict[str, str]:
 @cache
 def unique_losses() -> dict[str, str]:
     """Return the values of loss_type that one trainer alone accepts, and that trainer."""
-    return _owners(_table()["losses"].items())
+    return _owners(table()["losses"].items())
 
 
 def versions_with(trainer: str, keys: Collection[str]) -> list[str]:
@@ -89,7 +89,7 @@ def versions_with(trainer: str, keys: Collection[str]) -> list[str]:
 
 def _spans() -> Iterator[tuple[str, str]]:
     """Yield each trainer with names of its settings."""
-    for trainer, spans in _table()["keys"].items():
+    for trainer, spans in table()["keys"].items():
         for names in spans.values():
             yield trainer, names
 
@@ -98,7 +98,7 @@ def _spans() -> Iterator[tuple[str, str]]:
 def _own_keys() -> set[str]:
     """Return all settings of TRL that are not those of transformers."""
     own = {name for _, names in _spans() for name in names.split()}
-    return own.difference(_table()["inherited"].split())
+    return own.difference(table()["inherited"].split())
 
 
 def trainer_of(keys: Collection[str], losses: Iterable[str]) -> str | None:
@@ -113,7 +113,7 @@ def trainer_of(keys: Collection[str], losses: Iterable[str]) -> str | None:
 
 def default_in(trainer: str, key: str, version: str) -> Any:
     """Return the default of a setting in a version; None if there is none."""
-    spans = _table()["defaults"].get(trainer, {}).get(key, ())
+    spans = table()["defaults"].get(trainer, {}).get(key, ())
     default = next((value for first, last, value in spans if version in _between(first, last)),
                    INHERITED.get(key))  # fmt: skip
     if key == "bf16" and default is None:

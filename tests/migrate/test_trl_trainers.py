@@ -1,0 +1,304 @@
+"""A TRL file becomes the training of its own trainer, or that is not determined; never another."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rather.cli import app
+from rather.config.inherit import value_at
+from rather.errors import ConfigError
+from rather.migrate.engine import Migrated, migrate, with_program
+from rather.migrate.peers import PEERS, trl, trl_versions
+from rather.migrate.rules import CHANGED, IMPOSSIBLE, MISSING, OPEN, UNKNOWN, UNSET
+from rather.migrate.source import SourceSettings, read_line
+
+TRL = PEERS["trl"]
+CELLS = [
+    (trainer, version)
+    for trainer in trl_versions.trainers()
+    for version in trl_versions.versions()
+    if trl_versions.keys_of(trainer, version)
+]
+TRAINED = {  # what Rather calls the training of each trainer
+    "dpo": ("preference", "sigmoid"),
+    "cpo": ("preference", "cpo"),
+    "orpo": ("preference", "orpo"),
+    "kto": ("unpaired", "kto"),
+    "bco": ("unpaired", "bco"),
+    "sft": ("sft", "sft"),
+    "reward": ("reward", "bradley_terry"),
+}
+BASIC = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "learning_rate": 1e-6, "bf16": True}
+
+
+def file_of(trainer: str, version: str) -> dict[str, Any]:
+    """Return a file that sets every key of a config to its default."""
+    keys = trl_versions.keys_of(trainer, version)
+    own = {key: trl_versions.default_in(trainer, key, version) for key in sorted(keys)}
+    return {"model_name_or_path": "m", "dataset_name": "d.jsonl", **own}
+
+
+def of(values: dict[str, Any], program: str = "", devices: int | None = None) -> Migrated:
+    source = SourceSettings("test", values)
+    return migrate(with_program(source, TRL, program) if program else source, TRL, devices)
+
+
+def problems(result: Migrated) -> dict[str, str]:
+    bad = (MISSING, IMPOSSIBLE, UNKNOWN)
+    return {row.key: row.status for row in result.rows if row.status in bad}
+
+
+def test_the_table_has_every_minor_version_with_its_commit() -> None:
+    order = trl_versions.versions()
+    assert (order[0], order[-1]) == ("0.8", "head")
+    minors = [tuple(map(int, version.split("."))) for version in order[:-1]]
+    for before, after in pairwise(minors):
+        assert after in ((before[0], before[1] + 1), (before[0] + 1, 0))
+    assert all(len(text.split()[1]) == 40 for text in trl_versions.table()["versions"].values())
+
+
+@pytest.mark.defect("U1")
+def test_no_file_of_a_trainer_is_taken_for_another() -> None:
+    wrong = []
+    for trainer, version in CELLS:
+        values = file_of(trainer, version)
+        alone = [{key: value} for key, value in values.items()]
+        for given in (values, *alone):
+            found = trl.trainer(given)
+            if found is not UNSET and found != trainer:
+                wrong.append((trainer, version, list(given), found))
+    assert wrong == []
+
+
+def test_some_files_determine_their_trainer() -> None:
+    found = {
+        (trainer, version): trl.trainer(file_of(trainer, version)) for trainer, version in CELLS
+    }
+    for trainer, first in (("dpo", "0.9"), ("kto", "0.8"), ("cpo", "0.9"), ("reward", "0.13")):
+        order = trl_versions.versions()
+        for version in order[order.index(first) :]:
+            assert found[trainer, version] == trainer, version
+    for trainer in ("orpo", "bco"):
+        assert {name for (own, _), name in found.items() if own == trainer} == {UNSET}
+
+
+@pytest.mark.defect("U1")
+@pytest.mark.parametrize("trainer", TRAINED)
+@pytest.mark.parametrize("version", ["0.9", "0.28", "head"])
+def test_the_loss_of_a_file_is_right_or_not_determined(trainer: str, version: str) -> None:
+    keys = trl_versions.keys_of(trainer, version)
+    values = {key: value for key, value in file_of(trainer, version).items() if key in keys}
+    result = of({**values, "learning_rate": 1e-6})
+    if "(loss)" in problems(result):
+        return
+    assert (result.config.task, result.config.loss_names) == (
+        TRAINED[trainer][0],
+        [TRAINED[trainer][1]],
+    )
+
+
+@pytest.mark.defect("U1")
+@pytest.mark.parametrize(
+    "key",
+    ["precompute_ref_log_probs", "sync_ref_model", "truncation_mode", "max_completion_length",
+     "generate_during_eval", "max_prompt_length", "is_encoder_decoder"],
+)  # fmt: skip
+def test_a_key_of_several_trainers_determines_none(key: str) -> None:
+    assert problems(of({**BASIC, key: None}))["(loss)"] == MISSING
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo"])
+def test_a_loss_of_several_trainers_determines_none(loss: str) -> None:
+    assert problems(of({**BASIC, "loss_type": loss}))["(loss)"] == MISSING
+
+
+@pytest.mark.parametrize(("loss", "trained"), [("apo_zero", "apo_zero"), ("simpo", "simpo")])
+def test_a_loss_of_one_trainer_determines_it(loss: str, trained: str) -> None:
+    result = of({**BASIC, "loss_type": loss})
+    assert problems(result) == {}
+    assert result.config.loss_names == [trained]
+
+
+def test_keys_of_two_trainers_determine_none() -> None:
+    found = problems(of({**BASIC, "rpo_alpha": 1.0, "cpo_alpha": 1.0}))
+    assert found["(loss)"] == MISSING
+
+
+@pytest.mark.parametrize("trainer", TRAINED)
+def test_the_user_names_the_trainer(trainer: str) -> None:
+    result = of({**BASIC, "assistant_only_loss": True} if trainer == "sft" else BASIC, trainer)
+    assert problems(result) == {}
+    assert (result.config.task, result.config.loss_names) == (
+        TRAINED[trainer][0],
+        [TRAINED[trainer][1]],
+    )
+
+
+def test_trainers_that_rather_has_not_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--trainer grpo: of trl Rather converts dpo, "):
+        of(BASIC, "grpo")
+
+
+@pytest.mark.defect("U1")
+def test_the_command_takes_a_trainer(tmp_path: Path) -> None:
+    file, out = tmp_path / "x.yaml", tmp_path / "out.yaml"
+    file.write_text(yaml.safe_dump({**BASIC, "max_length": 512, "max_prompt_length": 128}))
+    command = ["migrate", str(file), "--from", "trl", "--out", str(out)]
+    unnamed = CliRunner().invoke(app, command)
+    assert unnamed.exit_code == 2
+    assert "not determined: (loss); a file does not name its trainer" in unnamed.output
+    named = CliRunner().invoke(app, [*command, "--trainer", "orpo"])
+    assert named.exit_code == 0, named.output
+    assert yaml.safe_load(out.read_text())["pref_loss"] == "orpo"
+
+
+# ---- versions
+
+
+def test_defaults_that_differ_between_the_versions_of_a_file_are_not_determined() -> None:
+    old = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "rpo_alpha": 1.0}
+    (row,) = (row for row in of(old).rows if row.key == "(defaults)")
+    assert row.status == MISSING
+    assert row.value == ["learning_rate", "bf16", "max_length", "max_prompt_length"]
+    assert "0.9 and 0.28" in row.note
+    given = {**old, "learning_rate": 1e-6, "bf16": True, "max_length": 99, "max_prompt_length": 9}
+    assert problems(of(given)) == {}
+
+
+def test_a_file_of_the_newest_version_has_its_defaults() -> None:
+    result = of({"model_name_or_path": "m", "dataset_name": "d.jsonl"}, "dpo")
+    assert problems(result) == {}
+    assert result.config.sequence_length == 1024
+
+
+# ---- the alignment handbook and SimPO
+
+HANDBOOK = {
+    "model_name_or_path": "org/model",
+    "dataset_mixture": {
+        "datasets": [
+            {"id": "org/pairs", "config": "default", "split": "train_prefs", "weight": 1.0,
+             "columns": ["chosen", "rejected"]},
+            {"id": "org/more", "config": "small", "columns": ["chosen", "rejected"]},
+        ],
+        "test_split_size": 200,
+        "seed": 0,
+    },
+    "bf16": True, "learning_rate": 5e-7, "max_length": 1024, "max_prompt_length": 512,
+}  # fmt: skip
+FILES = ["hf://datasets/org/pairs:train_prefs", "hf://datasets/org/more:small/train"]
+
+
+@pytest.mark.defect("U26")
+@pytest.mark.parametrize("program", ["dpo", "orpo"])
+def test_a_mixture_of_the_handbook(program: str) -> None:
+    result = of(HANDBOOK, program)
+    assert problems(result) == {}
+    assert value_at(result.config, "actor_train.data_args.file_name") == FILES
+    assert result.config.validation.data_args.split == 200
+    (row,) = (row for row in result.rows if row.key == "dataset_mixture")
+    assert row.status == CHANGED
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"id": "org/a", "weight": 0.5}, "weight 0.5 is a random part of the rows"),
+        ({"id": "org/a", "columns": ["chosen", "chat_template_kwargs"]}, "chat_template_kwargs"),
+        ({"id": "org/a", "shards": 3}, "shards: not a setting"),
+    ],
+)
+def test_what_a_mixture_cannot_be(entry: dict[str, Any], said: str) -> None:
+    result = of({**HANDBOOK, "dataset_mixture": {"datasets": [entry]}}, "dpo")
+    assert problems(result)["dataset_mixture"] == IMPOSSIBLE
+    assert any(said in row.note for row in result.rows)
+
+
+def test_messages_of_a_mixture_are_scored_whole() -> None:
+    chats = {"datasets": [{"id": "org/chats", "columns": ["messages"]}]}
+    result = of({**BASIC, "dataset_mixture": chats, "dataset_name": None}, "sft")
+    assert problems(result) == {}
+    assert result.config.actor_train.data_args.score == "all"
+
+
+MIXER = {
+    "model_name_or_path": "org/model", "dataset_mixer": {"org/pairs": 1.0},
+    "dataset_splits": ["train_prefs", "test_prefs"], "auto_insert_empty_system_msg": False,
+    "bf16": True, "learning_rate": 3e-7, "max_length": 1024, "max_prompt_length": 512,
+    "evaluation_strategy": "steps", "eval_steps": 400,
+}  # fmt: skip
+
+
+@pytest.mark.defect("U26")
+def test_the_older_mixer_of_the_handbook() -> None:
+    result = of(MIXER, "run_dpo")
+    assert problems(result) == {}
+    assert value_at(result.config, "actor_train.data_args.file_name") == FILES[0]
+    held_out = value_at(result.config, "validation.data_args.file_name")
+    assert held_out == "hf://datasets/org/pairs:test_prefs"
+    assert result.config.eval_steps == 400
+    half = of({**MIXER, "dataset_mixer": {"org/pairs": 0.5}}, "run_dpo")
+    assert problems(half)["dataset_mixer"] == IMPOSSIBLE
+
+
+@pytest.mark.defect("U1")
+def test_a_simpo_file_is_simpo() -> None:
+    result = of({**MIXER, "beta": 2.0, "gamma_beta_ratio": 0.8})
+    assert problems(result) == {}
+    config = result.config
+    assert (config.loss_names, config.beta, config.gamma_beta_ratio) == (["simpo"], 2.0, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, {"auto_insert_empty_system_msg": MISSING}),
+        ("{% if system %}{% endif %}", {"auto_insert_empty_system_msg": MISSING}),
+        ("{{ messages }}", {}),
+    ],
+)
+def test_an_inserted_system_message_is_reported(template: str | None, expected: Any) -> None:
+    """The scripts that read dataset_mixer insert an empty one if the template has such messages."""
+    values = {key: value for key, value in MIXER.items() if "system" not in key}
+    assert problems(of({**values, "chat_template": template}, "dpo")) == expected
+
+
+def test_a_template_in_the_file_is_to_be_saved() -> None:
+    result = of({**BASIC, "chat_template": "{{ messages }}"}, "dpo")
+    (row,) = (row for row in result.rows if row.key == "chat_template")
+    assert (row.status, result.config.global_template) == (OPEN, "chat_template.jinja")
+
+
+# ---- devices
+
+
+@pytest.mark.defect("U26")
+@pytest.mark.parametrize(
+    "sharded", [{"deepspeed": "ds_zero3.json"}, {"fsdp": "full_shard auto_wrap"}]
+)
+def test_a_sharded_run_of_unknown_size_does_not_determine_the_batch(
+    sharded: dict[str, Any],
+) -> None:
+    result = of({**BASIC, **sharded}, "dpo")
+    assert problems(result) == {"(devices)": MISSING}
+    assert "not determined: (devices)" in result.yaml()
+    eight = of({**BASIC, **sharded}, "dpo", devices=8)
+    assert problems(eight) == {}
+    assert eight.config.global_batch() == 64
+
+
+@pytest.mark.defect("U26")
+def test_a_missing_file_of_accelerate_does_not_determine_the_batch(tmp_path: Path) -> None:
+    line = "accelerate launch --config_file {} scripts/dpo.py --model_name_or_path m --dataset_name d.jsonl"
+    missing = migrate(read_line(line.format("zero3.yaml"), folder=tmp_path), TRL)
+    assert problems(missing) == {"(devices)": MISSING}
+    (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 4\n")
+    here = migrate(read_line(line.format("zero3.yaml"), folder=tmp_path), TRL)
+    assert problems(here) == {}
+    assert here.config.global_batch() == 32
