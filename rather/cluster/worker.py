@@ -83,6 +83,8 @@ class ActorWorker:
         self.on_gpu = self.device.startswith("cuda")
         self.log = logging.getLogger(f"rather.worker.{role}-{self.member.rank}")
         self.planned: Budget | None = None  # for training
+        self.has_narrow_gradients = False
+        self.fitted: Mapping[str, Any] = {}  # how the run of a checkpoint fitted in memory
         wanted, own = config.checkpoint_config.async_save, self.member
         self.writer = Writer(role, own.rank, own.world, wanted, self.log, own.near)
         self.neighbour: ActorWorker | None = None  # the policy's worker, in the reference's process
@@ -246,7 +248,10 @@ class ActorWorker:
             "offload": shape.offload,
             "compiled": self.compiled,
             "largest_pair": largest_pair,
+            "at_least": self.fitted.get("recompute", "none"),
         }
+        if self.fitted.get("narrow_gradients"):
+            self.has_narrow_gradients = self.trainer.narrow_gradients()
         is_measured = not shape.canonical and isinstance(policy, PolicyModel)
         if not is_measured or (self.is_divided and (shape.host or not self.on_gpu)):
             budget = Budget(tokens or TOKENS[self.device.split(":")[0]], self._recompute)
@@ -260,6 +265,7 @@ class ActorWorker:
             except NoRoom as error:
                 if not self.trainer.narrow_gradients():
                     raise MemoryShortage(f"{error}\n{explanation(self, tokens or 0)}") from error
+                self.has_narrow_gradients = True
                 self.log.info(
                     "gradients are added up in bfloat16: in float32 no micro-batch would fit"
                 )
@@ -364,7 +370,13 @@ class ActorWorker:
 
     def numbers(self) -> dict[str, Any]:
         """Return the state that is not a tensor and is the same on all ranks."""
-        return self.trainer.numbers()
+        numbers = self.trainer.numbers()
+        if self.planned:  # a resumed run that fits in another way would round in another way
+            numbers["fitted"] = {
+                "recompute": self.planned.recompute,
+                "narrow_gradients": self.has_narrow_gradients,
+            }
+        return numbers
 
     def folder_problem(self, folder: Path) -> str | None:
         """Return why this rank cannot write to a folder that the driver has just made."""
@@ -397,6 +409,7 @@ class ActorWorker:
     def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
         """Read what this rank holds from a checkpoint that the driver has verified."""
         found = checkpoint.reopen(path)
+        self.fitted = numbers.get("fitted", {})
         groups = {name: found.stored(name) for name in ("model", "rng")}
         moments = found.stored("optimizer") if numbers["updates"] else {}
         self.trainer.load_state({**groups, "optimizer": moments}, numbers)

@@ -65,11 +65,13 @@ def choose_budget(
     offload: bool,
     compiled: bool,
     largest_pair: int,
+    at_least: Recompute = "none",
     make_room: Callable[[], bool] | None = None,
 ) -> Budget:
     """Choose what is not given, as fast as fits, and arrange the layers accordingly.
 
-    `trainer` can `rehearse` a micro-batch without an update, and `forget` it.
+    `trainer` can `rehearse` a micro-batch without an update, and `forget` it. A recomputation that
+    is not given recomputes `at_least` so much.
     `make_room` frees memory at a lower cost than recomputing, and returns whether it did.
     """
     device = policy.causal_lm.device.type
@@ -79,7 +81,7 @@ def choose_budget(
         return Budget(wanted, recompute or "none")
     least = max(min(LEAST, wanted), largest_pair)
     needed = max(tokens or least, largest_pair)
-    for level in (recompute,) if recompute else LEVELS:
+    for level in (recompute,) if recompute else LEVELS[LEVELS.index(at_least) :]:
         arrange_layers(policy, recompute=level, offload=offload, compiled=compiled, alone=True)
         fitting, each = (
             (wanted, None) if tokens and recompute else _tokens_that_fit(policy, trainer)
@@ -103,6 +105,7 @@ def agree_on_budget(
     offload: bool,
     compiled: bool,
     largest_pair: int,
+    at_least: Recompute = "none",
 ) -> Budget:
     """Choose the same on several ranks: each measures, and `least` returns the minimum of all.
 
@@ -122,7 +125,7 @@ def agree_on_budget(
     if fitting < needed:
         raise NoRoom(fitting, needed, largest_pair)
     if recompute is None and fitting >= ROOMY * REHEARSED[1]:
-        for other in LEVELS[:-1]:
+        for other in LEVELS[LEVELS.index(at_least) : -1]:
             room, of_token = measure(other, compiled=compiled)
             if room >= needed:
                 return Budget(min(wanted, room), other, of_token)

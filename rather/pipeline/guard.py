@@ -137,6 +137,9 @@ class OutOfMemoryRetry:
         role, batches, sizes = self.roles.actor_train, step.policy, self.packing.tokens
         if use == "reference" and self.roles.reference:
             role, batches = self.roles.reference, step.reference
+        if isinstance(batches, shares.Batches) and batches.budget > sizes[use]:
+            # Packed ahead, before memory ran out: all later steps have the smaller size.
+            batches = replace(batches, budget=sizes[use])
         problem: MemoryShortage
         while True:
             try:
@@ -148,7 +151,7 @@ class OutOfMemoryRetry:
             # Outside the except block: the exception no longer keeps alive what filled the memory.
             role.forget()
             tokens = largest(batches)
-            # A step that was prefetched for a larger budget is packed for the one of now.
+            # A step that the caller has packed for a larger budget is packed for the one of now.
             wanted = sizes[use] if tokens > sizes[use] else tokens // 2
             if wanted >= SMALLEST_BUDGET:
                 if isinstance(batches, shares.Batches):

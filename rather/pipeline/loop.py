@@ -118,7 +118,7 @@ class TrainingLoop:
         if "train" not in self.packing.tokens:  # planned once both models are loaded
             largest = int(self.data.train.tokens.max())
             parking = self.reference_stream.parking()
-            self.packing.tokens["train"] = self.actor_train.plan(largest, parking)
+            self.packing.set_train_tokens(self.actor_train.plan(largest, parking))
         done = self.progress.step
         named = map(self._pack, self.source.steps(done, self.position))
         source = self.timeline.packed(named, done)
@@ -298,6 +298,7 @@ class TrainingLoop:
         if newest and self.saving:
             self.progress = self.saving.restore(newest)
             self.position = newest.state.get("position")
+            self.packing.restore(newest.state.get("micro_batches", {}))
 
     def _forget_reference(self) -> None:
         """Discard what evaluations have cached of the reference, which has moved."""
@@ -327,7 +328,10 @@ class TrainingLoop:
         if not self.saving:
             return
         self.stop.save_now = False
-        state: Record = {"progress": asdict(self.progress)}
+        state: Record = {
+            "progress": asdict(self.progress),
+            "micro_batches": self.packing.state(),
+        }
         if self.position is not None:
             state["position"] = self.position
         with self.timeline.span("driver", "save", self.progress.step):

@@ -181,12 +181,45 @@ class Packing:
     kind: str  # of the devices: cpu or cuda
     tokens: dict[Use, int] = field(default_factory=dict)  # lowered when memory runs out
     baseline: str | None = None  # the objective's baseline_kind
+    limits: dict[Use, int] = field(default_factory=dict)  # what fitted before a resume
 
     def __post_init__(self) -> None:
         default = 2 * TOKENS[self.kind]  # without gradients twice the tokens fit
+        self.tokens["actor_train"] = self.configured["actor_train"] or default
+        self.tokens["reference"] = self.configured["reference"] or default
+
+    @cached_property
+    def configured(self) -> dict[Use, int | None]:
         actor, reference = self.config.actor_train, self.config.reference
-        self.tokens["actor_train"] = actor.max_tokens_per_microbatch_in_infer or default
-        self.tokens["reference"] = reference.max_tokens_per_microbatch_in_infer or default
+        return {
+            "train": actor.max_tokens_per_microbatch_in_train,
+            "actor_train": actor.max_tokens_per_microbatch_in_infer,
+            "reference": reference.max_tokens_per_microbatch_in_infer,
+        }
+
+    def set_train_tokens(self, planned: int) -> None:
+        """Use the planned size for training, or that of the resumed run if it is smaller."""
+        self.tokens["train"] = min(planned, self.limits.get("train", planned))
+        if self.tokens["train"] < planned:
+            text = "micro-batches have up to %d tokens, as before the resume (%d would fit now)"
+            log.info(text, self.tokens["train"], planned)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint stores: the sizes that fit, and those of the config."""
+        return {"tokens": dict(self.tokens), "configured": dict(self.configured)}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Use no larger micro-batches than the run of a checkpoint: they would round differently.
+
+        A size that was changed in the config since then is free. Older checkpoints store no sizes.
+        """
+        then = saved.get("configured", {})
+        for use, tokens in saved.get("tokens", {}).items():
+            if then.get(use) != self.configured[use]:
+                continue
+            self.limits[use] = tokens
+            if use in self.tokens:  # else it is planned later
+                self.tokens[use] = min(tokens, self.tokens[use])
 
     def pack(self, pairs: Sequence[TokenPair], use: Use, budget: int | None = None) -> Batches:
         """Return micro-batches of up to `budget` tokens; by default what is known to fit."""

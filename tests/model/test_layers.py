@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.data.batch import PairBatch
 from rather.data.pack import pack
 from rather.errors import ConfigError
+from rather.model import budget
 from rather.model.adapters import inject
 from rather.model.attention import IMPLEMENTATION
 from rather.model.budget import Budget, choose_budget
@@ -252,3 +254,24 @@ def test_on_a_cpu_configured_limits_are_used_and_nothing_is_recomputed_by_defaul
     assert choose_budget(policy, Never(), tokens=700, recompute="full", **rest) == Budget(
         700, "full"
     )
+
+
+@pytest.mark.parametrize(
+    ("at_least", "tried"),
+    [("none", ["none", "half", "selective"]), ("half", ["half", "selective"]), ("full", ["full"])],
+)
+def test_a_budget_recomputes_at_least_so_much(
+    at_least: Any, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is simulated: only from `selective` on a micro-batch fits."""
+    levels: list[str] = []
+    fitting = {"none": 0, "half": 0, "selective": 8192, "full": 9216}
+    arrange = lambda _, *, recompute, **__: levels.append(recompute)  # noqa: E731
+    monkeypatch.setattr(budget, "arrange_layers", arrange)
+    monkeypatch.setattr(budget, "_tokens_that_fit", lambda *_: (fitting[levels[-1]], 1.0))
+    monkeypatch.setattr(budget, "_largest_tried", lambda _, __, tokens, *___: tokens)
+    policy: Any = SimpleNamespace(causal_lm=SimpleNamespace(device=SimpleNamespace(type="cuda")))
+    rest: dict[str, Any] = {"offload": False, "compiled": False, "largest_pair": 100}
+    chosen = choose_budget(policy, Never(), tokens=None, recompute=None, at_least=at_least, **rest)
+    assert levels == tried
+    assert chosen == Budget(fitting[tried[-1]], chosen.recompute, 1.0)

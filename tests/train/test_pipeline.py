@@ -9,6 +9,7 @@ import os
 import shutil
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +17,22 @@ import torch
 from safetensors.torch import load_file
 
 from rather.checkpoint.checkpoint import open_checkpoint
+from rather.cluster.memory import Peak
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig, TrainingArgs
+from rather.config.strategies import layout
 from rather.data.batch import Columns
 from rather.errors import ConfigError, MemoryShortage, NonFiniteError
 from rather.losses.objective import configure
+from rather.model.budget import Budget
 from rather.optim.rounding import Rounding
+from rather.parallel.mesh import build_mesh
 from rather.pipeline.pipeline import DPOPipeline
-from rather.pipeline.steps import log_length
+from rather.pipeline.steps import Packing, log_length
 from rather.run_folder import control
 from rather.train.rank_trainer import StepResult
-from tests.tiny import make_config, make_model, make_pairs, metrics
+from tests.checkpoint.runs import TIMES
+from tests.tiny import make_config, make_model, make_pairs, metrics, tiny_policy
 
 TRAINING = "actor_train__training_args__"
 EPOCHS = f"{TRAINING}num_train_epochs"  # 40 pairs in steps of 8: 5 steps an epoch
@@ -399,6 +405,93 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_smaller_micro_batches(
         run(shared, "too-short", max_steps=3, actor_train__worker_cls=Short)
 
 
+class ShortOnce(ActorWorker):
+    """Runs out of memory once, in its second step."""
+
+    steps = 0
+
+    def train_step(self, *args: Any, **options: Any) -> StepResult:
+        ShortOnce.steps += 1
+        if ShortOnce.steps == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().train_step(*args, **options)
+
+
+@pytest.mark.defect("R5")
+def test_a_resumed_run_has_the_micro_batches_that_fitted_before(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the last bits of all later steps would differ."""
+    monkeypatch.setattr("rather.pipeline.guard.SMALLEST_BUDGET", 8)
+    monkeypatch.setattr(ShortOnce, "steps", 0)
+    changes = {"actor_train__worker_cls": ShortOnce, "pair_ledger": False}
+    whole, expected = run(shared, "short-once", max_steps=5, **changes)
+    ShortOnce.steps = 0
+    run(shared, "short-resumed", max_steps=5, save_steps=3, max_ckpt_to_keep=0, **changes)
+    resumed = make_config(shared, exp_name="short-resumed", max_steps=5, **changes)
+    for name in ("checkpoint-5", ".finished"):
+        path = resumed.run_dir / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    pipeline = DPOPipeline(resumed)
+    assert pipeline.run() == 0
+    assert pipeline.actor_train.fitted == {"recompute": "none", "narrow_gradients": False}
+    plain = [[{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+             for lines in (expected, metrics(resumed))]  # fmt: skip
+    assert plain[0] == plain[1]
+    weights = [open_checkpoint(config.run_dir / "checkpoint-5").tensors("model")
+               for config in (whole, resumed)]  # fmt: skip
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+    tokens = [open_checkpoint(resumed.run_dir / f"checkpoint-{step}").state["micro_batches"]
+              for step in (3, 5)]  # fmt: skip
+    assert tokens[0] == tokens[1]
+
+
+def test_a_resume_recomputes_at_least_as_much_and_keeps_narrow_gradients(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker: Any = ActorWorker(make_config(shared), "actor_train")
+    worker.layout, worker.compiled = layout(worker.worker_config), False
+    worker.mesh, worker.peak = build_mesh(worker.layout, "cpu"), Peak("cpu")
+    worker.trainer = SimpleNamespace(
+        policy=tiny_policy(), narrow_gradients=lambda: True, numbers=dict
+    )
+    monkeypatch.setattr(
+        "rather.cluster.worker.choose_budget", lambda *_, at_least, **__: Budget(64, at_least)
+    )
+    for fitted in (
+        {"recompute": "selective", "narrow_gradients": True},
+        {"recompute": "none", "narrow_gradients": False},
+    ):
+        worker.fitted, worker.has_narrow_gradients = fitted, False
+        assert worker.plan(10) == 64
+        assert worker.numbers() == {"fitted": fitted}
+
+
+def test_a_resume_takes_the_sizes_of_a_checkpoint_as_limits(shared: Path) -> None:
+    packing = Packing(make_config(shared), "cpu")
+    first = packing.state()
+    packing.set_train_tokens(4096)
+    packing.tokens |= {"train": 512, "reference": 1024}
+    saved = json.loads(json.dumps(packing.state()))
+    again = Packing(make_config(shared), "cpu")
+    again.restore(saved)
+    again.set_train_tokens(4096)
+    assert again.tokens == {**first["tokens"], "train": 512, "reference": 1024}
+    smaller = Packing(make_config(shared), "cpu")
+    smaller.restore(saved)
+    smaller.set_train_tokens(256)  # another device has less memory
+    assert smaller.tokens["train"] == 256
+    own_size = {"actor_train__max_tokens_per_microbatch_in_train": 2048}
+    changed = Packing(make_config(shared, **own_size), "cpu")
+    changed.restore(saved)
+    changed.set_train_tokens(2048)
+    assert changed.tokens["train"] == 2048
+    assert changed.tokens["reference"] == 1024
+    older = Packing(make_config(shared), "cpu")
+    older.restore({})
+    assert older.state() == first
+
+
 # --- precision and devices ---
 
 
@@ -442,7 +535,7 @@ def test_an_overflow_moves_the_data_and_not_the_learning_rate(shared: Path) -> N
         [1e-3 * (1 - max(0, step - lost) / 20) for step in range(20)]
     )
     state = open_checkpoint(config.run_dir / "checkpoint-20").state["trainer"]
-    assert state == {"updates": 20 - lost, "loss_scale": [2.0 ** (29 - lost), 20 - lost]}
+    assert (state["updates"], state["loss_scale"]) == (20 - lost, [2.0 ** (29 - lost), 20 - lost])
 
 
 def test_the_loss_scale_of_float16_is_restored_at_resume(shared: Path) -> None:
@@ -456,7 +549,7 @@ def test_the_loss_scale_of_float16_is_restored_at_resume(shared: Path) -> None:
     assert [line["skipped_iter"] for line in metrics(config) if "lr" in line] == [1, 1, 1]
     for step in (2, 3):
         state = open_checkpoint(config.run_dir / f"checkpoint-{step}").state["trainer"]
-        assert state == {"updates": 0, "loss_scale": [2.0 ** (29 - step), 0]}
+        assert (state["updates"], state["loss_scale"]) == (0, [2.0 ** (29 - step), 0])
 
 
 class NotANumber(ActorWorker):
