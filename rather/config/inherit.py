@@ -31,6 +31,14 @@ OF_REFERENCE = (
     "model_args.trust_remote_code",
     "model_args.tokenizer_name_or_path",
 )
+# Losses that belong to one task, which then need not be set.
+TASK_OF_LOSS = {
+    "kto": "unpaired",
+    "bco": "unpaired",
+    "apo_zero_unpaired": "unpaired",
+    "bradley_terry": "reward",
+    "regression": "reward",
+}
 LOSS_OF_TASK = {"unpaired": "kto", "reward": "bradley_terry", "sft": "sft"}
 OF_SAME_WEIGHTS = (
     "model_args.model_name_or_path",
@@ -73,6 +81,8 @@ def complete(config: DPOConfig) -> dict[str, str]:
             followed[path] = followed.get(source, source)
 
     actor, reference = config.actor_train, config.reference
+    if isinstance(config.pref_loss, str) and config.pref_loss in TASK_OF_LOSS:
+        inherit("task", "pref_loss", TASK_OF_LOSS[config.pref_loss])
     if config.task in LOSS_OF_TASK and not config.loss_type:
         inherit("pref_loss", "task", LOSS_OF_TASK[config.task])
     if config.task != "preference":

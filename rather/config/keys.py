@@ -22,35 +22,84 @@ WORDS = {
 }
 PLURALS = {str: "texts", int: "whole numbers", float: "numbers"}
 SPECIAL = {
+    "lora_dropout": "0",
     "worker_cls": "a dotted import path or null",
     "device_mapping": "a list of device numbers, a range in text, or null",
     "split": "a fraction between 0 and 1, a whole number of pairs, or null",
 }
+LISTED = 20  # keys of a group that a message lists
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
-# Names that users of other trainers expect, and ROLL's old names.
+TRAINING = "actor_train.training_args"
+MODEL = "actor_train.model_args"
+# Names that users of other trainers expect, and ROLL's old names -> a key, and the value to set if
+# the other tool's value would not do.
 OTHER_NAMES = {
-    "lr": "actor_train.training_args.learning_rate",
+    "lr": f"{TRAINING}.learning_rate",
     "batch_size": "train_batch_size",
-    "micro_batch_size": "actor_train.max_tokens_per_microbatch_in_train",
-    "epochs": "actor_train.training_args.num_train_epochs",
-    "num_epochs": "actor_train.training_args.num_train_epochs",
-    "scheduler": "actor_train.training_args.lr_scheduler_type",
+    "global_batch_size": "train_batch_size",
+    "micro_batch_size": f"{TRAINING}.per_device_train_batch_size",
+    "gradient_accumulation": f"{TRAINING}.gradient_accumulation_steps",
+    "accumulation_steps": f"{TRAINING}.gradient_accumulation_steps",
+    "epochs": f"{TRAINING}.num_train_epochs",
+    "num_epochs": f"{TRAINING}.num_train_epochs",
+    "steps": "max_steps",
+    "warmup": f"{TRAINING}.warmup_steps",
+    "scheduler": f"{TRAINING}.lr_scheduler_type",
+    "lr_scheduler": f"{TRAINING}.lr_scheduler_type",
+    "optim": "precision: lean for 8-bit moments; the optimizer is always AdamW",
+    "optimizer": "precision: lean for 8-bit moments; the optimizer is always AdamW",
     "grad_clip": "max_grad_norm",
     "model": "pretrain",
     "model_name": "pretrain",
+    "model_path": "pretrain",
+    "base_model": "pretrain",
     "ref_model": "reference.model_args.model_name_or_path",
-    "tokenizer": "actor_train.model_args.tokenizer_name_or_path",
-    "torch_dtype": "actor_train.model_args.dtype",
+    "tokenizer": f"{MODEL}.tokenizer_name_or_path",
+    "torch_dtype": f"{MODEL}.dtype",
+    "bf16": f"{MODEL}.dtype: bf16",
+    "fp16": f"{MODEL}.dtype: fp16",
+    "tf32": "precision",
+    "load_in_4bit": f"{MODEL}.quantization: 4bit",
+    "load_in_8bit": f"{MODEL}.quantization: 4bit (there are no 8-bit weights)",
+    "quantization_bit": f"{MODEL}.quantization: 4bit",
+    "lora_r": f"{MODEL}.lora_rank",
+    "r": f"{MODEL}.lora_rank",
+    "target_modules": f"{MODEL}.lora_target",
+    "lora_target_modules": f"{MODEL}.lora_target",
+    "peft": f"{MODEL}.lora_rank",
+    "use_peft": f"{MODEL}.lora_rank",
+    "gradient_checkpointing": f"{MODEL}.disable_gradient_checkpointing",
+    "gpus": "actor_train.device_mapping: list(range(0,N)) for N GPUs",
+    "num_gpus": "actor_train.device_mapping: list(range(0,N)) for N GPUs",
+    "n_gpus": "actor_train.device_mapping: list(range(0,N)) for N GPUs",
+    "device": "platform",
+    "deepspeed": "actor_train.strategy_args.strategy_name: zero3",
+    "fsdp": "actor_train.strategy_args.strategy_name: fsdp2_train",
     "dataset": "actor_train.data_args.file_name",
+    "dataset_name": "actor_train.data_args.file_name",
+    "data": "actor_train.data_args.file_name",
+    "data_path": "actor_train.data_args.file_name",
     "train_file": "actor_train.data_args.file_name",
     "eval_file": "validation.data_args.file_name",
+    "eval_dataset": "validation.data_args.file_name",
+    "val_size": "validation.data_args.split",
+    "system": "actor_train.data_args.default_system",
+    "system_prompt": "actor_train.data_args.default_system",
+    "default_system_prompt": "actor_train.data_args.default_system",
+    "max_train_samples": "actor_train.data_args.max_samples",
     "per_device_eval_batch_size": "actor_train.infer_batch_size",
     "max_length": "sequence_length",
     "max_seq_len": "sequence_length",
+    "max_seq_length": "sequence_length",
+    "cutoff_len": "sequence_length",
     "loss": "pref_loss",
     "save_total_limit": "max_ckpt_to_keep",
     "report_to": "track_with",
+    "wandb": "track_with: wandb",
+    "use_wandb": "track_with: wandb",
+    "tensorboard": "track_with: tensorboard",
+    "wandb_project": "tracker_kwargs.project",
     "run_name": "exp_name",
 }
 # Wrong values, and what was meant.
@@ -153,24 +202,33 @@ def _word(kind: Any) -> str:
 def nearest(path: str) -> str | None:
     """Return the key path that an unknown one was probably meant to be."""
     parent, _, name = path.rpartition(".")
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name].partition(":")[0]
     siblings = {key.name: key.path for key in table().values() if key.parent == parent}
     # The first path of each name: actor_train comes first in the schema, and is what people mean.
     anywhere = {key.name: key.path for key in reversed(table().values())}
     for places, cutoff in (
         (siblings, 0.8),
-        (anywhere | OTHER_NAMES, 1),
+        (anywhere, 1),
         (siblings, 0.6),
+        (dict.fromkeys(OTHER_NAMES), 0.8),
         (anywhere, 0.75),
     ):
         if near := difflib.get_close_matches(name, places, n=1, cutoff=cutoff):
-            return places[near[0]]
+            return places[near[0]] or nearest(near[0])
     return None
 
 
 def suggestion(path: str) -> str:
-    """Return 'did you mean ...?' for an unknown key, or the keys of its group."""
-    meant, parent = nearest(path), path.rpartition(".")[0]
+    """Return 'did you mean ...?' for an unknown key, or where to find the right one."""
+    parent, _, name = path.rpartition(".")
+    if ":" in OTHER_NAMES.get(name, ""):
+        return f"; set {OTHER_NAMES[name]}"
+    meant = nearest(path)
     if meant is None:
-        return did_you_mean(path, [key.name for key in table().values() if key.parent == parent])
+        siblings = [key.name for key in table().values() if key.parent == parent]
+        if len(siblings) <= LISTED:
+            return did_you_mean(path, siblings)
+        return "; `rather config reference` lists all keys"
     same_group = meant.rpartition(".")[0] == parent
     return f"; did you mean '{meant.rpartition('.')[2] if same_group else meant}'?"

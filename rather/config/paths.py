@@ -17,7 +17,7 @@ FOLDERS = {
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"),
     "data": ("*.arrow", "state.json", "dataset_dict.json", "part-*/state.json"),
 }
-TABLES = (".csv", ".tsv", ".xlsx", ".xls")
+TABLES = (".xlsx", ".xls")
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 
@@ -75,13 +75,18 @@ def _problem(kind: str, name: str, file: Path | None) -> str | None:
         return f"{name} is an address; only local files{known if kind == 'data' else ''} are read"
     if kind == "data" and path.suffix in TABLES:
         return (
-            f"{path.suffix} files are not read; convert {name} to JSON lines or Parquet, such as "
-            "with pandas: read_csv(...).to_json(..., orient='records', lines=True)"
+            f"{path.suffix} files are not read; save {name} as CSV, or convert it with pandas: "
+            "read_excel(...).to_json(..., orient='records', lines=True)"
         )
     try:
         is_folder = any(next(path.glob(each), None) for each in FOLDERS.get(kind, ()))
         if is_folder or (path.is_file() if file else not is_local(name)):
             return None
+        if kind == "model" and (path / "adapter_config.json").is_file():
+            return (
+                f"{name} is a PEFT adapter: name it as actor_train.model_args.adapter_name_or_path, "
+                "and its base model here"
+            )
         if path.exists():
             names = FOLDERS.get(kind, ("text",))
             inside = next((each.parent for name in names for each in path.glob(f"*/{name}")), None)

@@ -106,7 +106,7 @@ class ActorModelArgs(ModelArgs):
     lora_target: Text | list[Text] | None = None
     """Names of the linear layers that get an adapter, such as q_proj; default: all-linear."""
     lora_dropout: Zero = 0.0
-    """Dropout of the adapter. Range: preference training needs the same model for both answers."""
+    """Dropout of the adapter. Range: both answers of a pair must see the same weights."""
     modules_to_save: Text | list[Text] | None = None
     """Names of modules that are trained in full next to the adapter."""
     additional_target: Text | list[Text] | None = None
@@ -187,6 +187,9 @@ class DataArgs(Section):
     template: Text | None = None
     """Chat template: a name (qwen2_5, chatml, llama3, native, ...) or a local Jinja file; default:
     `global_template`, otherwise the tokenizer's own."""
+    default_system: Text | None = None
+    """System message of rows that have none; needs a chat template. Default: what the template does
+    without one."""
     format: Text = "auto"
     """Format of the rows, see docs/data.md; `auto` detects it."""
     columns: dict[str, str] = {}
@@ -230,8 +233,8 @@ class TrainDataArgs(DataArgs):
     """The training pairs."""
 
     file_name: str | list[str] | None = None
-    """File or files of training pairs: JSON, JSONL, Parquet, Arrow, .gz; folders of tokenised
-    pairs; or addresses s3://bucket/name and hf://datasets/ORG/NAME[@revision][:split]."""
+    """File or files of training pairs: JSON, JSONL, CSV, TSV, Parquet, Arrow, .gz; folders of
+    tokenised pairs; or addresses s3://bucket/name and hf://datasets/ORG/NAME[@revision][:split]."""
     weights: list[Positive] | None = None
     """Mixing weights of the files, one number per file."""
     corrections: Text | list[Text] | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from rather.config.inherit import value_at
-from rather.config.keys import Key, suggestion, table
+from rather.config.keys import OTHER_NAMES, Key, nearest, suggestion, table
 from rather.config.redaction import looks_secret, redact
 from rather.config.schema import DPOConfig, LossConfig
 from rather.config.values import MASK, Section
@@ -96,10 +96,17 @@ def show(config: DPOConfig) -> str:
 
 def explain(config: DPOConfig | None, path: str) -> str:
     """Return a key's meaning, value and source in a config if given, type and range, default."""
-    key = table().get(path)
-    if key is None:
-        raise ConfigError(f"{path}: unknown key{suggestion(path)}")
+    if path not in table():
+        meant = nearest(path)
+        is_certain = path in OTHER_NAMES or (meant and meant.rpartition(".")[2] == path)
+        if meant is None or not is_certain:
+            raise ConfigError(f"{path}: unknown key{suggestion(path)}")
+        path = meant
+    key = table()[path]
     lines = [path, f"  meaning  {key.meaning}"]
+    others = [other.path for other in table().values() if other.name == key.name]
+    if len(others) > 1:
+        lines.append(f"  also     {', '.join(other for other in others if other != path)}")
     if key.section:
         lines.append(f"  keys     {', '.join(key.section.model_fields)}")
     else:

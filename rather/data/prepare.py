@@ -233,6 +233,7 @@ def recipe_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig, data: DataA
         adds_bos=bos is not None and tokenizer("a").input_ids[:1] == [bos],
         sequence_length=config.sequence_length,
         max_prompt_length=data.max_prompt_length,
+        default_system=data.default_system,
         as_trl=config.parity,
         **{name: getattr(data, name) for name in RECIPE},
     )
@@ -334,6 +335,7 @@ class _Builder:
         # Added after the first caches were written, so they are hashed only if they are set.
         later = {
             "max_prompt_length": data.max_prompt_length,
+            "default_system": data.default_system,
             "parity": self.config.parity,
             "imports": imported,
             "rows": layout.rows if layout.rows != "pairs" else None,

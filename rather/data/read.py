@@ -1,6 +1,7 @@
 """Read data files as chunks of raw rows, in bounded memory, whatever is inside the files.
 
-The kind of a file is found from its first bytes, never from its name. Text is only cut into rows
+The kind of a file is found from its first bytes, not from its name, which only says that a text is
+CSV or TSV. Text is only cut into rows
 here, without building objects: the child processes parse the rows (`parsed_rows`), and a row that
 cannot be held or parsed becomes a counted reason, never a crash. Numbers count lines in JSONL and
 rows in arrays and tables, from 1.
@@ -23,6 +24,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rather.data.csv_rows import DELIMITERS, csv_kind, csv_rows
 from rather.data.json_rows import DropReason, RawRow, read_blocks, split_lines, split_values
 from rather.errors import DataError
 from rather.files import read_json, real_path, regular
@@ -47,7 +49,7 @@ class DataFile:
     """A data file that exists and whose kind is known."""
 
     path: Path
-    kind: str  # jsonl, json (an array), objects (one after another), parquet, arrow
+    kind: str  # jsonl, json (an array), objects (one after another), csv, tsv, parquet, arrow
     gzipped: bool = False
 
     @property
@@ -134,7 +136,10 @@ def _detect_kind(path: Path) -> DataFile:
         text = text.removeprefix(mark)
     is_array = text.lstrip().startswith(b"[")
     is_indented = re.match(rb"\s*\{[ \t\r]*\n", text)
-    kind = table or ("json" if is_array else "objects" if is_indented else "jsonl")
+    is_json = text.lstrip().startswith((b"[", b"{"))
+    # A CSV file has no mark of its own: the name says what it is, unless JSON is inside.
+    named = None if is_json else csv_kind(path)
+    kind = table or named or ("json" if is_array else "objects" if is_indented else "jsonl")
     return DataFile(path, kind, gzipped)
 
 
@@ -153,7 +158,11 @@ def chunks(source: DataFile, index: int, encoding: str = "utf-8") -> Iterator[Ch
         level = {"json": 1, "objects": 0}.get(source.kind)
         rows: list[RawRow] = []
         size = 0
-        for row in split_lines(blocks) if level is None else split_values(blocks, level):
+        if source.kind in DELIMITERS:
+            split = csv_rows(blocks, source.path, source.kind)
+        else:
+            split = split_lines(blocks) if level is None else split_values(blocks, level)
+        for row in split:
             rows.append(row)
             size += len(row[1]) if isinstance(row[1], bytes) else 0
             if len(rows) == CHUNK_ROWS or size >= CHUNK_BYTES:

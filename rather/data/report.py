@@ -22,6 +22,7 @@ MEANINGS = dict(
     for line in """\
 bad_encoding: not valid in the file's encoding
 bad_json: not valid JSON
+bad_csv: another number of cells than the header
 bad_mask: a mask that does not fit its tokens
 bad_roles: turns in an order that no conversation has
 bad_type: a value of the wrong type

@@ -58,6 +58,7 @@ class TokenRecipe:
     separator: str = ""
     special_tokens: str = "warn"
     max_prompt_length: int | None = None
+    default_system: str | None = None  # for rows without a system turn
     as_trl: str | None = None  # the value of `parity`, or None
 
 
@@ -121,6 +122,7 @@ class Encoder:
 
     def encode(self, pair: TextPair) -> Encoded:
         """Return the tokens of a pair."""
+        pair = self._with_system(pair)
         self._begin(pair)
         if found := _search(_CONTROL, pair):
             detail = f"U+{ord(found[0]):04X} at character {found.start()}"
@@ -158,6 +160,7 @@ class Encoder:
 
     def prompt_ids(self, pair: TextPair, *, as_trained: bool = False) -> Ids:
         """Return what generation starts from, or the tokens that an answer follows in training."""
+        pair = self._with_system(pair)
         self._begin(pair)
         recipe = self.recipe
         if recipe.as_trl if as_trained else recipe.template is None:
@@ -167,6 +170,26 @@ class Encoder:
             text = self._render(as_turns(pair.prompt, "user"), True)
         [ids] = self._ids([text])
         return self._one_bos(ids) if as_trained else ids
+
+    def _with_system(self, pair: TextPair) -> TextPair:
+        """Return the pair as a conversation that begins with the default system message."""
+        text = self.recipe.default_system
+        if text is None:
+            return pair
+        if self.recipe.template is None:
+            raise DataError(
+                "data_args.default_system: there is no chat template to put it into; set "
+                "data_args.template, or use a tokenizer that has one."
+            )
+        prompt = as_turns(pair.prompt, "user")
+        if prompt[0]["role"] == "system":
+            return pair
+        return replace(
+            pair,
+            prompt=({"role": "system", "content": text}, *prompt),
+            chosen=as_turns(pair.chosen, "assistant"),
+            rejected=as_turns(pair.rejected, "assistant") if pair.rejected else pair.rejected,
+        )
 
     # ---- text to ids
 

@@ -521,8 +521,8 @@ def test_a_token_folder_is_a_file_name_and_unreadable_paths_are_reported(
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "state.json").write_text("{}")
     load_config(write(), [f"actor_train.data_args.file_name={tmp_path}/tokens"])
-    with pytest.raises(DataError, match=r"\.csv files are not read; convert pairs\.csv to JSON"):
-        load_config(write(), ["actor_train.data_args.file_name=pairs.csv"])
+    with pytest.raises(DataError, match=r"\.xlsx files are not read; save pairs\.xlsx as CSV"):
+        load_config(write(), ["actor_train.data_args.file_name=pairs.xlsx"])
     with pytest.raises(DataError, match=r"cannot be read \(File name too long"):
         load_config(write(), [f"actor_train.data_args.file_name={'x' * 300}"])
 
