@@ -172,6 +172,7 @@ UNUSED = """
     zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
     zero_optimization.stage3_gather_16bit_weights_on_model_save
     zero_optimization.offload_optimizer.pin_memory zero_optimization.offload_param.pin_memory
+    fp16.loss_scale_window fp16.initial_scale_power fp16.hysteresis fp16.min_loss_scale
 """.split()  # noqa: SIM905 - a table of names
 ELSEWHERE = {
     "train_batch_size": "train_batch_size at the top level",
@@ -183,6 +184,7 @@ ELSEWHERE = {
 OFFLOADS = [f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param")]
 ALLOWED: dict[str, tuple[Any, ...]] = {
     STAGE: (0, 1, 2, 3),
+    "fp16.loss_scale": (0, "auto"),  # 0: dynamic
     **dict.fromkeys(OFFLOADS, ("cpu", "none", None, "auto")),
     **dict.fromkeys(ELSEWHERE, ("auto", False)),
 }

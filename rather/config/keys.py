@@ -25,6 +25,8 @@ SPECIAL = {
     "lora_dropout": "0",
     "worker_cls": "a dotted import path or null",
     "device_mapping": "a list of device numbers, a range in text, or null",
+    "eval_steps": "a whole number of steps, a fraction of the run between 0 and 1, or null",
+    "save_steps": "a whole number of steps, a fraction of the run between 0 and 1, or null",
     "split": "a fraction between 0 and 1, a whole number of pairs, or null",
 }
 LISTED = 20  # keys of a group that a message lists

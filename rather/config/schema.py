@@ -6,6 +6,7 @@ is checked later. An unset key has its default, or inherits from another key: se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from os.path import expanduser
 from pathlib import Path
@@ -30,6 +31,7 @@ from rather.config.values import (
     FourOrMore,
     HeldOut,
     Initialization,
+    Interval,
     Metric,
     NotNegative,
     NotNegativeInt,
@@ -45,6 +47,7 @@ from rather.config.values import (
     WorkerClass,
     Zero,
 )
+from rather.errors import ConfigError
 from rather.files import JsonObject
 
 Schedule = Literal[
@@ -485,14 +488,15 @@ class StepKeys(Section):
     """Maximum optimizer steps; default: num_train_epochs decides."""
     logging_steps: Count = 1
     """Steps between two lines of metrics."""
-    eval_steps: Count | None = None
-    """Steps between evaluations, in addition to those before the first step, after each epoch and
-    at the end."""
+    eval_steps: Interval = None
+    """Steps between evaluations, or a fraction of the run's steps, in addition to those before the
+    first step, after each epoch and at the end."""
     eval_prompts: EvalPrompts | None = None
     """Prompts that policy and reference answer at each evaluation, written to answers.jsonl; null:
     none."""
-    save_steps: Count | None = 100
-    """Steps between checkpoints, in addition to the final one; null: only the final one."""
+    save_steps: Interval = 100
+    """Steps between checkpoints, or a fraction of the run's steps, in addition to the final one;
+    null: only the final one."""
     max_ckpt_to_keep: NotNegativeInt = 3
     """Number of newest checkpoints to keep; 0 keeps all."""
     resume_from_checkpoint: bool | Text = "auto"
@@ -516,6 +520,18 @@ class StepKeys(Section):
     """With skip, this many such steps in a row end the run."""
     spike: SpikeArgs | None = None
     """Detect loss and gradient spikes; null disables it."""
+
+    def interval(self, key: str, total_steps: int | None) -> int | None:
+        """Return eval_steps or save_steps as a number of steps; a fraction is rounded up."""
+        every: float | int | None = getattr(self, key)
+        if every is None or every >= 1:
+            return None if every is None else int(every)
+        if total_steps is None:
+            raise ConfigError(
+                f"{key}: {every} is a fraction of the run, whose length is not known beforehand; "
+                "set a number of steps."
+            )
+        return max(1, math.ceil(every * total_steps - 1e-9))  # 0.1 * 30 is a little more than 3
 
 
 class LossKeys(Section):

@@ -199,6 +199,13 @@ HeldOut = Annotated[
         "it must be a fraction between 0 and 1 (0.05) or a whole number of pairs >= 1",
     ),
 ]
+Interval = Annotated[
+    float | int | None,
+    _check(
+        lambda value: value is None or 0 < value < 1 or (isinstance(value, int) and value > 0),
+        "it must be a whole number of steps >= 1 or a fraction of the run between 0 and 1 (0.1)",
+    ),
+]
 # YAML reads a bare on or off as true or false.
 OnOffAuto = Annotated[
     Literal["auto", "on", "off"],

@@ -51,7 +51,7 @@ ORDER = (*INCOMPLETE, OPEN, LEFT_OUT, CHANGED, WRITTEN, RENAMED, KEPT, NEEDLESS)
 MAPPINGS = (".columns.", ".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # any name
 FOLDERS = {"output_dir", "exp_name", "logging_dir"}
 # What an incomplete file has where its source says nothing.
-PLACES = {"pretrain": "path/to/model", "actor_train.data_args.file_name": "path/to/pairs.jsonl"}
+PLACES = {"model": "path/to/model", "data": "path/to/pairs.jsonl"}
 DEVICES = "actor_train.device_mapping"
 STRATEGY = "actor_train.strategy_args.strategy_name"
 _TRAINING, _MODEL = "actor_train.training_args.", "actor_train.model_args."
@@ -240,8 +240,10 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     elif not knows_devices and _needs_devices(_values(rows)):
         rows.append(Outcome(MISSING, note=SHARDED, key=COUNT))
     determined = stated.union(*(row.values for row in fallbacks))
-    rows += [Outcome(OPEN, {path: text}, "not set in the source file", f"({path})")
-             for path, text in PLACES.items() if path not in _values(rows)]  # fmt: skip
+    for name, place in PLACES.items():
+        [path] = ESSENTIAL[name]
+        if path not in _values(rows):
+            rows.append(Outcome(MISSING, {path: place}, _unset(peer, path), f"({name})"))
     rows, config = _judged(rows)
     rejected = {path for row in rows for path in row.rejected}
     reported = {row.key for row in rows}
@@ -288,10 +290,13 @@ def _missing(determined: set[str], config: DPOConfig, peer: Peer) -> Iterator[Ou
         "scored turns": config.task != "sft",
         "router loss": not MIXTURE.search(str(config.pretrain)),
     }
-    note = f"neither set in the source file nor a fixed default of {peer.name}; set "
     for name, paths in ESSENTIAL.items():
         if not needless.get(name) and determined.isdisjoint(paths):
-            yield Outcome(MISSING, note=note + paths[0], key=f"({name})")
+            yield Outcome(MISSING, note=_unset(peer, paths[0]), key=f"({name})")
+
+
+def _unset(peer: Peer, path: str) -> str:
+    return f"neither set in the source file nor a fixed default of {peer.name}; set {path}"
 
 
 def nested_keys(values: JsonObject) -> JsonObject:

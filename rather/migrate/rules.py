@@ -265,7 +265,7 @@ def algorithm(names: Mapping[Any, str | Mapping[str, str] | None]) -> Rule:
 
     def rule(value: Any, given: Given) -> Outcome:
         if value not in names:
-            known = ", ".join(map(str, names))
+            known = ", ".join(str(name) for name in names if name)
             raise ConfigError(f"{value} is not a training that Rather offers; it converts {known}.")
         loss = names[value]
         if not loss:

@@ -77,6 +77,8 @@ class TrainingLoop:
         self.timeline = Timeline(in_turn=not roles.runs_ahead)
         self.incidents = Incidents(config.run_dir, silent=self.run_dir is None or not roles.is_main)
         self.retry = OutOfMemoryRetry(self.packing, roles, self.incidents)
+        self.eval_every = config.interval("eval_steps", source.total_steps)
+        self.save_every = config.interval("save_steps", source.total_steps)
         self.saving = Saving(config, roles, identity, source.total_steps) if self.run_dir else None
         self.guard = Guard(
             config.on_nonfinite, config.max_nonfinite_steps, config.spike, source, self.incidents
@@ -187,7 +189,7 @@ class TrainingLoop:
             self._forget_reference()
         if ends or is_due(number, config.logging_steps):
             self._log_training(result)
-        if ends or step.ends_epoch or is_due(number, config.eval_steps):
+        if ends or step.ends_epoch or is_due(number, self.eval_every):
             self._evaluate(result)
         self.reference_stream.keep()
         return self._ends_or_saves(ends)
@@ -196,7 +198,7 @@ class TrainingLoop:
         """Return whether the run ends; save if so, or if a checkpoint is due or requested."""
         step, ends = self.progress.step, self._is_stopped() or ends or self.progress.stopped_early
         # A request that came before the first step is answered after it: step 0 is no progress.
-        if ends or (step and self.stop.saves) or is_due(step, self.config.save_steps):
+        if ends or (step and self.stop.saves) or is_due(step, self.save_every):
             self.reference_stream.keep()
             self.save(last=ends)
         return ends

@@ -81,7 +81,8 @@ class Forecast:
             )
             forward = seen.layers / speed.forward + seen.head / speed.head
             evaluation = forward / len(step) * pairs.held_out / (self.layout.devices * share)
-            evaluations = 1 + max(1, pairs.steps // config.eval_steps if config.eval_steps else 0)
+            every = config.interval("eval_steps", pairs.steps)
+            evaluations = 1 + max(1, pairs.steps // every if every else 0)
             self.run_seconds = pairs.steps * self.seconds.total + evaluations * evaluation
         everything = pairs.count + pairs.held_out if memory.with_reference else 0
         self.disk = disk_of(
@@ -188,7 +189,8 @@ def disk_of(
     While a checkpoint is written, those that are kept are still there.
     """
     each, model = checkpoint_bytes(config, sizes.shapes), sizes.weights * sizes.stored
-    saves = max(1, -(-steps // config.save_steps)) if config.save_steps else 1
+    every = config.interval("save_steps", steps)
+    saves = max(1, -(-steps // every)) if every else 1
     kept = min(saves, (config.max_ckpt_to_keep or saves) + 1)
     each += model if config.sync_ref_model else 0
     args = config.actor_train.model_args

@@ -22,8 +22,8 @@ from rather.migrate.rules import (
     IMPOSSIBLE,
     KEPT,
     LEFT_OUT,
+    MISSING,
     NEEDLESS,
-    OPEN,
     RENAMED,
     UNKNOWN,
     WRITTEN,
@@ -141,7 +141,7 @@ def test_statuses() -> None:
         program="dpo",
     )
     told = {"beta": KEPT, "max_length": RENAMED, "label_smoothing": CHANGED, "optim": IMPOSSIBLE, "betta": UNKNOWN,
-            "padding_free": NEEDLESS, "num_train_epochs": WRITTEN, "(pretrain)": OPEN}  # fmt: skip
+            "padding_free": NEEDLESS, "num_train_epochs": WRITTEN, "(model)": MISSING}  # fmt: skip
     assert {key: status(result, key) for key in told} == told
     assert "# not known: betta = 1" in result.yaml()
 

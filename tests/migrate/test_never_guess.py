@@ -78,7 +78,7 @@ def test_the_program_decides_the_loss(line: str, expected: dict[str, Any], tmp_p
         ("deepspeed --module openrlhf.cli.train_kto --pretrain m", "train_kto"),
         ("swift rlhf --rlhf_type dpo --model Qwen/Qwen2.5-VL-7B-Instruct", "language models only"),
         ({"base_model": "m", "rl": "gdpo", "sequence_len": 10}, "rl: gdpo"),
-        ({"base_model": "m", "sequence_len": 10}, "rl: None"),
+        ({"base_model": "m", "rl": "grpo", "sequence_len": 10}, "rl: grpo"),
         ({"model_name_or_path": "m", "stage": "ppo", "cutoff_len": 10}, "stage: ppo"),
         (TRL.format("sft_vlm.py"), "sft_vlm"),
         ({"stage": "dpo", "finetuning_type": "full", "image_max_pixels": 9}, "images, video or audio"),
@@ -126,7 +126,8 @@ SCORE = "actor_train.data_args.score"
         ({**LF, "stage": "rm"}, {"task": "reward", "pref_loss": "bradley_terry"}),
         ({**LF, "stage": "sft"}, {"task": "sft", SCORE: "assistant"}),
         ({**LF, "stage": "sft", "mask_history": True}, {"task": "sft", SCORE: "last"}),
-        ({"base_model": "m", "rl": "kto", "learning_rate": 1e-5, "rl_beta": 0.5, "kto_desirable_weight": 0.2},
+        ({"base_model": "m", "rl": "kto", "learning_rate": 1e-5, "rl_beta": 0.5, "kto_desirable_weight": 0.2,
+          "warmup_steps": 0},
          {"task": "unpaired", "pref_loss": "kto", "desirable_weight": 0.2, "beta": 0.5}),
     ],
 )  # fmt: skip
@@ -242,7 +243,7 @@ policy:
   dtensor_cfg: {enabled: true, tensor_parallel_size: 2}
   megatron_cfg: {enabled: false, optimizer: {lr: 1.0}}
   optimizer: {name: torch.optim.AdamW, kwargs: {lr: 5.0e-6}}
-data: {train: {dataset_name: d.jsonl}}
+data: {train: {dataset_name: PreferenceDataset, data_path: d.jsonl}}
 logger: {wandb_enabled: true, tensorboard_enabled: true}
 cluster: {gpus_per_node: 4, num_nodes: 1}
 """
@@ -423,7 +424,8 @@ def test_swift_takes_the_precision_of_a_model_that_is_here(tmp_path: Path) -> No
     assert problems(of(line + " --packing false")) == {}
 
 
-AXOLOTL = {"base_model": "m", "rl": "dpo", "learning_rate": 1e-5, "adapter": "lora", "lora_r": 4}
+AXOLOTL = {"base_model": "m", "rl": "dpo", "learning_rate": 1e-5, "adapter": "lora", "lora_r": 4,
+           "warmup_steps": 5}  # fmt: skip
 
 
 def axolotl(tmp_path: Path, entry: dict[str, Any], **more: Any) -> Migrated:
@@ -536,7 +538,7 @@ def test_an_empty_key_of_a_yaml_is_the_default_unless_it_has_a_meaning(tmp_path:
     entry = {"path": "d.jsonl"}
     result = axolotl(tmp_path, entry, num_epochs=None, warmup_ratio=None, sequence_len=None)
     training = result.config.actor_train.training_args
-    assert (training.num_train_epochs, training.warmup_ratio) == (1.0, 0.03)
+    assert (training.num_train_epochs, training.warmup_steps) == (1.0, 5)
     assert result.config.sequence_length == 512
     no_limit = of("trl dpo --model_name_or_path m --dataset_name d.jsonl --max_length None")
     assert no_limit.config.sequence_length == 32768

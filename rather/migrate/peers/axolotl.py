@@ -1,4 +1,4 @@
-"""Axolotl: its YAML with `rl: dpo | ipo | simpo | orpo | kto`.
+"""Axolotl: its YAML with `rl: dpo | ipo | simpo | orpo | kto`, or without rl (SFT).
 
 Facts of 0.18 (src/axolotl/utils/schemas, src/axolotl/core/builders).
 """
@@ -20,6 +20,7 @@ from rather.migrate.peers.shared import (
     adapter,
     address,
     dataset,
+    devices,
     epochs,
     length,
     optimizer,
@@ -28,7 +29,11 @@ from rather.migrate.peers.shared import (
 from rather.migrate.rules import (
     KTO,
     LEFT_OUT,
+    MISSING,
+    NEEDLESS,
     NOT_NEEDED,
+    SFT,
+    UNSET,
     Given,
     Outcome,
     Rule,
@@ -49,7 +54,7 @@ from rather.migrate.rules import (
 
 HARMLESS = ("LigerPlugin", "KernelsPlugin", "CutCrossEntropyPlugin", "SwanLabPlugin")  # for speed
 LOSSES = {"dpo": None, "ipo": "ipo", "simpo": "simpo", "orpo": "orpo",
-          "kto": {**KTO, "pref_loss": "kto"}}  # fmt: skip
+          "kto": {**KTO, "pref_loss": "kto"}, None: {**SFT, "data.score": "assistant"}}  # fmt: skip
 TEMPLATES = pairs("chatml=chatml llama3=llama3 gemma=gemma qwen_25=qwen2_5 qwen3=qwen3 phi_3=phi3 "
                   "tokenizer_default=native")  # fmt: skip
 ENDS = pairs("chatml=<|im_end|> qwen_25=<|im_end|> qwen3=<|im_end|> llama3=<|eot_id|> "
@@ -60,11 +65,17 @@ SHAPES = ("", "default", "argilla", "argilla_chat", "icr", "intel", "prompt_pair
 OF_ENTRY = {
     *keys("path name split revision data_files ds_type type roles message_property_mappings")
 }
+# Of rows for SFT: the assistant's turns are trained, each with its end-of-turn token.
+TURNS = {"roles_to_train": ["assistant"], "train_on_eos": "turn"}
 
 
-def read_as(entry: JsonObject) -> tuple[str | None, dict[str, str]]:
+def read_as(entry: JsonObject, given: Given) -> tuple[str | None, dict[str, str]]:
     """Return the template that an entry's type names, and the columns that have other names."""
     kind, own = entry.get("type"), entry
+    if not given.get("rl"):
+        if kind != "chat_template":
+            raise Unsupported(f"rows of type {kind} are not read; save them as messages")
+        entry = {key: v for key, v in entry.items() if TURNS.get(key, ...) != v}
     if isinstance(kind, dict):
         own, kind = kind, "user_defined"
         formats = {key: v for key, v in own.items() if key.endswith("_format") and v}
@@ -103,7 +114,7 @@ def datasets(path: str) -> Rule:
             split, part, at = (entry.get(key) for key in ("split", "name", "revision"))
             hub = None if files or entry.get("ds_type") else address(entry["path"], split, part, at)
             names += files if isinstance(files, list) else [files or hub or entry["path"]]
-        first, *others = map(read_as, entries(value))
+        first, *others = (read_as(entry, given) for entry in entries(value))
         if any(other != first for other in others):
             raise Unsupported("the files have rows of different types; save them in one")
         found = dataset(path)(names, given)
@@ -118,7 +129,7 @@ def datasets(path: str) -> Rule:
 
 def template(value: Any, given: Given) -> Outcome:
     """Several types of rows name a template, which wins."""
-    named = [read_as(entry)[0] for entry in entries(given.get("datasets"))]
+    named = [read_as(entry, given)[0] for entry in entries(given.get("datasets"))]
     return NOT_NEEDED if any(named) else to("global_template", TEMPLATES)(value, given)
 
 
@@ -131,6 +142,45 @@ def special_tokens(value: Any, given: Given) -> Outcome:
     return never("change the tokenizer's folder instead")(rest, given)
 
 
+def warmup_steps(given: Given) -> Any:
+    """By default 3 % of the steps, at most 100, and never 1; known only with max_steps."""
+    steps = given.get("max_steps") or 0
+    if given.get("warmup_ratio") is not None or steps <= 0:
+        return UNSET
+    warmup = min(int(0.03 * steps), 100)
+    return 2 if warmup == 1 else warmup
+
+
+def no_warmup(given: Given) -> Any:
+    """Return a mark if the number of steps, and so the default, is not known."""
+    is_set = any(given.get(key) is not None for key in ("warmup_steps", "warmup_ratio"))
+    return UNSET if is_set else True
+
+
+def ratio(value: Any, given: Given) -> Outcome:
+    steps = given.get("max_steps") or 0
+    if value is None or given.get("warmup_steps") is not None:
+        return NOT_NEEDED
+    if steps > 0:
+        warmup = int(value * steps)
+        return gives({"training.warmup_steps": 2 if warmup == 1 else warmup})
+    return gives({"training.warmup_ratio": value}, "rounded to a whole step; Axolotl rounds down")
+
+
+def per_epoch(path: str) -> Rule:
+    """Axolotl turns so many per epoch into a fraction of the run."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        share = 1 / (value * given["num_epochs"]) if value else 0
+        if path == "eval_steps" and not (given.get("val_set_size") or given.get("test_datasets")):
+            return Outcome(NEEDLESS, note="there are no held-out pairs")
+        if share >= 1:
+            return gives({path: None})
+        return gives({path: share}) if share else NOT_NEEDED
+
+    return rule
+
+
 def adapter_kind(value: Any, given: Given) -> Outcome:
     if value == "qlora" or not value:
         return gives({"model.quantization": "4bit"} if value else {"model.lora_rank": None})
@@ -138,7 +188,8 @@ def adapter_kind(value: Any, given: Given) -> Outcome:
 
 
 ADAPTER = adapter(
-    "lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save", "adapter", None, ""
+    "lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save", "adapter", None, "",
+    resumed="lora_model_dir",
 )
 RULES: Rules = {
     **HF,
@@ -152,7 +203,7 @@ RULES: Rules = {
         revision = model.revision
         trust_remote_code = model.trust_remote_code
         dpo_loss_weights = loss_weights
-        rl_beta dpo_beta trl.beta orpo_alpha = beta
+        rl_beta dpo_beta trl.beta orpo_alpha = beta if rl!=none
         dpo_loss_type = pref_loss:: kto_pair=none if rl=dpo
         simpo_gamma = gamma if rl=simpo
         cpo_alpha = rpo_alpha if rl=simpo
@@ -170,7 +221,7 @@ RULES: Rules = {
         micro_batch_size = training.per_device_train_batch_size
         eval_batch_size = actor_train.infer_batch_size
         early_stopping_patience = early_stopping_patience
-        reward_model process_reward_model ! reward models are not trained
+        reward_model process_reward_model ! Rather has no rule for Axolotl's reward models; task: reward trains one
         bfloat16 float16 ! weights in half precision without copies; choose model_args.dtype
         max_prompt_len ! the prompt alone has no limit
         tokens ! change the tokenizer's folder instead
@@ -178,9 +229,10 @@ RULES: Rules = {
         push_dataset_to_hub ? nothing is uploaded
         precompute_ref_log_probs ~ the reference is always computed once and kept on disk
         dataset_prepared_path ~ tokenised data are in <output_dir>/.cache; see cache_dir
-        saves_per_epoch evals_per_epoch ~ counted in steps: save_steps, eval_steps
         flash_attention sdp_attention xformers_attention eager_attention
         flex_attention ~ Rather has its own attention
+        sample_packing if rl=none ! a step has a number of full sequences there, here a number of answers; set train_batch_size
+        train_on_inputs if rl=none ! set actor_train.data_args.score
         sample_packing pad_to_sequence_len eval_sample_packing dpo_padding_free ~ pairs are always packed
         model_type tokenizer_type wandb_entity wandb_watch wandb_name wandb_log_model strict
         is_llama_derived_model debug local_rank train_on_inputs group_by_length
@@ -188,7 +240,7 @@ RULES: Rules = {
         liger_glu_activation flash_attn_cross_entropy eval_max_new_tokens eval_table_size
         shuffle_merged_datasets fsdp_version lora_mlp_kernel lora_qkv_kernel lora_o_kernel
         lora_embedding_kernel lora_on_cpu low_cpu_mem_usage gc_steps gc_collect_steps include_tkps
-        include_tokens_per_second use_ray ray_num_workers ray_run_name world_size
+        include_tokens_per_second use_ray ray_run_name world_size
         axolotl_config_path is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model
         profiler_steps profiler_steps_start tokenizer_use_fast tokenizer_save_jinja_files
         dataset_keep_in_memory num_dataset_shards_to_save preprocess_iterable dpo_use_liger_kernel
@@ -199,46 +251,6 @@ RULES: Rules = {
         swanlab_mode swanlab_workspace swanlab_log_completions swanlab_completion_log_interval
         swanlab_completion_max_buffer swanlab_log_model use_kernels use_scattermoe use_sonicmoe ~
         processor_type !! {IMAGES}
-        activation_offloading adam_beta3 adam_epsilon2 adaptive_max_tokens
-        added_tokens_overrides additional_special_tokens advantage_estimator alignment_coef
-        base_model_config batch_flattening batch_size bench_dataset bench_split
-        bnb_config_kwargs bos_token ce_coef center_rewards_coefficient chat_template_jinja
-        chat_template_kwargs cls_model_config cosine_constant_lr_ratio curriculum_sampling
-        dataset_exact_deduplication dataset_shard_idx dataset_shard_num default_system_message
-        dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of diversity_coef
-        do_bench_eval do_causal_lm_eval dpo_generate_during_eval dpo_norm_loss
-        dynamic_checkpoint ebft embedding_lr embedding_lr_scale embeddings_skip_upcast eos_token
-        eot_tokens eval_causal_lm_metrics eval_sequence_len experts_implementation
-        fix_untrained_tokens flex_attn_compile_kwargs float32 fp32_norm_classes fp32_norms fp8
-        freeze_mm_modules fsdp_final_state_dict_type fused_attn_kernel gemma4_hybrid_attn_impl
-        generate_max_len generate_samples gptq gradio_max_new_tokens gradio_server_name
-        gradio_server_port gradio_share gradio_temperature gradio_title gt_length_multiplier
-        hf_mlflow_log_artifacts hf_use_auth_token is_preprocess jagged_restart_anneal_steps
-        jagged_restart_steps jagged_restart_warmup_steps large_head_attention layer_offloading
-        llama4_linearized_experts loftq_bits loftq_config lora_alpha_pattern lora_fan_in_fan_out
-        lora_rank_pattern lora_target_parameters loraplus_lr_embedding loraplus_lr_ratio
-        lr_div_factor lr_groups lr_quadratic_warmup max_packed_sequence_len
-        mean_resizing_embeddings merge_lora merge_method min_completion_prefix min_sample_len
-        model_quantization_config model_quantization_config_kwargs multipack_real_batches
-        n_samples_per_prompt noisy_embedding_alpha num_generation_samples num_labels optim_args
-        optim_target_modules otel_metrics_host otel_metrics_port overrides_of_model_config
-        overrides_of_model_kwargs pad_to_multiple_of pad_token peft peft_autocast_adapter_dtype
-        peft_ensure_weight_tying peft_init_lora_weights peft_layer_replication
-        peft_layers_pattern peft_layers_to_transform peft_trainable_token_indices
-        pretraining_dataset pretraining_sample_concatenation processor_kwargs qat
-        qgalore_cos_threshold qgalore_gamma_proj qgalore_proj_bits qgalore_proj_group_size
-        qgalore_proj_quant qgalore_proj_type qgalore_queue_size qgalore_rank qgalore_scale
-        qgalore_update_proj_gap qlora_sharded_model_loading quantization quantize_moe_experts
-        recompute_layer_types reinit_weights relora relora_cpu_offload relora_prune_method
-        relora_prune_ratio resize_token_embeddings_to_32x resources_per_worker revision_of_model
-        rl_coef rope_scaling s2_attention sample_packing_bin_size sample_packing_eff_est
-        sample_packing_group_size sample_packing_mp_start_method sample_packing_sequentially
-        save_first_step save_sliding_window scaling_softmax scaling_softmax_bias
-        scaling_softmax_factor sdpa_varlen selective_checkpointing shrink_embeddings
-        shuffle_before_merging_datasets skip_prepare_dataset streaming tokenizer_legacy
-        tokenizer_use_mistral_common torch_compile_options torchdistx_path total_num_tokens
-        total_supervised_tokens trainer_cls trl unk_token use_comet use_eaft use_onebitllms
-        use_otel_metrics use_pose use_trackio use_whitening vllm -
     """),
     **switches("wandb_project use_tensorboard use_mlflow use_swanlab"),
     "adapter": adapter_kind,
@@ -251,6 +263,12 @@ RULES: Rules = {
     "chat_template": template,
     "sequence_len": when(all_of(["set"]), length()),
     "num_epochs": epochs,
+    "(warm-up)": lambda *_: Outcome(MISSING, note=(
+        "by default 3 % of all steps and at most 100; how many that are depends on the data: set warmup_steps")),
+    "warmup_ratio": ratio,
+    "saves_per_epoch": per_epoch("save_steps"),
+    "evals_per_epoch": per_epoch("eval_steps"),
+    "ray_num_workers": when(all_of(["use_ray=true"]), lambda value, given: gives(devices(value or 1))),
     "optimizer": optimizer,
     "lr_scheduler": to("training.lr_scheduler_type", SCHEDULES),
     "special_tokens": special_tokens,
@@ -266,8 +284,9 @@ PEER = Peer(
     defaults={
         **pairs("gradient_accumulation_steps=1 save_total_limit=4 rl=none dpo_loss_type=sigmoid micro_batch_size=1 "
                 "adapter=none bf16=auto simpo_gamma=0.5 cpo_alpha=1.0 sequence_len=512 num_epochs=1.0 lr_scheduler=cosine"),
+        "warmup_steps": warmup_steps, "(warm-up)": no_warmup,
         **defaults("""
-            warmup_ratio=0.03 if warmup_steps=none|0
+            save_strategy=epoch if save_steps=none|0 if saves_per_epoch=none|0
             rl_beta=0.1 if orpo_alpha=none|0 if trl.beta=none|0
         """),
     },

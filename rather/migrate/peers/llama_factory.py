@@ -232,6 +232,6 @@ PEER = Peer(
     marks="stage finetuning_type pref_beta pref_loss pref_ftx cutoff_len dpo_label_smoothing quantization_bit plot_loss "
           "overwrite_cache",
     words=("llamafactory", " lmf "),
-    whole="lr_scheduler_kwargs deepspeed gradient_checkpointing_kwargs accelerator_config",
+    whole="dataset_dir lr_scheduler_kwargs deepspeed gradient_checkpointing_kwargs accelerator_config",
     always=("The order of the pairs is another one.",),
 )  # fmt: skip

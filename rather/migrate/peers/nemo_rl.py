@@ -18,6 +18,9 @@ from rather.migrate.peers.shared import (
     ADAMW,
     DTYPES,
     HELD_OUT,
+    READABLE,
+    SAMPLES,
+    address,
     betas,
     dataset,
     devices,
@@ -50,6 +53,8 @@ from rather.migrate.source import read_mapping
 
 REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 MOST_PARENTS = 8
+BUILT_IN = ("HelpSteer3",)  # data sets of its own classes
+HUB = {"Tulu3Preference": "allenai/llama-3.1-tulu-3-8b-preference-mixture"}
 OTHER_ALGORITHMS = ("grpo", "sft", "rm", "distillation", "ppo")
 
 
@@ -123,12 +128,66 @@ def of_adapter(backend: str, section: str) -> Rules:
     return of(backend, {**adapter, f"{section}.enabled": whole})
 
 
+COLUMNS = ("prompt_key", "chosen_key", "rejected_key")
+OF_ENTRY = {"dataset_name", "data_path", "subset", "split", *COLUMNS}
+
+
+def file_of(entry: JsonObject) -> tuple[str, bool]:
+    """Return the file or the address of a data set, and whether its rows are still to be saved."""
+    name, split = str(entry.get("dataset_name") or ""), entry.get("split") or "train"
+    if name in HUB:
+        return f"hf://datasets/{HUB[name]}", False
+    if name in BUILT_IN:
+        return f"{name}-{split}.jsonl", True  # its class makes pairs of the rows
+    path = str(entry.get("data_path") or "")
+    if name not in ("PreferenceDataset", "BinaryPreferenceDataset", "") or not path:
+        raise Unsupported(f"{name or 'a data set without data_path'} is not read; save its pairs")
+    if path.endswith(READABLE):
+        return path, False
+    found = address(path, split, entry.get("subset"))
+    if found is None:
+        raise Unsupported(f"{path} is neither a data file nor a name of Hugging Face's hub")
+    return found, False
+
+
+def data_set(path: str) -> Rule:
+    """Translate data.train or data.validation, over what data.default says."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        if not value:
+            return NOT_NEEDED
+        if not isinstance(value, dict):
+            raise Unsupported("several data sets are merged there; save their pairs to a file")
+        defaults = given.get("data.default") or {}
+        entry = {key: v for key, v in {**defaults, **value}.items() if v is not None}
+        if other := entry.keys() - OF_ENTRY:
+            raise Unsupported(f"Rather has no rule for {', '.join(sorted(other))}")
+        file, is_open = file_of(entry)
+        columns = {key.removesuffix("_key"): entry[key] for key in COLUMNS if key in entry}
+        values: JsonObject = {path: file}
+        if renamed := {own: name for own, name in columns.items() if name != own}:
+            values[path.replace("file_name", "columns")] = renamed
+        note = f"save the pairs of {entry.get('dataset_name')} there, as JSON lines"
+        return Outcome(OPEN, values, note) if is_open else gives(values)
+
+    return rule
+
+
+def named_sets(value: Any, given: Given) -> Outcome:
+    sets = {name: file_of({"data_path": path})[0] for name, path in (value or {}).items()}
+    return gives({HELD_OUT: sets}) if sets else NOT_NEEDED
+
+
 def with_validation(value: Any, given: Given) -> Outcome:
     """Older files name one data set, and evaluate on its other split."""
-    found = dataset()(value, given)
-    if found.status != OPEN or "data.val_data_path" in given:
-        return found
-    return Outcome(OPEN, {**found.values, HELD_OUT: f"{value}-validation.jsonl"}, found.note)
+    if value not in (*BUILT_IN, *HUB):
+        return dataset()(value, given)
+    values = {SAMPLES: file_of({"dataset_name": value})[0]}
+    if value in HUB:
+        return gives(values)
+    if "data.val_data_path" not in given:
+        values[HELD_OUT] = file_of({"dataset_name": value, "split": "validation"})[0]
+    return Outcome(OPEN, values, f"save the pairs of {value} there, as JSON lines")
 
 
 def sft_weight(value: Any, given: Given) -> Outcome:
@@ -250,8 +309,7 @@ RULES: Rules = {
         cluster.num_nodes = num_nodes
         policy.hf_config_overrides.* ! change the config.json of the model instead
         policy.tokenizer.chat_template_kwargs policy.tokenizer.chat_template ! name a template or a Jinja file: global_template
-        data.train.split data.validation.split data.train.subset data.validation.subset
-        data.validation ~ name the files of the split you want
+        data.default ~ it fills in data.train and data.validation
         dpo.sft_average_log_probs ~ sft_loss_weight says it
         dpo.val_batches dpo.val_global_batch_size dpo.val_micro_batch_size dpo.val_at_start
         dpo.val_at_end ~ evaluation is on all pairs, before the first step, after each epoch and at the end
@@ -270,8 +328,11 @@ RULES: Rules = {
         logger.mlflow logger.swanlab logger.monitor_gpus logger.gpu_monitoring
         logger.num_val_samples_to_print ~
     """),
-    **dict.fromkeys(keys("data.train.dataset_name data.train.data_path data.train_data_path"), dataset()),
-    **dict.fromkeys(keys("data.validation.dataset_name data.validation.data_path data.val_data_path"), dataset(HELD_OUT)),
+    "data.train": data_set(SAMPLES),
+    "data.validation": data_set(HELD_OUT),
+    "data.val_data_paths": named_sets,
+    "data.train_data_path": dataset(),
+    "data.val_data_path": dataset(HELD_OUT),
     **switches("logger.wandb_enabled logger.tensorboard_enabled logger.mlflow_enabled logger.swanlab_enabled"),
     "dpo.sft_loss_weight": sft_weight,
     "checkpointing.checkpoint_dir": run_folder,
@@ -298,7 +359,7 @@ PEER = Peer(
     marks="dpo.reference_policy_kl_penalty policy.train_global_batch_size policy.max_total_sequence_length policy.model_name "
           "dpo.max_num_steps checkpointing.checkpoint_dir cluster.gpus_per_node",
     words=("run_dpo.py", "nemo_rl"),
-    whole="policy.scheduler policy.dynamic_batching policy.sequence_packing policy.generation logger.wandb "
+    whole="data.train data.validation data.default data.val_data_paths policy.scheduler policy.dynamic_batching policy.sequence_packing policy.generation logger.wandb "
           "logger.tensorboard logger.mlflow logger.swanlab logger.gpu_monitoring",
     always=(
         "Rows of the shape context + completions are read as they are.",

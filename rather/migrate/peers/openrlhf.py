@@ -188,6 +188,7 @@ PEER = Peer(
     marks="micro_train_batch_size max_len zero_stage nll_loss_coef lr_warmup_ratio ref_pretrain packing_samples max_ckpt_num "
           "adam_offload",
     words=("openrlhf.",),
+    secrets="use_wandb",
     always=(
         "OpenRLHF writes a space and EOS after each answer; here the chat template, or EOS alone, ends it.",
         "A step holds train_batch_size pairs on any number of devices.",

@@ -56,12 +56,17 @@ def optimizer(value: Any, given: Given) -> Outcome:
     return only(*ADAMW, why="the optimizer is AdamW")(value, given)
 
 
-def whole_steps(path: str) -> Rule:
+def interval(path: str) -> Rule:
+    """Set a number of steps; below 1 it is a fraction of the run, as in transformers."""
+
     def rule(value: Any, given: Given) -> Outcome:
-        if isinstance(value, float) and not value.is_integer():
-            raise Unsupported(f"{value} is a share of the run; write a number of steps")
-        steps = int(value or 0)
-        return gives({path: steps}) if steps > 0 else NOT_NEEDED
+        if not value or value < 0:
+            return NOT_NEEDED
+        if 0 < value < 1 and path != "logging_steps":
+            return gives({path: value})
+        if int(value) != value:
+            raise Unsupported(f"{value} is not a number of steps")
+        return gives({path: int(value)})
 
     return rule
 
@@ -262,20 +267,27 @@ def eval_steps(value: Any, given: Given) -> Outcome:
     strategy = given.get("eval_strategy") or given.get("evaluation_strategy")
     if str(strategy) not in ("steps", "None"):  # None: a tool that has no such key
         return Outcome(NEEDLESS, note=f"eval_strategy is {strategy}")
-    return whole_steps("eval_steps")(value, given)
+    return interval("eval_steps")(value, given)
 
 
 def save_strategy(value: Any, given: Given) -> Outcome:
+    """After each epoch is after the same fraction of the run, if it has whole epochs."""
     if str(value) == "steps":
         return NOT_NEEDED
-    counted = "checkpoints are counted in steps; the last one is always written"
-    return gives({"save_steps": None}, "" if str(value) == "no" else counted)
+    if str(value) == "no":
+        return gives({"save_steps": None})
+    count = given.get("num_epochs", given.get("num_train_epochs"))
+    if str(value) != "epoch" or not count or (given.get("max_steps") or 0) > 0 or count % 1:
+        raise Unsupported(
+            "checkpoints follow a number of steps, or a fraction of the run: save_steps"
+        )
+    return gives({"save_steps": 1 / count if count > 1 else None})
 
 
 def save_steps(value: Any, given: Given) -> Outcome:
     if str(given.get("save_strategy") or "steps") != "steps":
         return Outcome(NEEDLESS, note="save_strategy decides")
-    return whole_steps("save_steps")(value, given)
+    return interval("save_steps")(value, given)
 
 
 def best_metric(value: Any, given: Given) -> Outcome:
@@ -359,7 +371,7 @@ HF: Rules = facts("""
     "optim": optimizer,
     "bf16": bf16,
     "gradient_checkpointing": recompute,
-    "logging_steps": whole_steps("logging_steps"),
+    "logging_steps": interval("logging_steps"),
     "eval_strategy": evaluated,
     "evaluation_strategy": evaluated,
     "eval_steps": eval_steps,

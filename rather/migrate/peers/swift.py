@@ -39,6 +39,7 @@ from rather.migrate.rules import (
     defaults,
     facts,
     gives,
+    names_of,
     pairs,
     to,
     when,
@@ -85,6 +86,37 @@ def min_lr(value: Any, given: Given) -> Outcome:
     return gives({"training.lr_scheduler_kwargs": {"min_lr": value}}) if value else NOT_NEEDED
 
 
+REFERENCE_ADAPTER = "reference.model_args.adapter_name_or_path"
+
+
+def has_reference(given: Given) -> bool:
+    return given.get("rlhf_type") in ("dpo", "kto") and "sft" not in str(given.get(PROGRAM))
+
+
+def one_adapter(value: Any, given: Given) -> str:
+    names = names_of(value)
+    if len(names) > 1 or given.get("tuner_type") == "full" or given.get("ref_model"):
+        raise Unsupported("merge it into its model first (rather merge), and name that model")
+    return names[0]
+
+
+def resumed(value: Any, given: Given) -> Outcome:
+    """Train an adapter further; the reference is the model without one, unless ref_adapters names it."""
+    if not value:
+        return NOT_NEEDED
+    values = {"model.adapter_name_or_path": one_adapter(value, given)}
+    without = has_reference(given) and not given.get("ref_adapters")
+    return gives(values | {REFERENCE_ADAPTER: None} if without else values)
+
+
+def reference_adapter(value: Any, given: Given) -> Outcome:
+    if not value:
+        return NOT_NEEDED
+    if not has_reference(given):
+        raise Unsupported("this training has no reference")
+    return gives({REFERENCE_ADAPTER: one_adapter(value, given)})
+
+
 def degree(path: str) -> Rule:
     return when(
         all_of([">1"]), lambda value, given: gives({STRATEGY: "megatron_train", path: value})
@@ -93,7 +125,7 @@ def degree(path: str) -> Rule:
 
 RULES: Rules = {
     **HF,
-    **adapter("lora_rank lora_alpha lora_dropout target_modules modules_to_save", "tuner_type", "full"),
+    **adapter("lora_rank lora_alpha lora_dropout target_modules modules_to_save", "tuner_type", "full", resumed="adapters"),
     **facts(f"""
         global_batch_size = train_batch_size
         model = pretrain
@@ -119,7 +151,6 @@ RULES: Rules = {
         torch_dtype = model.dtype: bfloat16=bf16 float16=fp16 float32=fp16 if bf16=none if fp16=none
         sequence_parallel_size = actor_train.strategy_args.cp_size
         moe_aux_loss_coeff ! Megatron adds it up over layers and micro-batches; choose moe_aux_loss_coef
-        ref_adapters ! the reference has the policy's starting adapter, or none
         template ! name one of ours: global_template
         system ! write the system message into the rows
         packing ! a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size
@@ -138,55 +169,6 @@ RULES: Rules = {
         dataset_shuffle lazy_tokenize load_from_cache_file create_checkpoint_symlink model_author
         model_name gradient_accumulation_fusion masked_softmax_fusion experts_impl strict ignore_args_error streaming num_labels ~
         vit_lr aligner_lr vit_gradient_checkpointing max_pixels !! {IMAGES}
-        acc_strategy account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-        accumulate_allreduce_grads_in_fp32 adapter_act adapter_length add_non_thinking_prefix
-        advantage_estimator agent_template align_grad_reduce align_param_gather
-        apply_dsa_kernel_fusion apply_query_key_layer_scaling apply_rope_fusion
-        apply_wd_to_qk_layernorm async_generate attention_softmax_in_fp32 batch_p2p_comm
-        bias_activation_fusion bias_dropout_fusion bnb_4bit_use_double_quant bridge_backend
-        cached_dataset cached_val_dataset calculate_KL calculate_per_token_loss callbacks
-        cliprange cliprange_value completion_length_limit_scope cp_comm_type cp_partition_mode
-        cross_entropy_fusion_impl csa_dense_mode custom_dataset_info custom_register_path
-        data_parallel_random_init data_parallel_sharding_strategy data_sharding
-        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers deepspeed_autotp_size
-        delta device_map disable_auto_column_mapping disable_ignore_empty_think
-        dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014 download_mode
-        ds3_gather_for_generation dynamic_sample early_stop_interval enable_channel_loss
-        enable_dft_loss enable_npu_model_patch enable_thinking end_weight_decay epsilon
-        epsilon_high eval_dataset eval_dataset_args eval_generation_config eval_iters eval_limit
-        eval_metric eval_use_evalscope exp_avg_dtype exp_avg_sq_dtype external_plugins
-        extra_eval_args freeze_parameters freeze_parameters_ratio freeze_parameters_regex gamma
-        gkd_logits_topk gym_env hqq_axis importance_sampling_level init_strategy init_weights
-        interleave_prob is_binary_loss_scale kl_coef kl_in_reward lam language_model_only
-        linear_decoupled_in_proj lmbda load_args load_data_args local_repo_path
-        local_rollout_forward_batch_size log_completions log_entropy
-        log_rollout_offpolicy_metrics lora_bias lora_dtype lorap_lr_ratio lr_decay_iters
-        lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_style main_grads_dtype main_params_dtype
-        manual_gc manual_gc_eval manual_gc_steps max_completion_length max_memory max_model_len
-        max_new_tokens max_resample_times max_shard_size max_turns mcore_adapter mcore_model
-        mcore_ref_adapter mcore_ref_model megatron_extra_kwargs
-        microbatch_group_size_per_vp_stage missing_eos_penalty mlp_padding_free model_kwargs
-        move_model_batches mrl_dims multi_turn_scheduler nccl_comm_warmup new_special_tokens
-        norm_bbox num_generations num_generations_eval num_iterations num_mini_batches
-        num_ppo_epochs num_sample_generations off_policy_sequence_mask_delta offload_bridge
-        offload_model offload_optimizer offload_teacher_model optimizer_cuda_graph
-        overlap_p2p_comm overlong_filter packing_num_proc packing_strategy padding_side
-        perform_initialization pipeline_model_parallel_layout preserve_thinking problem_type
-        quant_method real_tau ref_model_mixup_alpha ref_model_revision ref_model_sync_steps
-        ref_model_type repetition_max_penalty repetition_n_grams repetition_penalty
-        response_length response_prefix resume_only_model reward_adapters reward_funcs
-        reward_model reward_model_plugin reward_model_revision reward_model_type reward_template
-        reward_weights rollout_importance_sampling_mode rollout_importance_sampling_threshold
-        rope_scaling router_replay_mode safe_serialization save_missing_weights scale_rewards
-        seq_kd sequence_packing_scheduler sft_alpha sgd_momentum shuffle_buffer_size sleep_level
-        start_weight_decay steps_per_generation stopping_strategy target_parameters target_regex
-        tau_neg tau_pos te_rng_tracker temperature template_backend tensorboard_queue_size
-        top_entropy_quantile top_k top_p tp_comm_overlap train_dataloader_shuffle
-        trainable_parameters trainable_parameters_regex tuner_backend use_chat_template
-        use_cpu_initialization use_flash_ckpt use_fused_mhc use_galore use_gym_env
-        use_megatron_fsdp use_persistent_ckpt_worker use_ray use_swift_lora use_vllm
-        val_dataset_shuffle vf_coef virtual_pipeline_model_parallel_size weight_decay_incr_style
-        whiten_rewards zero_hpz_partition_size -
     """ + TRL_LOSS),
     "tuner_type": trained,
     "rlhf_type": algorithm(KINDS),
@@ -196,7 +178,8 @@ RULES: Rules = {
     "pipeline_model_parallel_size": degree("strategy.pp_size"),
     "expert_model_parallel_size": degree("strategy.ep_size"),
     "optimizer": optimizer,
-    "adapters": to("model.adapter_name_or_path", lambda value: value[0] if isinstance(value, list) else value),
+    "adapters": resumed,
+    "ref_adapters": reference_adapter,
     "columns": columns,
     "dataset": dataset(),
     "val_dataset": dataset(HELD_OUT),
