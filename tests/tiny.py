@@ -131,6 +131,16 @@ def _config(folder: Path, changes: dict[str, Any]) -> DPOConfig:
     return config_from_dict(values)
 
 
+class CalledCuda(str):
+    """The name of the CPU for torch, and that of a GPU for code that asks whether it is one."""
+
+    def __new__(cls, *_args: object) -> CalledCuda:
+        return super().__new__(cls, "cpu")
+
+    def startswith(self, prefix: Any, *args: Any) -> bool:
+        return "cuda:0".startswith(prefix, *args)
+
+
 def metrics(config: DPOConfig) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     return [

@@ -35,7 +35,7 @@ from rather.cluster.launch import Roles
 from rather.cluster.role import shared_folder
 from rather.cluster.worker import stored
 from rather.config.schema import ActorConfig, DPOConfig, StrategyArgs
-from rather.config.strategies import Layout, layout
+from rather.config.strategies import Layout, layout, refuse_host_offload
 from rather.data.batch import Columns, PairLogps, TokenPair
 from rather.data.feed import Feed
 from rather.errors import ConfigError, DataError
@@ -136,6 +136,7 @@ class DPOTrainer:
         rank, world = process_rank()
         wanted = ActorConfig(strategy_args=strategy or StrategyArgs(strategy_name="ddp"))
         placing = layout(wanted, world)
+        refuse_host_offload(placing, next(own.parameters()).device.type, "strategy")
         self.worker = self._worker("actor_train", own, placing)
         self.policy, self.reference, self.ref_worker = self.worker.trainer, None, None
         if ref_model is not None:
@@ -218,6 +219,7 @@ class DPOTrainer:
             runner = WholeModelRunner(policy, STAGES[placing.stage])
         balance = self.config.actor_train.model_args.moe_aux_loss_coef if trains else None
         options: dict[str, Any] = {"mesh": mesh, "count_zeros": trains, "router_loss": balance}
+        options["owns_weights"] = False  # the caller may swap or load them at any time
         trainer = RankTrainer(policy, self.loss, runner=runner, **options)
         if trains and self.overrides:
             assert isinstance(policy, PolicyModel)

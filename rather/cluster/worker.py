@@ -21,7 +21,7 @@ from rather.cluster.health import set_environment
 from rather.cluster.memory import Peak, explanation, free_memory, largest, sentence
 from rather.cluster.writer import Writer
 from rather.config.schema import DPOConfig, ModelArgs, RoleConfig
-from rather.config.strategies import layout
+from rather.config.strategies import layout, refuse_host_offload
 from rather.config.values import worker_class
 from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.data.shares import Batches, NamedSteps, RunPairs, Share, share_of
@@ -138,6 +138,7 @@ class ActorWorker:
             how = "as its adapter began, from a frozen copy" if kept else "with its adapters off"
             self.log.info("%s: the policy %s; there is no second model", self.role, how)
             return
+        refuse_host_offload(self.layout, self.device.split(":")[0], f"{self.role}.strategy_args")
         self.mesh = build_mesh(self.layout, self.device)
         try:
             policy = self._load(total_steps, trains=trains)

@@ -33,7 +33,7 @@ from rather.model.export import (
 )
 from rather.model.files import model_folder, weight_files
 from rather.model.policy import PolicyModel
-from rather.model.reward import RewardFiles, is_reward_model, set_padding
+from rather.model.reward import is_reward_model, merging_files, set_padding
 from rather.optim.rounding import Rounding
 from rather.parallel.load import DTYPES, load_policy, takes_4_bits
 from rather.run_folder.model_source import Weights, here, weights_of
@@ -168,10 +168,10 @@ def merge(
     config = policy.causal_lm.config
     config.dtype = DTYPES[dtype] if dtype else config.dtype
     files = ShardedFiles(weight_files(found))
+    cast = FileCast(config.dtype, _asked(rounding, config.dtype) or default, files)
     if reward:
         set_padding(config, tokenizer)
-        files = RewardFiles(weight_files(found), policy.causal_lm.score.weight.shape[1], 0)
-    cast = FileCast(config.dtype, _asked(rounding, config.dtype) or default, files)
+        files = merging_files(weight_files(found), policy.causal_lm)
     streams = merged_weights(files, folder, cast)
     temporary = write_model(policy.causal_lm, streams, tokenizer, out, largest)
     del policy

@@ -347,6 +347,20 @@ def layout(role: RoleConfig, devices: int | None = None) -> Layout:
     )  # fmt: skip
 
 
+def refuse_host_offload(found: Layout, kind: str, key: str) -> None:
+    """Refuse shards in host memory on one GPU, where nothing would leave the GPU.
+
+    A CPU has no other memory than the host's, so there the setting changes nothing.
+    """
+    if found.host and found.devices == 1 and kind == "cuda":
+        raise ConfigError(
+            f"{key}: '{found.name}' keeps shards in host memory, which works on 2 or more devices; "
+            "one GPU would hold everything in its own memory. Use more devices, or another "
+            "strategy_name; on one GPU, precision=lean, reference.offload=on and "
+            "actor_train.strategy_args.strategy_config.recompute_granularity=full need less memory."
+        )
+
+
 def possible_layout(role: RoleConfig) -> Layout | None:
     """Return the layout of a role; None if it is impossible, which is reported separately."""
     return None if any(strategy_problems(role)) else layout(role)

@@ -107,7 +107,11 @@ def sigmoid(
     gamma: float = 0.0,
     length_normalization: bool = False,
 ) -> Tensor:
-    """DPO (2305.18290 eq. 7), cDPO by label_smoothing: -log sigmoid(beta (a - b) - gamma)."""
+    """DPO (2305.18290 eq. 7): -log sigmoid(beta (a - b) - gamma).
+
+    `label_smoothing` is the probability that a label is wrong (cDPO). `gamma` is a target margin.
+    `length_normalization` divides the log-ratio of each answer by its number of tokens.
+    """
     ratios = log_ratios(x) / x.length if length_normalization else log_ratios(x)
     return smoothed(beta * gap(ratios) - gamma, chance_wrong(x, label_smoothing))
 

@@ -33,7 +33,7 @@ from rather.model.files import (
     weight_files,
 )
 from rather.model.policy import PolicyModel
-from rather.model.reward import RewardFiles, set_padding
+from rather.model.reward import merging_files, set_padding
 from rather.optim.rounding import CHUNK, Rounding, plain_name
 
 LARGEST_FILE = 4_000_000_000  # bytes, transformers' "4GB"
@@ -133,8 +133,9 @@ def export_run(
 
     assert base is not None
     if policy.is_reward:
-        files = weight_files(model_folder(name, args.revision))
-        cast.source = base = RewardFiles(files, model.score.weight.shape[1], 0)
+        # `cast` compares with the files as they are. A head that they lack did not start there, and
+        # its whole change would outweigh that of the other weights.
+        base = merging_files(weight_files(model_folder(name, args.revision)), model)
     adapter = folder.with_name(folder.name.replace("model", "adapter"))  # best_model: best_adapter
     publish(whole_adapter(model, weights, source, tokenizer, adapter), adapter, card)
     temporary = write_model(model, merge(base, adapter, cast), tokenizer, folder)

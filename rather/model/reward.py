@@ -66,6 +66,11 @@ class RewardFiles(ModelFiles):
             self._stored.append(HEAD)
 
 
+def merging_files(files: Iterable[Path], model: Any) -> RewardFiles:
+    """Return the files of a base that an adapter with a trained head is merged into."""
+    return RewardFiles(files, model.score.weight.shape[1], seed=0)  # the adapter's head replaces it
+
+
 class _InMemory:
     """A tensor that is read like one of a safetensors file."""
 

@@ -90,8 +90,8 @@ class ParameterState:
             self.form = "lean" if lean else "split"
         elif parameter.dtype == torch.float16:
             self.rest = (parameter if start is None else start).detach().float()
-        if parameter.dtype == torch.bfloat16:
-            parameter.data = parameter.data.contiguous()
+        if self.form != "wide" and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()  # updates write to flat views
         own = self.local
         if self.form == "split":
             begin = own.float() if start is None else start.detach().to(own.device)
@@ -135,9 +135,21 @@ class ParameterState:
     def gradient(self) -> Tensor | None:
         if self._sums.late:
             self._sums.complete()
-        total = self.linear.total if self.linear else self.sum
-        grad = total if self.sums_wide else self.parameter.grad
+        grad = self._wide_sum() if self.sums_wide else self.parameter.grad
         return None if grad is None else local(grad)
+
+    def _wide_sum(self) -> Tensor | None:
+        """Return the float32 sum: what the linear layer added, and what autograd gave besides.
+
+        Autograd gives the gradients of a weight that is also used outside of its layer.
+        """
+        total = self.linear.total if self.linear else None
+        if total is None:
+            return self.sum
+        if self.sum is not None:
+            total.add_(self.sum)
+            self.sum = None
+        return total
 
     def zero_grad(self) -> None:
         self._sums.late.pop(self, None)

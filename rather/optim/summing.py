@@ -119,13 +119,20 @@ class Projections(SharedInput):
 def summing(
     modules: Iterable[nn.Module], weights: Collection[nn.Parameter]
 ) -> dict[nn.Parameter, SummingLinear]:
-    """Turn the plain linear layers with these weights into summing ones; return them by weight."""
-    found: dict[nn.Parameter, SummingLinear] = {}
+    """Turn the plain linear layers with these weights into summing ones; return them by weight.
+
+    Layers that share a weight stay plain: a weight can be part of one group only.
+    """
+    linears: dict[nn.Parameter, set[nn.Linear]] = {}
     for module in modules:
-        if type(module) is nn.Linear and (weight := module.weight) in weights:
-            module.__class__ = SummingLinear
-            found[weight] = module  # type: ignore[assignment, index]
-    return found
+        if type(module) is nn.Linear and module.weight in weights:
+            linears.setdefault(module.weight, set()).add(module)
+    summing_by_weight: dict[nn.Parameter, SummingLinear] = {}
+    for weight, (linear, *others) in linears.items():
+        if not others:
+            linear.__class__ = SummingLinear
+            summing_by_weight[weight] = linear  # type: ignore[assignment]
+    return summing_by_weight
 
 
 def group_projections(modules: Iterable[nn.Module]) -> None:
@@ -223,6 +230,9 @@ _operators.define("concatenate_columns(Tensor[] parts) -> Tensor")
 
 def _add_product_(total: Tensor, grad_ND: Tensor, x_NE: Tensor) -> None:
     """Add grad^T x to a float32 total."""
+    # `data`: a layer that is called twice saves its total twice. No backward pass reads the
+    # numbers, so autograd must not refuse the second one because the first has changed them.
+    total = total.data
     if total.is_cuda:
         torch.ops.aten.addmm.dtype_out(total, grad_ND.t(), x_NE, torch.float32, out=total)
     else:

@@ -247,7 +247,9 @@ def load_divided(
     dtype = torch.float32 if trains and mesh.sums_gradients else compute
     folder = model_folder(name, args.revision)
     with _opening(name, "weights"), _parameters_without_memory():
-        stored: Any = _open_files(weight_files(folder), config, start, reward=reward)
+        files = weight_files(folder)
+        is_rounded = bool(_dtypes(files) - {dtype})  # by the files: config.json may name another
+        stored: Any = _open_files(files, config, start, reward=reward)
         causal_lm: Any = loader.from_config(
             config,
             dtype=dtype,
@@ -264,7 +266,7 @@ def load_divided(
         with _parameters_without_memory():
             stored = _adapt(causal_lm, stored, args, start)
     causal_lm.config.dtype = source_dtype
-    exact = trains and dtype != torch.float32 and (source_dtype != dtype or args.has_adapter)
+    exact = trains and dtype != torch.float32 and (is_rounded or args.has_adapter)
 
     def fill(part: PolicyModel) -> None:
         _fill(name, part, mesh, stored, "cpu" if layout.host else device, exact=exact)

@@ -18,7 +18,7 @@ import torch
 
 from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs, RoleConfig, as_list
-from rather.config.strategies import Layout, layout
+from rather.config.strategies import Layout, layout, refuse_host_offload
 from rather.data.pack import pack
 from rather.errors import ConfigError, RatherError
 from rather.losses.objective import from_config
@@ -361,11 +361,13 @@ class MemoryForecast:
         self.stage = stage
         self.config, self.sizes, self.device, self.kind = config, sizes, device, device.kind
         self.layout, self.args = layout(config.actor_train), config.actor_train.model_args
+        refuse_host_offload(self.layout, self.kind, "actor_train.strategy_args")
         self.compute, self.compiled = stored_dtype(self.args, self.kind).itemsize, compiled
         self.with_reference = reference and from_config(config).needs_reference
         self.reference_bytes = 0.0  # of a device of its own, or shared with the policy
         if self.with_reference and not config.reference_is_policy:
             role = config.reference
+            refuse_host_offload(layout(role), self.kind, "reference.strategy_args")
             state = role_state(config, role, self.kind, sizes.shapes, role.model_args)
             self.reference_bytes = state.own + (state.gathered if state.is_sharded else 0.0)
         # Widths of one tp rank; with sequence parallelism the residual stream is divided too.

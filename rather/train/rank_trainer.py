@@ -133,7 +133,9 @@ class RankTrainer:
         runner: Runner | None = None,
         count_zeros: bool = False,
         router_loss: float | None = None,
+        owns_weights: bool = True,
     ) -> None:
+        """`owns_weights`: nobody else replaces weights, so that layers can keep joined copies."""
         self.policy, self.loss, self.optimizer = policy, loss, optimizer
         self.mesh, self.count_zeros = mesh or Mesh(), count_zeros
         self.parked: HostOffloaded | None = None
@@ -144,8 +146,10 @@ class RankTrainer:
         self.balance = balance_of(policy, self.mesh, router_loss, self.device)
         self._counted = counted(policy, self.mesh)
         self._is_alone = self.mesh.world == 1
-        if isinstance(policy, PolicyModel) and self.device.startswith("cuda"):
-            use_fewer_kernels(policy, optimizer, alone=self._is_alone)
+        if isinstance(policy, PolicyModel) and self.device.startswith("cuda") and owns_weights:
+            # A group of one rank is alone as well, but FSDP2 shards its weights.
+            is_whole = self._is_alone and not self.mesh.sums_gradients
+            use_fewer_kernels(policy, optimizer, alone=is_whole)
         self._dp, self._dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
         # Of several ranks with the same pairs, only the primary one reports numbers.
         self._is_primary = self.mesh.rank("cp") == self.mesh.rank("tp") == 0
@@ -332,7 +336,7 @@ class RankTrainer:
         values = torch.stack([torch.stack(list(row.values())) for row in rows])
         table = values.new_zeros(self._dp * len(batches), values.shape[1])  # dp ranks take turns
         table[self._dp_rank :: self._dp][: len(rows)] = values
-        optimizer.prepare()  # the next line waits for the device
+        optimizer.prepare()  # now, because `_reduce_numbers` waits for the device
         tokens = values.new_empty(2)  # filled without waiting for the device
         tokens[0].fill_(sum(batch.real_tokens for batch in batches))
         tokens[1].fill_(sum(len(batch.ids_N) for batch in batches))

@@ -25,8 +25,9 @@ from rather.data.collate import (
 )
 from rather.errors import ConfigError, DataError
 from rather.model import check
+from rather.train import rank_trainer
 from tests.padded import random_pairs
-from tests.tiny import make_model, make_pairs, tiny_policy
+from tests.tiny import CalledCuda, make_model, make_pairs, tiny_policy
 
 LENGTH = 128
 
@@ -399,3 +400,36 @@ def test_pairs_beyond_the_positions_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=r"65 exceeds the 64 positions .*'llama'"):
             compute()
+
+
+def swap(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Replace weights as libraries for moving averages do."""
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name]
+
+
+def assign(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(weights, assign=True)
+
+
+@pytest.mark.defect("R3")
+@pytest.mark.parametrize("replace_weights", [swap, assign])
+def test_weights_that_the_caller_replaces_are_used_in_every_pass(
+    replace_weights: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, too, where linear layers of other runs keep joined copies."""
+    monkeypatch.setattr(rank_trainer, "device_of", CalledCuda)
+    model, other = (tiny_policy(dtype=torch.bfloat16).causal_lm for _ in range(2))
+    config = DPOConfig(pref_loss="orpo")
+    trainer = DPOTrainer(model, config)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    replace_weights(model, {name: weight.clone() for name, weight in other.state_dict().items()})
+    with torch.no_grad():
+        layer, x = model.model.layers[0].self_attn, torch.randn(1, 5, 32).bfloat16()
+        found = [layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)]
+        own = other.model.layers[0].self_attn
+        expected = [own.q_proj(x), own.k_proj(x), own.v_proj(x)]
+    assert all(map(torch.equal, found, expected))
+    assert trainer.policy.policy.causal_lm is model

@@ -18,6 +18,7 @@ from rather.model.attention import IMPLEMENTATION
 from rather.model.layers import layers_of
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
+from rather.optim.rounding import Rounding
 from rather.optim.summing import SummingLinear, group_projections, summing
 
 INPUTS = [torch.randn(1, rows, 8, generator=torch.Generator().manual_seed(rows)) for rows in (3, 5)]
@@ -270,3 +271,64 @@ def test_adapted_layers_that_move_leave_their_group() -> None:
     assert attention.q_proj.group is not None
     policy.float()
     assert attention.q_proj.group is None
+
+
+class Twice(nn.Module):
+    """A weight that is used twice: in two layers, by two calls of one layer, or also directly."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first = nn.Linear(8, 8, bias=False)
+        self.second = nn.Linear(8, 8, bias=False) if how == "two layers" else self.first
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        return y @ self.first.weight.t() if self.how == "directly" else self.second(y)
+
+
+@pytest.mark.defect("R7")
+@pytest.mark.parametrize("how", ["two layers", "two calls", "directly"])
+def test_a_weight_that_is_used_twice_gets_its_whole_gradient(how: str) -> None:
+    torch.manual_seed(0)
+    plain = Twice(how).bfloat16()
+    expected = gradients(plain, optimizer_of(plain))
+    torch.manual_seed(0)
+    sums = Twice(how).bfloat16()
+    optimizer = optimizer_of(sums)
+    optimizer.sum_inside(sums.modules())
+    for _step in range(2):
+        found = gradients(sums, optimizer)
+        assert found.keys() == expected.keys() == {"first.weight"}
+        error = (found["first.weight"] - expected["first.weight"]).norm()
+        assert error < 0.02 * expected["first.weight"].norm()
+
+
+@pytest.mark.defect("R7")
+def test_projections_that_share_a_weight_form_no_group() -> None:
+    model = Projecting()
+    model.v_proj.weight = model.k_proj.weight
+    summing(model.modules(), set(model.parameters()))
+    group_projections(model.modules())
+    with torch.no_grad():
+        model.k_proj.weight.zero_()
+        x = torch.ones(1, 8)
+        for layer in (model.q_proj, model.k_proj, model.v_proj):
+            y = layer(x)
+            assert torch.equal(y[0], layer.bias) is (layer is not model.q_proj)
+
+
+@pytest.mark.defect("R12")
+def test_a_held_weight_that_is_not_contiguous_is_updated() -> None:
+    weight = nn.Parameter(torch.randn(6, 4).t())
+    held = Rounding(held=frozenset({"weight"}))
+    args = TrainingArgs(learning_rate=0.1)
+    optimizer = Optimizer(
+        [("weight", weight)], args, schedule=lambda _done: 0.1, max_grad_norm=1.0, rounding=held
+    )
+    before = weight.detach().clone()
+    weight.square().sum().backward()
+    optimizer.step(1.0)
+    moved = (weight.detach() - before).abs()
+    assert moved.min() > 0.05

@@ -28,6 +28,7 @@ from rather.model.export import FileCast, export_model, export_stored, source_fi
 from rather.model.policy import pair_columns
 from rather.optim.adamw import local
 from rather.optim.rounding import Rounding
+from rather.parallel import load
 from rather.parallel.load import load_divided, load_policy
 from rather.parallel.mesh import Mesh, build_mesh
 from rather.parallel.stages import Stages
@@ -68,6 +69,23 @@ def test_ranks_read_together_what_one_process_reads(
         got = whole(pool(2).run(read, folder, layout, dtype))
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.defect("R8")
+def test_masters_start_from_the_files_whatever_their_config_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 files whose config.json names bfloat16 are common on the hub."""
+    folder = make_model(tmp_path / "base")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    monkeypatch.setattr(load, "cpu_has_bf16", lambda: True)
+    expected = dict(load_policy(str(folder), ModelArgs(dtype="fp32"), "cpu").named_parameters())
+    args, layout = ModelArgs(dtype="bf16"), Layout(1)  # as tp and pp: nothing is sharded
+    divided = load_divided(str(folder), args, "cpu", Mesh(), layout, trains=True)
+    assert divided.exact.keys() == expected.keys()
+    assert all(torch.equal(divided.exact[name], weight) for name, weight in expected.items())
+    assert divided.causal_lm.config.dtype == torch.bfloat16  # of an export
 
 
 def refusal(folder: Path) -> str:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rather.config.schema import TrainingArgs
+from rather.config.schema import ModelArgs, TrainingArgs
+from rather.config.strategies import Layout
 from rather.data.batch import PairFacts
 from rather.data.pack import pack
+from rather.losses.objective import configure
 from rather.optim.optimizer import Optimizer
-from rather.parallel.mesh import Mesh
+from rather.parallel import load
+from rather.parallel.mesh import Mesh, build_mesh
 from rather.parallel.shard import Stage, shard
+from rather.train import rank_trainer
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.cells import cells
+from tests.padded import random_pairs
 from tests.same.canonical import (
     STEPS,
     VARIANTS,
@@ -33,6 +39,7 @@ from tests.same.canonical import (
     whole,
 )
 from tests.same.pool import pool
+from tests.tiny import CalledCuda, make_model
 
 Sizes = dict[str, int]
 
@@ -145,6 +152,33 @@ def test_shards_on_the_host() -> None:
 def test_a_mesh_of_one_rank_uses_the_multi_rank_path() -> None:
     setup = Setup(steps=4)
     assert_same(joined(pool(1).run(run, {}, "zero3", setup)), alone(setup))
+
+
+def frozen_on_one_rank(folder: Path, stage: int) -> Tensor:
+    """Return the log-probs of a reference as a GPU in a group of one rank computes them."""
+    layout = Layout(1, stage=stage)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "cpu_has_bf16", lambda: True)
+        patch.setattr(rank_trainer, "device_of", CalledCuda)
+        mesh = build_mesh(layout, "cpu")
+        args = ModelArgs(dtype="bf16")
+        policy = load.load_divided(str(folder), args, "cpu", mesh, layout, trains=False)
+        trainer = RankTrainer(policy, configure(["sigmoid"], {}), mesh=mesh)
+    return trainer.log_probs(pack(random_pairs(3, 60), 80))["sum"]
+
+
+@pytest.mark.defect("R1")
+def test_a_frozen_model_in_a_group_of_one_gpu(tmp_path: Path) -> None:
+    """FSDP2 shards its weights, so linear layers must not join them."""
+    folder = make_model(tmp_path / "base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "cpu_has_bf16", lambda: True)
+        policy = load.load_policy(str(folder), ModelArgs(dtype="bf16"), "cpu")
+    trainer = RankTrainer(policy, configure(["sigmoid"], {}))
+    expected = trainer.log_probs(pack(random_pairs(3, 60), 80))["sum"]
+    for stage in (0, 3):
+        (found,) = pool(1).run(frozen_on_one_rank, folder, stage)
+        torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
 
 
 def rounded(setup: Setup, dtype: torch.dtype) -> RankTrainer:
