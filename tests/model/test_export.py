@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather.config.schema import DPOConfig, ModelArgs
+from rather.commands.export import export
+from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs
 from rather.errors import DiskError
-from rather.model.export import LARGEST_FILE, export_model
-from rather.parallel.load import load_policy
+from rather.model.export import LARGEST_FILE, export_model, export_run
+from rather.parallel.load import Start, load_policy
 from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import in_child, make_config, make_model
 
@@ -251,3 +252,26 @@ def test_large_models_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
     opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert all(map(torch.equal, opened.parameters(), policy.parameters()))
+
+
+@pytest.mark.defect("R11")
+def test_the_kept_share_compares_a_reward_model_with_the_files_it_started_from(
+    tmp_path: Path,
+) -> None:
+    """A new head is not in these files, and would outweigh the update of an adapter."""
+    folder = make_model(tmp_path / "base")
+    args = ActorModelArgs(lora_rank=4, lora_alpha=4)
+    policy = load_policy(str(folder), args, "cpu", start=Start(seed=5), reward=True)
+    trained = {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
+    square = 0.0
+    for name, lora_b in trained.items():
+        if ".lora_B." in name:
+            lora_b.fill_(1e-3)
+            update = lora_b @ trained[name.replace(".lora_B.", ".lora_A.")]
+            square += float(update.square().sum())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = tmp_path / "model"
+    kept = export_run(policy, trained, (str(folder), args), tokenizer, model, "card")
+    assert kept.square == pytest.approx(square, rel=1e-3)
+    export(str(tmp_path / "adapter"), tmp_path / "merged")
+    assert f"{kept.share:.2%} of the update" in (tmp_path / "merged" / "README.md").read_text()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from rather.cluster.worker import ActorWorker, RankInfo
 from rather.config.load import config_from_dict
 from rather.config.schema import DPOConfig, ModelArgs
 from rather.config.strategies import layout
@@ -317,6 +318,39 @@ def test_dividing_needs_less(folder: Path, seven: tuple[Path, Sizes]) -> None:
 
 
 # --- what is said ---
+
+
+OFFLOADING = {
+    "zero2_cpu": {"actor_train.strategy_args": {"strategy_name": "zero2_cpu"}},
+    "deepspeed": {
+        "actor_train.strategy_args": {
+            "strategy_name": "deepspeed_train",
+            "strategy_config": {
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+            },
+        }
+    },
+    "reference": {"reference.strategy_args": {"strategy_name": "gemini_auto"}},
+}
+
+
+@pytest.mark.defect("H1")
+@pytest.mark.parametrize("change", OFFLOADING.values(), ids=OFFLOADING)
+def test_shards_in_host_memory_are_refused_on_one_gpu(
+    folder: Path, tiny: Sizes, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a plan and by the process that would load the model. One CPU has no other memory."""
+    offloading = config(folder, model(folder), **change)
+    refused = r"strategy_args: '\w+' keeps shards in host memory, which works on 2 or more devices"
+    with pytest.raises(ConfigError, match=refused):
+        judged(offloading, tiny, "h100", steps(16))
+    assert judged(on_devices(offloading, 2), tiny, "h100", steps(16)).fits
+    Forecast(offloading, tiny, Device("cpu", 64 * GIB), pairs_of(steps(16)), None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    role = next(iter(change)).partition(".")[0]
+    worker = ActorWorker(offloading, role, RankInfo(device="cuda:0"))
+    with pytest.raises(ConfigError, match=f"{role}.{refused}"):
+        worker.initialize(total_steps=1)
 
 
 def judged(found: DPOConfig, sizes: Sizes, gpu: str, sample: list[list[TokenPair]]) -> Forecast:
