@@ -190,9 +190,19 @@ def _optimizer(policy: Any, compute: torch.dtype | None = None) -> Optimizer:
     )
 
 
-def reference_of(work: Work) -> list[Columns]:
-    """Log-probs of the weights in the folder."""
-    trainer = plain_trainer(work)
+def frozen_trainer(way: Way, work: Work) -> RankTrainer:
+    """A reference, as a worker among several builds it."""
+    mesh = way.mesh(work.device)
+    options = {"trains": False, "rounding": work.rounding}
+    divided = load_divided(str(work.folder), work.args, work.device, mesh, way.layout, **options)
+    whole = isinstance(divided, PolicyModel)
+    runner = WholeModelRunner(divided, STAGES[way.layout.stage]) if whole else None
+    return RankTrainer(divided, _loss(), mesh=mesh, runner=runner)
+
+
+def reference_of(work: Work, way: Way | None = None) -> list[Columns]:
+    """Log-probs of the weights in the folder: of a whole model, or of one divided this way."""
+    trainer = frozen_trainer(way, work) if way else plain_trainer(work)
     found = [trainer.log_probs(batches) for batches in work.batches()]
     return [{name: column.cpu() for name, column in columns.items()} for columns in found]
 

@@ -53,7 +53,7 @@ def segment_attention(
     s_aux: Tensor | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, N, D], key and value [1, Hkv, N, D] -> [1, N, H, D]."""
+    """query [1, H, N, D], key [1, Hkv, N, D], value [1, Hkv, N, V] -> [1, N, H, V]."""
     if s_aux is not None:
         raise ConfigError(
             f"{type(module).__name__}: attention sinks are not supported; use another model"
@@ -116,11 +116,20 @@ def _attend(
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, s: Segments, scale: float, window: int | None
 ) -> Tensor:
-    by_token = [x[0].transpose(0, 1) for x in (query, key, value)]
+    # The kernels take one width for all three, but with multi-head latent attention keys are wider
+    # than values. Zeros add nothing to a score, and further columns of the output are cut off.
+    width = max(query.shape[-1], value.shape[-1])
+    by_token = [_widened(x[0].transpose(0, 1), width) for x in (query, key, value)]
     places = (s.key_index_K, s.order_K, s.start_N, s.cu_q, s.cu_k, s.max_q, s.max_k)
     left = -1 if window is None else window - 1
     out: Tensor = _SegmentAttention.apply(*by_token, *places, scale, left)
-    return out[None]
+    own_width = value.shape[-1]
+    return (out if own_width == width else out[..., :own_width])[None]
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    missing = width - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 # Gather and kernel are one operator, so that a compiler sees neither the number of gathered keys

@@ -30,6 +30,7 @@ def _gather_kernel(
 
 def gather_by_key(keys_N: Tensor, values_N: Tensor, index_K: Tensor) -> tuple[Tensor, Tensor]:
     """Return the keys and values of these tokens; `index_select` is slow for short rows."""
+    assert keys_N.shape[1:] == values_N.shape[1:], "one width for both, or rows would overlap"
     keys_N, values_N = (x if x[0].is_contiguous() else x.contiguous() for x in (keys_N, values_N))
     places, width = len(index_K), keys_N[0].numel()
     keys_K, values_K = (x.new_empty((places, *x.shape[1:])) for x in (keys_N, values_N))
@@ -69,6 +70,7 @@ def sum_by_key(
     `order_K` lists the places token by token, `start_N` where each token's begin. Without atomics,
     so that the bits are always the same.
     """
+    assert keys_K.shape == values_K.shape, "one width for both, or rows would overlap"
     keys_K, values_K = keys_K.contiguous(), values_K.contiguous()
     tokens, width = len(start_N) - 1, keys_K[0].numel()
     keys_N, values_N = (keys_K.new_empty((tokens, *keys_K.shape[1:])) for _ in range(2))

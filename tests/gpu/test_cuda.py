@@ -19,6 +19,7 @@ from rather.model.attention import IMPLEMENTATION, flash_attention_4, segment_at
 from rather.model.policy import PolicyModel, pair_columns
 from rather.parallel.load import load_policy
 from rather.pipeline.pipeline import DPOPipeline
+from tests.model import test_experts as experts
 from tests.model.test_families import FAMILIES, VOCAB, tiny
 from tests.padded import padded_logps, random_pairs
 from tests.tiny import make_config
@@ -26,10 +27,31 @@ from tests.tiny import make_config
 pytestmark = pytest.mark.gpu
 
 
-def both(family: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float]:
+# Multi-head latent attention: keys are wider than values. All layers of DeepSeek are dense here,
+# because rounding changes what a router chooses.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
+REAL: dict[str, Any] = {  # 192 and 128
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+DENSE: dict[str, Any] = {"first_k_dense_replace": 3, "num_mtp_layers": 0}
+LATENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "minicpm3": LATENT,
+    "deepseek_v3": LATENT | DENSE,
+    "deepseek_v3-real": LATENT | DENSE | REAL,
+}
+
+
+def both(
+    family: str, dtype: torch.dtype, **changes: Any
+) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Padded and packed log-probs on the GPU, and the cosine of their gradients."""
     pairs = random_pairs(5, VOCAB)
-    plain, ours = (tiny(family, dtype, attention).cuda() for attention in ("eager", IMPLEMENTATION))
+    plain, ours = (
+        tiny(family, dtype, attention, **changes).cuda() for attention in ("eager", IMPLEMENTATION)
+    )
     want = padded_logps(plain, pairs)
     got = torch.zeros_like(want)
     for batch in pack(pairs, 90):
@@ -57,6 +79,34 @@ def test_packed_is_as_good_as_padded_in_bfloat16(family: str) -> None:
     want, got, cosine = both(family, torch.bfloat16)
     assert (got - exact).abs().max() <= 2 * (want - exact).abs().max() + 0.1
     assert cosine > 0.98
+
+
+@pytest.mark.defect("R2")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+def test_latent_attention_is_as_good_as_padded_in_half_precision(
+    family: str, dtype: torch.dtype
+) -> None:
+    exact, same, _ = both(family, torch.float32, **LATENT_FAMILIES[family])
+    assert torch.allclose(same, exact, rtol=1e-4, atol=0)
+    want, got, cosine = both(family, dtype, **LATENT_FAMILIES[family])
+    assert (got - exact).abs().max() <= 2 * (want - exact).abs().max() + 0.1
+    assert cosine > 0.98
+
+
+@pytest.mark.defect("R2")
+def test_deepseek_loads_and_trains_in_bfloat16(tmp_path: Path) -> None:
+    """With experts: its log-probs are compared with the padded forward when it is loaded."""
+    config = make_config(tmp_path, max_steps=2)
+    model = experts.tiny("deepseek_v3", vocab_size=63)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # small, so that a router may choose another expert
+                parameter.mul_(0.2)
+    model.save_pretrained(config.actor_train.model_path)
+    assert DPOPipeline(config).run() == 0
+    losses = [line["loss"] for line in metrics(config.run_dir) if "loss" in line]
+    assert losses[0] == pytest.approx(math.log(2), abs=0.05)
 
 
 @pytest.mark.parametrize("size", [64, 128])

@@ -79,6 +79,18 @@ def test_a_layout_equals_the_plain_path(way: str, dtype: str, folder: Path) -> N
     assert apart.within(SAME[dtype], 1.0)
 
 
+@pytest.mark.defect("R1")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way].sharded and not WAYS[way].axes])
+def test_a_divided_reference_equals_the_plain_one(way: str, dtype: str, folder: Path) -> None:
+    """As `torchrun --nproc-per-node 1` builds it: FSDP2 shards the weights of a frozen model."""
+    work, _ = measured(folder, dtype)
+    divided = reference_of(work, WAYS[way])
+    for found, expected in zip(divided, work.known, strict=True):
+        difference = (found["sum"] - expected["sum"]).abs().max()
+        assert difference <= (1e-4 if dtype == "fp32" else 0.02) * expected["sum"].abs().max()
+
+
 def test_a_wrong_layout_is_detected(folder: Path) -> None:
     """One pair less in one step is further than bf16 may go."""
     work, plain = measured(folder, "fp32")

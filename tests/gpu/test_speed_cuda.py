@@ -61,14 +61,32 @@ def batches(count: int = 24, budget: int = 512) -> list[PairBatch]:
     return [batch.to("cuda") for batch in pack(random_pairs(count, 990), budget, ladder=64)]
 
 
+OTHER = pytest.mark.defect("R2")
+
+
 @pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(
+    "widths",  # of keys and values
+    [
+        (32, 32),
+        pytest.param((32, 16), marks=OTHER),
+        pytest.param((16, 32), marks=OTHER),
+        pytest.param((192, 128), marks=OTHER),
+        pytest.param((128, 64), marks=OTHER),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_the_attention_operator_equals_the_loop(kv_heads: int, window: int | None) -> None:
+def test_the_attention_operator_equals_the_loop(
+    kv_heads: int, widths: tuple[int, int], window: int | None
+) -> None:
     torch.manual_seed(1)
     (batch,) = batches(9, 10**6)
     tokens = len(batch.ids_N)
-    made = [torch.randn(1, heads, tokens, 32, device="cuda") for heads in (4, kv_heads, kv_heads)]
-    weight = torch.randn(1, tokens, 4, 32, device="cuda")
+    of_keys, of_values = widths
+    shapes = [(4, of_keys), (kv_heads, of_keys), (kv_heads, of_values)]
+    made = [torch.randn(1, heads, tokens, width, device="cuda") for heads, width in shapes]
+    weight = torch.randn(1, tokens, 4, of_values, device="cuda")
 
     def run(dtype: torch.dtype) -> list[torch.Tensor]:
         inputs = [x.to(BF16).to(dtype).requires_grad_() for x in made]

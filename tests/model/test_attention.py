@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from rather.data.batch import Segments
 from rather.data.pack import pack
 from rather.errors import ConfigError
+from rather.model import attention
 from rather.model.attention import segment_attention
 from tests.padded import random_pairs
 
@@ -83,6 +87,72 @@ def test_equals_the_definition(
         assert one.grad is not None
         assert other.grad is not None
         assert torch.allclose(one.grad[0].double(), other.grad, atol=4 * tolerance)
+
+
+def places(key_index: Tensor, cu_q: Tensor, cu_k: Tensor) -> Segments:
+    return Segments.of(cu_q.diff().tolist(), cu_k.diff().tolist(), key_index)
+
+
+def kernel(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Attention in plain torch that takes no other shapes than the kernels on a GPU."""
+    key_index, _order, _start, cu_q, cu_k, _max_q, _max_k, scale, left = rest
+    assert query.shape[-1] == key.shape[-1], "head sizes"
+    assert key.shape == value.shape, "head sizes"
+    heads_first = [x.transpose(0, 1)[None] for x in (query, key, value)]
+    window = left + 1 if left >= 0 else None
+    parts = places(key_index, cu_q, cu_k)
+    out = attention._one_by_one(*heads_first, parts, scale, window, None)[0]
+    return out.contiguous(), query.new_zeros(query.shape[1], query.shape[0])
+
+
+def kernel_backward(grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    query, key, value, out, _lse, *rest = tensors
+    assert grad.shape == out.shape == query.shape
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        return torch.autograd.grad(kernel(*leaves, *rest)[0], leaves, grad)
+
+
+@pytest.fixture
+def kernels_on_the_cpu() -> Iterator[None]:
+    library = torch.library.Library("rather", "IMPL")
+    library.impl("segment_attention", kernel, "CPU")
+    library.impl("segment_attention_backward", kernel_backward, "CPU")
+    yield
+    library._destroy()
+
+
+OTHER = pytest.mark.defect("R2")
+
+
+@pytest.mark.usefixtures("kernels_on_the_cpu")
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(
+    "widths",
+    [pytest.param((12, 8), marks=OTHER), pytest.param((8, 12), marks=OTHER), (8, 8)],
+    ids=str,
+)
+def test_the_path_of_a_gpu_takes_values_of_another_width_than_keys(
+    widths: tuple[int, int], window: int | None
+) -> None:
+    """As with multi-head latent attention (deepseek_v3: 192 and 128)."""
+    parts, tokens = segments()
+    torch.manual_seed(0)
+    of_keys, of_values = widths
+    shapes = [(HEADS, of_keys), (2, of_keys), (2, of_values)]
+    given = [torch.randn(1, heads, tokens, width) for heads, width in shapes]
+    slope = torch.randn(1, tokens, HEADS, of_values)
+    results = []
+    for path in (
+        lambda *x: attention._varlen(*x, parts, 0.5, window),
+        lambda *x: attention._one_by_one(*x, parts, 0.5, window, None),
+    ):
+        leaves = [x.clone().requires_grad_() for x in given]
+        out = path(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, slope)])
+    for found, expected in zip(*results, strict=True):
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [4, 5, 6])
