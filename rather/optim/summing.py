@@ -126,7 +126,7 @@ def summing(
     linears: dict[nn.Parameter, set[nn.Linear]] = {}
     for module in modules:
         if type(module) is nn.Linear and module.weight in weights:
-            linears.setdefault(module.weight, set()).add(module)
+            linears.setdefault(module.weight, set()).add(module)  # type: ignore[arg-type]
     summing_by_weight: dict[nn.Parameter, SummingLinear] = {}
     for weight, (linear, *others) in linears.items():
         if not others:

@@ -20,9 +20,12 @@ from rather.errors import ConfigError
 from rather.losses.objective import configure
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, routers_of, twin_of
-from rather.model.policy import PolicyModel
+from rather.model.layers import arrange_layers
+from rather.model.policy import PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
-from rather.train.rank_trainer import RankTrainer, StepResult
+from rather.parallel.mesh import Mesh
+from rather.parallel.routers import balance_of
+from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
 from tests.padded import padded_logps, random_pairs, ranked_pairs
 from tests.tiny import tiny_policy
 
@@ -247,3 +250,48 @@ def test_a_twin_without_a_router_fails_the_check(monkeypatch: pytest.MonkeyPatch
 def test_attention_sinks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'gpt_oss' cannot be trained.*attention sinks"):
         check_family(AutoConfig.for_model("gpt_oss"))
+
+
+def router_gradients(policy: PolicyModel) -> list[Tensor]:
+    grads = [router.weight.grad for _, router in routers_of(policy)]
+    policy.zero_grad()
+    return [grad.clone() for grad in grads if grad is not None]
+
+
+@pytest.mark.defect("mutation 9")
+def test_recomputed_layers_count_the_tokens_of_their_own_micro_batch() -> None:
+    """A pipeline runs the forward pass of several micro-batches before the first backward pass."""
+    policy = PolicyModel(tiny("qwen3_moe"))
+    balance = balance_of(policy, Mesh(), COEFFICIENT, "cpu")
+    assert balance is not None
+    balance.slope.copy_(torch.linspace(-1, 1, 8))
+    batches = pack(the_pairs(), 60, ladder=64)
+    assert len(batches) == 2
+    assert len({len(batch.ids_N) for batch in batches}) == 1  # only their masks differ
+    results = []
+    for recompute in ("none", "full"):
+        arrange_layers(policy, recompute=recompute)  # type: ignore[arg-type]
+        sums = [pair_columns(policy, batch)["sum"].sum() for batch in batches]
+        for total in sums:
+            (total * 0).backward()
+        results.append(router_gradients(policy))
+    for recomputed, kept in zip(*results, strict=True):
+        assert kept.norm() > 0.1
+        assert torch.allclose(recomputed, kept, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.defect("mutation 10")
+@pytest.mark.parametrize("budget", [60, 10**6], ids=["several micro-batches", "one"])
+def test_the_router_loss_is_multiplied_by_the_loss_scale(budget: int) -> None:
+    """Of float16; the optimizer divides all gradients by it."""
+    policy = PolicyModel(tiny("qwen3_moe"))
+    balance = balance_of(policy, Mesh(), COEFFICIENT, "cpu")
+    assert balance is not None
+    runner, batches = WholeModelRunner(policy), pack(the_pairs(), budget)
+    results = []
+    for scale in (1.0, 1024.0):
+        balance.backward(runner, batches, (), lambda _, columns: 0 * columns["sum"].sum(), scale)
+        results.append(router_gradients(policy))
+    for plain, scaled in zip(*results, strict=True):
+        assert plain.norm() > 0
+        assert torch.allclose(scaled, plain * 1024, rtol=1e-4)

@@ -124,12 +124,12 @@ def load_on_one_rank(folder: Path, **changes: Any) -> Any:
 
 def test_a_family_that_cannot_be_trained_is_refused_however_it_is_loaded(tmp_path: Path) -> None:
     folder = falcon(tmp_path)
-    for load in (
+    for load_model in (
         lambda: load_policy(str(folder), ModelArgs(), "cpu"),
         lambda: load_on_one_rank(folder),
     ):
         with pytest.raises(ConfigError, match=r"'falcon' cannot be trained.*padded forward"):
-            load()
+            load_model()
 
 
 def test_a_family_that_only_whole_weights_can_prove_is_not_divided(

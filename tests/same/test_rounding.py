@@ -28,6 +28,7 @@ from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.cells import cells
 from tests.same.canonical import Setup, make_policy, make_trainer, train
 from tests.same.pool import pool
+from tests.tiny import tiny_policy
 
 DITHERED = Rounding("dithered")
 SETUP = Setup(steps=3, layers=2, lr=1e-6)
@@ -212,6 +213,21 @@ def test_a_moving_reference_keeps_its_low_bits(folder: Path) -> None:
     again.mix_weights(moving.weights(), 1.0)  # as a checkpoint is restored
     for name, weight in again.weights().items():
         assert weight.equal(moving.weights()[name])
+
+
+@pytest.mark.defect("mutation 6")
+def test_a_reference_in_bfloat16_moves_by_less_than_a_step_of_bfloat16() -> None:
+    """With real bfloat16 weights on every CPU; a CPU without such instructions loads float32."""
+    frozen = tiny_policy(dtype=torch.bfloat16).requires_grad_(False)
+    moving = RankTrainer(frozen, make_trainer(SETUP).loss)
+    began = {name: weight.double() for name, weight in moving.weights().items()}
+    target = {name: weight.float() + 0.1 for name, weight in moving.weights().items()}
+    for _ in range(20):
+        moving.mix_weights(target, 1e-4)
+    way = 0.1 * (1 - (1 - 1e-4) ** 20)
+    for name, weight in moving.weights().items():
+        moved = weight.double() - began[name]
+        assert torch.allclose(moved, torch.full_like(moved, way), rtol=0.02), name
 
 
 def test_an_adapter_and_its_base_are_rounded_alike(folder: Path) -> None:
