@@ -29,12 +29,13 @@ from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
 from rather.files import JsonObject, own, read_bytes
 from rather.losses.objective import from_config
+from rather.model.files import refuse_other_base
 from rather.model.policy import PolicyModel
 from rather.parallel.load import same_weights, stored_dtype
 from rather.plan.memory import known_shapes
 from rather.report.folder import CONFIG, FINISHED
 from rather.report.pairs import MEANINGS, Doctor
-from rather.run_folder.model_source import Weights, rounding_of
+from rather.run_folder.model_source import Weights, base_of_checkpoint, rounding_of
 
 HITS = 20  # pairs listed at a time
 SEARCH_SECONDS = 1.5  # then the hits so far are returned, and the search can continue from there
@@ -146,6 +147,8 @@ class Session:
             other = args.of_other_weights()
             after = Weights(f"model/ of step {step}", str(folder), "", other, **rounds)
         elif newest:
+            if args.has_adapter:
+                refuse_other_base(newest.path, path, args.revision, base_of_checkpoint(newest))
             after = replace(before, name=newest.path.name, checkpoint=newest)
         else:
             raise ConfigError(

@@ -31,7 +31,7 @@ from rather.model.export import (
     whole_model,
     write_model,
 )
-from rather.model.files import model_folder, weight_files
+from rather.model.files import model_folder, refuse_other_base, weight_files
 from rather.model.policy import PolicyModel
 from rather.model.reward import is_reward_model, merging_files, set_padding
 from rather.optim.rounding import Rounding
@@ -92,7 +92,8 @@ def export(
         target = out if adapter else out.with_name(f"{out.name}-adapter")
         weights = {name: parameter.detach() for name, parameter in policy.named_parameters()}
         trained = source.model, source.args
-        temporary = whole_adapter(policy.causal_lm, weights, trained, tokenizer, target)
+        on = source.trained_on
+        temporary = whole_adapter(policy.causal_lm, weights, trained, tokenizer, target, on)
         del policy
         if not adapter:
             try:
@@ -141,12 +142,14 @@ def merge(
 
     _refuse_existing(out)
     folder = adapter_folder(adapter)
-    name, revision, quantised = base_of(folder)
+    name, revision, quantised, trained_on = base_of(folder)
     if base:
         name, revision = base, None
     found = model_folder(name, revision) if name else None
     if name is None or found is None or not found.exists():
         raise ConfigError(f"{folder}: its base model {name} is not here; pass it with --base.")
+    if not trust.any_base:
+        refuse_other_base(adapter, name, revision, trained_on)
     if quantised and not takes_4_bits():
         log.warning("%s: bitsandbytes is missing; comparing with the base in full precision instead "
                     "of %s", folder, quantised)  # fmt: skip

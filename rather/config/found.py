@@ -30,7 +30,7 @@ from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS, DataArgs, Trainin
 from rather.config.strategies import DEGREES
 from rather.config.values import RUN_NAME, device_list
 from rather.errors import ConfigError
-from rather.files import JsonObject, own, parse_yaml, read_bytes, real_path, yaml_text
+from rather.files import JsonObject, own, parse_json, parse_yaml, read_bytes, real_path, yaml_text
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def _written_at(values: Any, key: str) -> Any:
         if not isinstance(values, dict) or name not in values:
             return Missing
         values = values[name]
-    return json.loads(json.dumps(values, default=str))  # 1: x has a number as its key in YAML
+    return parse_json(json.dumps(values, default=str))  # 1: x has a number as its key in YAML
 
 
 def _has_interpolation(value: Any) -> bool:

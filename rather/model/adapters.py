@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -75,6 +75,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {  # of values in an adapter's config
     "modules_to_save": _are_names,
     "base_model_name_or_path": _is_text,
     "revision": _is_text,
+    "base_weights": _is_text,
 }
 _PEFT = "base_model.model."  # the prefix of every name in an adapter's file
 
@@ -142,12 +143,21 @@ def saved_config(folder: Path) -> LoraConfig:
     return LoraConfig(**own, init_lora_weights=True, task_type="CAUSAL_LM")
 
 
-def base_of(folder: Path) -> tuple[str | None, str | None, Any]:
-    """Return name, revision and quantization in training of an adapter's base; None if unknown."""
+class Base(NamedTuple):
+    """What an adapter's folder says about its base; None if unknown."""
+
+    name: str | None
+    revision: str | None
+    quantization: Any  # in training
+    weights: str | None  # their digest in training
+
+
+def base_of(folder: Path) -> Base:
+    """Return the base of an adapter."""
     values = _values(folder, CONFIG)
     notes = _values(folder, NOTES) if (folder / NOTES).exists() else {}
     name, revision = values.get("base_model_name_or_path"), values.get("revision")
-    return name, revision, notes.get("quantization")
+    return Base(name, revision, notes.get("quantization"), notes.get("base_weights"))
 
 
 def _values(folder: Path, name: str) -> dict[str, Any]:
@@ -370,9 +380,16 @@ def _adapter_name(name: str) -> str | None:
 
 
 def write_adapter(
-    folder: Path, causal_lm: Any, weights: Mapping[str, Tensor], source: tuple[str, ModelArgs]
+    folder: Path,
+    causal_lm: Any,
+    weights: Mapping[str, Tensor],
+    source: tuple[str, ModelArgs],
+    trained_on: str | None,
 ) -> None:
-    """Write what PeftModel.from_pretrained opens. `weights` have the policy's names; float32."""
+    """Write what PeftModel.from_pretrained opens. `weights` have the policy's names; float32.
+
+    `trained_on` is the digest of the base's weights, None if it is unknown.
+    """
     base, args = source
     if is_local(base):
         base = str(Path(base).expanduser().absolute())
@@ -402,8 +419,9 @@ def write_adapter(
         values |= {"r": 2 * config.r, "lora_alpha": _number(config.lora_alpha * growth)}
     text = json.dumps(values, indent=2, sort_keys=True, default=str)
     (folder / CONFIG).write_text(text + "\n", "utf-8")
-    if args.quantization:
-        text = json.dumps({"quantization": args.quantization})
+    notes = {"quantization": args.quantization, "base_weights": trained_on}
+    if any(notes.values()):
+        text = json.dumps({key: value for key, value in notes.items() if value})
         (folder / NOTES).write_text(text + "\n", "utf-8")
     streams = {name: TensorStream.of(saved[name]) for name in sorted(saved)}
     with open(folder / WEIGHTS, "xb") as file:

@@ -31,6 +31,7 @@ from rather.model.files import (
     file_streams,
     model_folder,
     weight_files,
+    weights_digest,
 )
 from rather.model.policy import PolicyModel
 from rather.model.reward import merging_files, set_padding
@@ -137,7 +138,10 @@ def export_run(
         # its whole change would outweigh that of the other weights.
         base = merging_files(weight_files(model_folder(name, args.revision)), model)
     adapter = folder.with_name(folder.name.replace("model", "adapter"))  # best_model: best_adapter
-    publish(whole_adapter(model, weights, source, tokenizer, adapter), adapter, card)
+    base_folder = model_folder(name, args.revision)
+    trained_on = weights_digest(base_folder) if base_folder else None
+    temporary = whole_adapter(model, weights, source, tokenizer, adapter, trained_on)
+    publish(temporary, adapter, card)
     temporary = write_model(model, merge(base, adapter, cast), tokenizer, folder)
     publish(temporary, folder, _with_share(card, cast.kept))
     return cast.kept
@@ -229,12 +233,13 @@ def whole_adapter(
     source: tuple[str, ModelArgs],
     tokenizer: Any,
     folder: Path,
+    trained_on: str | None,
 ) -> Path:
     """Write an adapter that `publish` renames to `folder`."""
     from rather.model.adapters import write_adapter
 
     with _new_folder(folder, tokenizer) as temporary:
-        write_adapter(temporary, model, weights, source)
+        write_adapter(temporary, model, weights, source, trained_on)
     return temporary
 
 

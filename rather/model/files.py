@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,14 @@ from torch import Tensor
 from rather.checkpoint.sharded_tensors import Cast, ShardedFiles, ShardSpec, TensorStream
 from rather.config.paths import is_local
 from rather.errors import ConfigError
-from rather.files import read_json, refuse_outside, text_sha
+from rather.files import (
+    MOST_JSON_BYTES,
+    parse_json,
+    read_json,
+    refuse_outside,
+    regular,
+    text_sha,
+)
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -30,6 +38,12 @@ NOT_IN_A_FORWARD = frozenset({
     "output_hidden_states", "return_dict", "id2label", "label2id",
     "problem_type", "task_specific_params",
 })  # fmt: skip
+# Of the digest of weights: bytes up to which all are hashed, blocks of larger tensors and their
+# size, and the number of blocks above which each tensor has two only.
+MOST_HASHED = 1 << 30
+SPOTS, SPOT, MOST_SPOTS = 8, 512, 40_000
+BLOCK = 1 << 20
+BASE_WEIGHTS = "base weights"  # its key in the identity of a checkpoint
 CONTENT = ("*.safetensors", "*.py")
 # Files have matrices for each expert, a model stacks them: (stack, block of its rows), by the
 # names of most families and of Mixtral.
@@ -174,6 +188,71 @@ def model_digest(folder: Path, sha: Callable[[Path], str]) -> str | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+def weights_digest(folder: Path) -> str | None:
+    """Return a digest of a model's weights, however they are divided into files; None if unreadable.
+
+    It notices that the base of an adapter was replaced or mixed up. It covers name, dtype and shape
+    of every tensor, and all bytes of a model up to 1 GiB. Of a larger one, whose files cannot be
+    read at every chat, it covers 8 blocks of 512 bytes spread evenly over each tensor (2 blocks of
+    more than 5,000 tensors): three megabytes of a model of 70B. Other training changes more weights
+    than these blocks can miss; somebody who changes weights between them on purpose is not noticed.
+    """
+    try:
+        tensors = {
+            name: (file, facts) for file in weight_files(folder) for name, facts in _header(file)
+        }
+        spans = {name: facts["data_offsets"] for name, (_, facts) in tensors.items()}
+        is_whole = sum(end - start for start, end in spans.values()) <= MOST_HASHED
+        spots = SPOTS if len(tensors) * SPOTS <= MOST_SPOTS else 2
+        digest = sha256()
+        for name in sorted(tensors):
+            file, facts = tensors[name]
+            digest.update(f"{name} {facts['dtype']} {facts['shape']}\n".encode())
+            for block in _blocks(file, *spans[name], None if is_whole else spots):
+                digest.update(block)
+        return digest.hexdigest()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError):
+        return None  # loading the model reports why
+
+
+def _header(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and facts of the tensors in a safetensors file; offsets count from its start."""
+    with open(file, "rb", opener=regular) as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > MOST_JSON_BYTES:
+            raise ValueError("the header is too large")
+        header = parse_json(opened.read(size))
+    for name, facts in header.items():
+        if name != "__metadata__":
+            start, end = facts["data_offsets"]
+            yield name, {**facts, "data_offsets": (8 + size + start, 8 + size + end)}
+
+
+def _blocks(file: Path, start: int, end: int, spots: int | None) -> Iterator[bytes]:
+    """Yield the bytes of a span: all of them, or so many evenly spread blocks."""
+    places, length = [*range(start, end, BLOCK)], BLOCK
+    if spots and end - start > spots * SPOT:
+        places = [start + (end - start - SPOT) * i // (spots - 1) for i in range(spots)]
+        length = SPOT
+    with open(file, "rb", opener=regular) as opened:
+        for place in places:
+            opened.seek(place)
+            yield opened.read(min(length, end - place))
+
+
+def refuse_other_base(
+    source: str | Path, base: str, revision: str | None, trained_on: str | None
+) -> None:
+    """Refuse a base that has other weights than the one an adapter was trained on, if known."""
+    folder = model_folder(base, revision) if trained_on else None
+    now = weights_digest(folder) if folder else None
+    if now is not None and now != trained_on:
+        raise ConfigError(
+            f"{source}: was trained on other weights than {base} has now; restore that base, or "
+            "accept another one with --any-base (chat, score, export, merge, compare-losses)."
+        )
 
 
 def config_digest(name: str, revision: str | None) -> str | None:

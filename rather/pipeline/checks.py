@@ -19,7 +19,13 @@ from rather.data.cache import Cache
 from rather.data.prepare import Prepared
 from rather.errors import CheckpointError, ConfigError, DataError
 from rather.losses.objective import PairLoss
-from rather.model.files import config_digest, model_digest, model_folder
+from rather.model.files import (
+    BASE_WEIGHTS,
+    config_digest,
+    model_digest,
+    model_folder,
+    weights_digest,
+)
 from rather.parallel.load import compute_dtype, same_weights
 
 log = logging.getLogger(__name__)
@@ -156,6 +162,8 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
         )
         if frozen and (folder := model_folder(*path)):
             digests[f"{name} weights"] = model_digest(folder, sha)
+            if name == "model":  # without the config: commands compare it with an adapter's base
+                digests[BASE_WEIGHTS] = weights_digest(folder)
     return {
         "data": {
             "pairs": data.train.fingerprint,

@@ -19,7 +19,7 @@ from rather.data.hub import refuse_unknown_model
 from rather.data.template import load_tokenizer, tokenizer_of
 from rather.errors import CheckpointError, ConfigError
 from rather.files import read_json
-from rather.model.files import model_folder
+from rather.model.files import BASE_WEIGHTS, model_folder, refuse_other_base
 from rather.model.policy import PolicyModel
 from rather.model.reward import is_reward_model
 from rather.optim.rounding import Rounding
@@ -41,6 +41,7 @@ class Weights:
     run: DPOConfig | None = None
     group: str = "model"  # of the checkpoint; `reference` for one that followed the policy
     rounding: Rounding = DITHERED  # as in the run
+    trained_on: str | None = None  # the digest of an adapter's base in training, if it is known
 
     def load(self, device: str, dtype: Any = None) -> PolicyModel:
         """Load the frozen model, with the checks that a run does."""
@@ -111,17 +112,20 @@ def _of_adapter(name: str, folder: Path, trust: Trust) -> Weights:
             f"{name}: contains a model and an adapter; move adapter_* into a separate folder "
             "and choose one of the two"
         )
-    base, revision, _ = base_of(folder)
+    base, revision, _, trained_on = base_of(folder)
     found = model_folder(base, revision) if base else None
     if base is None or found is None or not found.exists():
         raise ConfigError(
             f"{name}: its base model {base} was not found; run `rather merge --base` first"
         )
+    if not trust.any_base:
+        refuse_other_base(name, base, revision, trained_on)
     tokenizer = folder if (folder / "tokenizer_config.json").is_file() else found
     dtype, rounding = _precision_of_run(folder)
     own = {"adapter_name_or_path": str(folder), "revision": revision, "dtype": dtype}
     args = ActorModelArgs(trust_remote_code=trust.remote_code).model_copy(update=own)
-    return Weights(name, base, str(tokenizer), args, rounding=rounding)
+    options: Any = {"rounding": rounding, "trained_on": trained_on}
+    return Weights(name, base, str(tokenizer), args, **options)
 
 
 def _precision_of_run(result: Path) -> tuple[Literal["bf16", "fp16", "fp32"] | None, Rounding]:
@@ -150,7 +154,18 @@ def _of_checkpoint(name: str, found: Checkpoint, trust: Trust) -> Weights:
     if actor.model_args.model_name_or_path is None:
         raise ConfigError(f"{file}: names no model that the checkpoint belongs to.")
     source = (actor.model_path, actor.tokenizer_path, actor.model_args)
-    return Weights(name, *source, found, run, rounding=rounding_of(run))
+    trained_on = base_of_checkpoint(found)
+    if actor.model_args.has_adapter and not trust.any_base:
+        refuse_other_base(name, actor.model_path, actor.model_args.revision, trained_on)
+    options: Any = {"rounding": rounding_of(run), "trained_on": trained_on}
+    return Weights(name, *source, found, run, **options)
+
+
+def base_of_checkpoint(found: Checkpoint) -> str | None:
+    """Return the digest of the weights under an adapter when it was saved, if it is known."""
+    identity = found.state.get("identity")
+    digest = identity.get(BASE_WEIGHTS) if isinstance(identity, dict) else None
+    return digest if isinstance(digest, str) else None
 
 
 def load_weights(policy: PolicyModel, found: Checkpoint, group: str = "model") -> None:
