@@ -427,9 +427,11 @@ def checkout_of(folder: Path, owner: str, name: str, scratch: Path, commit: str 
         settings = os.environ | {"GIT_INDEX_FILE": str(scratch / "index"), "GIT_DIR": str(git)}
         words = ["git", "-c", "core.hooksPath=/dev/null", "--work-tree", str(target), "checkout"]
         # A mirror may lack its largest files: those that exist are written, and no other matters.
-        subprocess.run(
-            [*words, "-q", commit, "--", *TEXTS], env=settings, check=False, capture_output=True
-        )
+        for pattern in TEXTS:
+            subprocess.run(
+                [*words, "-q", commit, "--", pattern],
+                env=settings, check=False, capture_output=True,
+            )  # fmt: skip
         (scratch / "index").unlink(missing_ok=True)
     return target
 
@@ -444,7 +446,9 @@ def user_files(folder: Path, scratch: Path) -> Iterator[Example]:
                 root = checkout_of(folder, owner, repository, scratch, commit)
                 label = f"{owner}/{repository}:{path}"
                 peer = known.get(label, {}).get("tool") or ("trl" if "_trl" in name else "?")
-                yield Example(label, peer, root, Path(path))
+                folder_of_user = root / known.get(label, {}).get("started in", "")
+                file = (root / path).relative_to(folder_of_user)
+                yield Example(label, peer, folder_of_user, file)
 
 
 def examine(tool: str, examples: list[Example], checkout: Path, trains: bool) -> dict[str, Any]:

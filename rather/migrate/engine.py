@@ -361,8 +361,10 @@ def _outcome(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
 
 def _without_rule(peer: Peer, key: str, value: Any) -> Outcome:
     """Say whether the tool has a setting at all; only a list of its settings can tell."""
+    if value is None:
+        return Outcome(NEEDLESS, note="empty")
     if key in peer.settings:
-        if value is None or value == peer.settings[key]:
+        if value == peer.settings[key]:
             return Outcome(NEEDLESS, note=f"the default of {peer.name}")
         return Outcome(IMPOSSIBLE, note="Rather has no rule for it")
     names = [*peer.rules, *peer.aliases, *peer.settings]

@@ -410,3 +410,29 @@ def test_a_fraction_needs_a_length() -> None:
 def test_colossalchats_scripts_as_published_are_not_determined() -> None:
     line = 'colossalai run --nproc_per_node 4 train_dpo.py --pretrain "" --dataset a --batch_size 1'
     assert problems(of_line(line, "colossalchat"))["(model)"] == MISSING
+
+
+@pytest.mark.defect("U7")
+def test_max_samples_of_openrlhf() -> None:
+    line = (
+        "deepspeed --module openrlhf.cli.train_dpo --pretrain m --bf16 --max_samples 500 --dataset "
+    )
+    result = of_line(f"{line} a.jsonl --eval_dataset b.jsonl", "openrlhf")
+    assert problems(result) == {}
+    assert result.config.actor_train.data_args.max_samples == 500
+    assert result.config.validation.data_args.max_samples is None  # only training rows
+    several = of_line(f"{line} a.jsonl,b.jsonl", "openrlhf")
+    assert problems(several) == {"max_samples": IMPOSSIBLE}
+
+
+def test_splits_of_older_versions_of_openrlhf() -> None:
+    line = "deepspeed --module openrlhf.cli.train_dpo --pretrain m --bf16 --dataset org/d --train_split a --eval_split b"
+    result = of_line(line, "openrlhf")
+    assert problems(result) == {}
+    assert result.config.actor_train.data_args.file_name == "hf://datasets/org/d:a"
+    assert result.config.validation.data_args.file_name == "hf://datasets/org/d:b"
+
+
+def test_an_empty_key_that_no_list_has_changes_nothing(tmp_path: Path) -> None:
+    result = of_file(tmp_path, {**AXOLOTL, "eval_table_max_new_tokens": None}, "axolotl")
+    assert problems(result) == {}

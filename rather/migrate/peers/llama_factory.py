@@ -103,9 +103,13 @@ def hub_address(name: str, entry: JsonObject) -> str:
 
 
 def registry(given: Given) -> tuple[Path | None, JsonObject]:
-    """Return the folder of dataset_info.json, and its content."""
+    """Return the folder of dataset_info.json, and its content.
+
+    LLaMA-Factory looks where it is started: here, or in a folder that contains the source.
+    """
     folder = Path(str(given.get("dataset_dir") or "data"))
-    for place in (folder, given[FOLDER] / folder, given[FOLDER]):
+    above = [parent / folder for parent in given[FOLDER].absolute().parents]
+    for place in (folder, given[FOLDER] / folder, given[FOLDER], *above):
         file = place / "dataset_info.json"
         if file.is_file():
             found = parse_json(yaml_text(file))

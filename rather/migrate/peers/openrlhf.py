@@ -10,19 +10,20 @@ from typing import Any
 from rather.migrate.engine import ALIASED, PROGRAM, Peer
 from rather.migrate.peers.shared import (
     HELD_OUT,
+    SAMPLES,
     SCHEDULES,
     adapter,
     betas,
     bf16,
     dataset,
     length,
-    most_rows,
     recompute,
     run_folder,
     switches,
 )
 from rather.migrate.rules import (
     NOT_NEEDED,
+    RENAMED,
     REWARD,
     SFT,
     UNSET,
@@ -30,12 +31,16 @@ from rather.migrate.rules import (
     Outcome,
     Rule,
     Rules,
+    Unsupported,
     defaults,
     facts,
     gives,
+    names_of,
     pairs,
     to,
 )
+
+UNLIMITED = (100000000, 1000000)  # defaults of different versions
 
 
 def schedule(value: Any, given: Given) -> Outcome:
@@ -59,6 +64,27 @@ def column(own: str) -> Rule:
         return gives({f"data.columns.{name}": value}) if value and value != name else NOT_NEEDED
 
     return rule
+
+
+def blended(value: Any, given: Given) -> Outcome:
+    """Before 0.7 the same data set is evaluated on another split."""
+    if not given.get("train_split"):
+        return dataset(split="dataset_split")(value, given)
+    found = dataset(split="train_split")(value, given)
+    held_out = dataset(HELD_OUT, split="eval_split")(value, given)
+    if found.status == RENAMED and str(found.values[SAMPLES]).startswith("hf://"):
+        return gives({**found.values, **held_out.values})
+    return found
+
+
+def most_rows(value: Any, given: Given) -> Outcome:
+    """OpenRLHF takes so many rows of all data sets together."""
+    if value is None or value in UNLIMITED:
+        return NOT_NEEDED
+    if len(names_of(given.get("dataset"))) > 1:
+        raise Unsupported("the first rows of several data sets together; save them to one file")
+    whole = {"held_out.max_samples": None} if given.get("eval_dataset") else {}
+    return gives({"data.max_samples": value, **whole})
 
 
 # The groups of 0.11, and the names of 0.8.
@@ -143,7 +169,7 @@ RULES: Rules = {
         packing_samples ~ pairs are always packed
         flash_attn attn_implementation use_liger_kernel ~ Rather has its own attention and head
         ckpt_path save_hf_ckpt disable_ds_ckpt max_ckpt_mem use_ds_universal_ckpt overlap_comm zpg
-        grad_accum_dtype disable_fast_tokenizer local_rank deepcompile dataset_split eval_split
+        grad_accum_dtype disable_fast_tokenizer local_rank deepcompile dataset_split eval_split train_split
         wandb_org wandb_group wandb_project wandb_run_name disable_trace_cache full_determinism
         gradient_checkpointing_use_reentrant torch_compile ring_head_stride
         experts_implementation dataloader_num_workers ~
@@ -153,11 +179,11 @@ RULES: Rules = {
     "apply_chat_template": to("global_template", {True: "native", False: "none"}),
     "input_key": column("prompt"),
     "output_key": column("completion"),
-    "dataset": dataset(split="dataset_split"),
+    "dataset": blended,
     "eval_dataset": dataset(HELD_OUT, split="eval_split"),
     "prompt_key": column("prompt"),
     "max_len": length(cut="truncate_response", note="OpenRLHF writes EOS over the last token of a cut answer"),
-    "max_samples": most_rows(dataset(split="dataset_split"), 100000000, 1000000),
+    "max_samples": most_rows,
     "lr_scheduler": schedule,
     "adam_betas": betas,
     "bf16": bf16,

@@ -10,7 +10,6 @@ from rather.files import HUB_NAME, JsonObject
 from rather.migrate.engine import STRATEGY
 from rather.migrate.rules import (
     CHANGED,
-    IMPOSSIBLE,
     LEFT_OUT,
     NEEDLESS,
     NOT_NEEDED,
@@ -96,18 +95,6 @@ def run_folder(value: Any, given: Given) -> Outcome:
     parent = "./" if str(path.parent) == "." else str(path.parent)
     note = "the run is written to this folder; the model is in its subfolder model/"
     return gives({"output_dir": parent, "exp_name": path.name}, note)
-
-
-def most_rows(named: Rule, *unlimited: int) -> Rule:
-    """The file that is to be saved needs no more rows; one that exists would be used whole."""
-
-    def rule(value: Any, given: Given) -> Outcome:
-        if value is None or value in unlimited:
-            return NOT_NEEDED
-        is_open = named(given.get("dataset"), given).status == OPEN
-        return Outcome(OPEN if is_open else IMPOSSIBLE, note=f"save at most {value} rows of each")
-
-    return rule
 
 
 def address(name: str, split: Any = None, config: Any = None, revision: Any = None) -> str | None:
