@@ -12,9 +12,12 @@ import json
 import logging
 import os
 import re
+import resource
 import stat
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -100,6 +103,27 @@ def file_sha(path: Path, opener: Opener = regular) -> str:
 def text_sha(text: str) -> str:
     """Return the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def memory_limit(extra: int) -> Iterator[None]:
+    """Let this process take so many more bytes; beyond them a library meets MemoryError.
+
+    The limit is on addresses, so files that are mapped meanwhile count. Only Linux has it.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", "rb") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + extra
+    if soft != resource.RLIM_INFINITY:
+        limit = min(limit, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def make_folder(path: Path) -> None:

@@ -16,12 +16,22 @@ import pyarrow as pa
 
 from rather.data.messages import Json
 from rather.data.pairs import SCHEMA, PairFile
+from rather.data.report import check_report
 from rather.errors import DiskError
-from rather.files import file_sha, make_folder, read_json, replace_own, sync, text_sha
+from rather.files import (
+    file_sha,
+    make_folder,
+    memory_limit,
+    read_json,
+    replace_own,
+    sync,
+    text_sha,
+)
 
 log = logging.getLogger(__name__)
 
 BATCH_ROWS = 8192
+MAPPED = 256 << 20  # bytes to map a file and to check it by parts
 
 
 @contextmanager
@@ -86,14 +96,27 @@ class Cache:
         memory = self.folder / "files.json"
         status = path.stat()
         stamp = [status.st_size, status.st_mtime_ns, status.st_ino]
-        try:
-            known = read_json(memory)
-        except (OSError, ValueError):
-            known = {}
-        if known.get(str(path), [None])[0] != stamp:
-            known[str(path)] = [stamp, file_sha(path)]
+        known = _remembered(memory)
+        entry = known.get(str(path))
+        if not isinstance(entry, list) or len(entry) != 2 or entry[0] != stamp:
+            known[str(path)] = entry = [stamp, file_sha(path)]
             replace_own(memory, json.dumps(known))
-        return str(known[str(path)][1])
+        return str(entry[1])
+
+
+def _remembered(memory: Path) -> Json:
+    """Return the hashes of files that were read before; none if the file of them is damaged."""
+    try:
+        known = read_json(memory)
+        if isinstance(known, dict):
+            return known
+        reason = f"holds a {type(known).__name__}"
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    log.warning("%s: is damaged (%s); hashing the data files again", memory, reason)
+    return {}
 
 
 def _find(path: Path) -> tuple[PairFile, Json] | None:
@@ -101,13 +124,22 @@ def _find(path: Path) -> tuple[PairFile, Json] | None:
     try:
         entry = read_json(path.with_suffix(".json"))
         if entry["sha256"] == _sha(path, entry["report"]):
-            file = PairFile(path)  # an older file has fewer columns
-            return (file, entry["report"]) if file.table.schema == SCHEMA else None
+            file = PairFile(path)
+            with memory_limit(MAPPED + path.stat().st_size):
+                if file.table.schema != SCHEMA:  # an older file has fewer columns
+                    return None
+                file.check()
+            check_report(entry["report"], len(file))
+            return file, entry["report"]
+        reason = "it has another checksum"
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
-        pass
-    log.warning("%s: the tokenised pairs or their report are damaged; building them again", path)
+    except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        reason = str(error)
+    except (MemoryError, pa.ArrowException) as error:
+        reason = str(error)
+    text = "%s: the tokenised pairs or their report are damaged; building them again (%s)"
+    log.warning(text, path, reason.partition("\n")[0][:200])
     return None
 
 

@@ -10,7 +10,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from io import BufferedReader
+from io import BufferedReader, BytesIO, TextIOWrapper
 from pathlib import Path
 
 from rather.errors import DataError
@@ -18,7 +18,15 @@ from rather.errors import DataError
 MAX_ROW_BYTES = 64 << 20
 MAX_DEPTH = 200
 BLOCK_BYTES = 1 << 20
-SUSPICIOUS = 128 << 20  # unpacked bytes from which gzip data is a bomb ...
+WIDE_MARKS = {  # that of UTF-32 begins like that of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+WIDE_ZEROS = {  # which of the first four bytes are zero: JSON begins with ASCII
+    (False, True, True, True): "utf-32-le", (True, True, True, False): "utf-32-be",
+    (False, True, False, True): "utf-16-le", (True, False, True, False): "utf-16-be",
+}  # fmt: skip
+SUSPICIOUS = 32 << 20  # unpacked bytes from which gzip data is a bomb ...
 MOST_UNPACKED = 200  # ... if it has become this many times larger
 
 
@@ -39,13 +47,7 @@ RawRow = tuple[int, bytes | DropReason]
 
 def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str) -> Iterator[bytes]:
     """Yield a text file as UTF-8; raise DropReason behind the last bytes of damaged gzip data."""
-    try:
-        known = codecs.lookup(encoding)
-    except LookupError as error:
-        raise DataError(
-            f"data_args.encoding: Python does not know {encoding!r}; try utf-8 or latin-1."
-        ) from error
-    decoder = None if known.name in ("utf-8", "ascii") else known.incrementaldecoder()
+    decoder = _decoder(encoding)
     read = 0
     fault: DropReason | None = None
     while fault is None:
@@ -68,8 +70,9 @@ def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str)
         if not raw and fault is None:
             return
         if not read:
-            if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise DataError(f"{path}: this is UTF-16 text; set data_args.encoding: utf-16.")
+            if name := _wide_encoding(block):
+                kind = name[:6].upper()
+                raise DataError(f"{path}: this is {kind} text; set data_args.encoding: {name}.")
             block = block.removeprefix(codecs.BOM_UTF8)
         yield block
         read += len(raw)
@@ -81,33 +84,72 @@ def read_blocks(file: BufferedReader | gzip.GzipFile, path: Path, encoding: str)
     raise fault
 
 
-def _too_large() -> DropReason:
+def _decoder(encoding: str) -> codecs.IncrementalDecoder | None:
+    """Return what turns bytes into text; None for UTF-8, which is checked row by row."""
+    try:
+        TextIOWrapper(BytesIO(), encoding)  # refuses rot13, base64 and others that make no text
+        known = codecs.lookup(encoding)
+        if known.incrementaldecoder is None:
+            raise LookupError
+    except (LookupError, ValueError) as error:
+        raise DataError(
+            f"data_args.encoding: {encoding!r} is not a text encoding that Python knows; try utf-8 "
+            "or latin-1."
+        ) from error
+    return None if known.name in ("utf-8", "ascii") else known.incrementaldecoder()
+
+
+def _wide_encoding(start: bytes) -> str | None:
+    """Return the UTF-16 or UTF-32 that a text is in: by its mark, or by zeros in its first letters."""
+    if found := next((name for mark, name in WIDE_MARKS.items() if start.startswith(mark)), None):
+        return found
+    zeros = [not byte for byte in start[:4]]
+    return WIDE_ZEROS.get(tuple(zeros))
+
+
+def row_too_large() -> DropReason:
     return DropReason("row_too_large", f"more than {MAX_ROW_BYTES >> 20} MiB in one row")
 
 
 def split_lines(blocks: Iterable[bytes]) -> Iterator[RawRow]:
-    """Yield the lines that are not blank."""
-    rest, number, too_large = b"", 1, False
+    """Yield the lines that are not blank. Blank ones cost next to nothing, however many there are."""
+    number = 1
+    line = bytearray()  # what has come of the current line
+    size = 0  # of it, also if it is too large to be held
     try:
         for block in blocks:
-            *lines, rest = (rest + block).split(b"\n")
-            for line in lines:
-                if too_large or line.strip():
-                    yield number, _too_large() if too_large else line
-                number, too_large = number + 1, False
-            if len(rest) > MAX_ROW_BYTES:
-                too_large, rest = True, b""
+            start = 0
+            while (end := block.find(b"\n", start)) >= 0:
+                if size + end - start > MAX_ROW_BYTES:
+                    yield number, row_too_large()
+                elif (whole := bytes(line) + block[start:end]).strip():
+                    yield number, whole
+                line.clear()
+                size, number = 0, number + 1
+                start = end + 1
+                if block[start : start + 1].isspace():  # count blank lines without a loop
+                    text = _NOT_BLANK.search(block, start)
+                    following = block.rfind(b"\n", start, text.start() if text else len(block)) + 1
+                    if following:
+                        number += block.count(b"\n", start, following)
+                        start = following
+            size += len(block) - start
+            if size <= MAX_ROW_BYTES:
+                line += block[start:]
+            else:
+                line.clear()
     except DropReason as fault:
         yield number, fault
         return
-    if too_large:
-        yield number, _too_large()
-    elif rest.strip():
+    if size > MAX_ROW_BYTES:
+        yield number, row_too_large()
+    elif line.strip():
         detail = "the last line is not complete; its writer was probably stopped"
-        is_whole = rest.rstrip().endswith(b"}")
-        yield number, rest if is_whole else DropReason("truncated", detail)
+        is_whole = line.rstrip().endswith(b"}")
+        yield number, bytes(line) if is_whole else DropReason("truncated", detail)
 
 
+_NOT_BLANK = re.compile(rb"\S")
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.S)
 _STRING_END = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.S)
 
@@ -153,7 +195,7 @@ def split_values(blocks: Iterable[bytes], level: int) -> Iterator[RawRow]:
             is_escaped = in_string and (len(body) - len(body.rstrip(b"\\"))) % 2 == 1
             held += block[first:]
             if len(held) > MAX_ROW_BYTES:
-                fault = fault or _too_large()
+                fault = fault or row_too_large()
             if fault:
                 held.clear()  # the row is lost: do not hold it
     except DropReason as damage:

@@ -91,6 +91,23 @@ class _Batch:
             columns.append(np.diff(total[offsets // 2]))
         return np.stack(columns, axis=1)
 
+    def check(self) -> None:
+        """Raise ValueError for ids and spans that no tokeniser makes."""
+        prompt, *answers, first, second = self.lists
+        if any(len(ids) and ids.min() < 0 for _, ids in (prompt, *answers)):
+            raise ValueError("a token id is negative")
+        if not np.isfinite(self.numbers[NUMBERS.index("weight")]).all():
+            raise ValueError("a weight is not finite")
+        for answer, (offsets, edges) in zip(answers, (first, second), strict=True):
+            if (offsets % 2).any():
+                raise ValueError("a scored span has no end")
+            lengths = np.diff(prompt[0]) + np.diff(answer[0])
+            ends = np.repeat(lengths, np.diff(offsets) // 2)
+            edges = edges[offsets[0] : offsets[-1]]
+            starts, stops = edges[::2], edges[1::2]
+            if (starts < 1).any() or (starts >= stops).any() or (stops > ends).any():
+                raise ValueError("a scored span is outside its sequence")
+
     def pair(self, i: int) -> TokenPair:
         from rather.data.batch import TokenPair  # here, because only who takes pairs needs torch
 
@@ -125,6 +142,17 @@ class PairFile(PicklesFields):
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
+
+    def check(self) -> None:
+        """Raise ValueError or ArrowInvalid unless every pair can be taken; a file may be crafted."""
+        if self.table.nbytes > self.path.stat().st_size:  # compressed, or a batch listed twice
+            raise ValueError("its columns are larger than the file")
+        self.table.validate(full=True)
+        for batch in self.table.to_batches():
+            columns = [*batch.columns, *(batch.column(name).values for name in LISTS)]
+            if any(column.null_count for column in columns):
+                raise ValueError("a column has nulls")
+            _Batch(batch).check()
 
 
 def _joined(pair: TokenPair, other: TokenPair, limit: int) -> TokenPair:
@@ -281,6 +309,11 @@ def corrected(train: PairDataset, files: Sequence[Path]) -> tuple[PairDataset, J
         )
     dropped = {digest for digest, each in wanted.items() if each.weight == 0}
     kept = [i for i, digest in enumerate(digests) if digest not in dropped]
+    if not kept:
+        raise DataError(
+            "actor_train.data_args.corrections: they drop all training pairs "
+            f"({len(digests)}); use action flip or weight, or correct fewer pairs."
+        )
     shas = "".join(map(file_sha, files))
     name = text_sha(f"{train.fingerprint}:corrections={shas}")
     result = train.subset(np.array(kept, np.int64), name)

@@ -25,12 +25,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rather.data.csv_rows import DELIMITERS, csv_kind, csv_rows
-from rather.data.json_rows import DropReason, RawRow, read_blocks, split_lines, split_values
+from rather.data.json_rows import (
+    MAX_ROW_BYTES,
+    DropReason,
+    RawRow,
+    read_blocks,
+    row_too_large,
+    split_lines,
+    split_values,
+)
 from rather.errors import DataError
-from rather.files import read_json, real_path, regular
+from rather.files import memory_limit, read_json, real_path, regular
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
+TABLE_MEMORY = 1 << 30  # bytes, to read a batch of rows of a table
 
 TAR = slice(257, 262)  # where a tar archive has its mark
 TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
@@ -132,7 +141,7 @@ def _detect_kind(path: Path) -> DataFile:
             f"{path}: {PACKED[packed]}, which is not read; unpack it first, or use gzip."
         )
     text = head.replace(b"\0", b"")  # UTF-16 text has one next to each letter
-    for mark in (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+    for mark in (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # or of UTF-32
         text = text.removeprefix(mark)
     is_array = text.lstrip().startswith(b"[")
     is_indented = re.match(rb"\s*\{[ \t\r]*\n", text)
@@ -206,33 +215,58 @@ def _cut(chunk: Chunk, most: float) -> tuple[Chunk, int]:
 
 
 def _table_chunks(source: DataFile, index: int) -> Iterator[Chunk]:
-    first, rows = 1, math.inf  # Arrow does not say how many rows there are
-    try:
-        with pa.memory_map(str(source.path)) as mapped:
-            if source.kind == "parquet":
-                table = pq.ParquetFile(mapped)
-                batches, rows = table.iter_batches(CHUNK_ROWS), table.metadata.num_rows
-            elif mapped.read(6) == b"ARROW1":
-                table = pa.ipc.open_file(mapped)
-                batches = map(table.get_batch, range(table.num_record_batches))
-            else:
-                mapped.seek(0)
-                batches = pa.ipc.open_stream(mapped)
-            for batch in batches:
-                batch.validate()
-                for start in range(0, batch.num_rows, CHUNK_ROWS):
-                    for part in _validated(batch.slice(start, CHUNK_ROWS)):
-                        if isinstance(part, DropReason):
-                            yield Chunk(index, ((first, part),), done=first / rows)
-                            first += 1
-                        else:
-                            message = as_message(part)
-                            yield Chunk(index, table=message, first=first, done=first / rows)
-                            first += part.num_rows
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns
-        raise DataError(
-            f"{source.path}: damaged {source.kind} file after row {first - 1} ({error})."
-        ) from error
+    parts = _table_parts(source)
+    # Compressed pages and repeated values may become a million times larger; a map counts as well.
+    room = TABLE_MEMORY + source.path.stat().st_size
+    first = 1
+    while True:
+        try:
+            with memory_limit(room):
+                part, rows = next(parts)
+                message = b"" if isinstance(part, DropReason) else as_message(part)
+        except StopIteration:
+            return
+        except MemoryError as error:
+            raise DataError(
+                f"{source.path}: the rows after {first - 1} take more than {TABLE_MEMORY >> 20} MiB "
+                "of memory at a time; write the file with smaller batches or row groups, or as "
+                "JSON lines."
+            ) from error
+        # The last of these: names of columns.
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{source.path}: damaged {source.kind} file after row {first - 1} ({error})."
+            ) from error
+        if isinstance(part, DropReason):
+            yield Chunk(index, ((first, part),), done=first / rows)
+            first += 1
+        else:
+            yield Chunk(index, table=message, first=first, done=first / rows)
+            first += part.num_rows
+
+
+def _table_parts(source: DataFile) -> Iterator[tuple[pa.RecordBatch | DropReason, float]]:
+    """Yield rows of a table, or why one is dropped, and how many rows the file says it has."""
+    with pa.memory_map(str(source.path)) as mapped:
+        rows = math.inf  # Arrow does not say it
+        if source.kind == "parquet":
+            table = pq.ParquetFile(mapped)
+            rows = table.metadata.num_rows
+            groups = range(table.metadata.num_row_groups)
+            size = sum(table.metadata.row_group(i).total_byte_size for i in groups)
+            fitting = MAX_ROW_BYTES * rows // max(1, size)
+            batches = table.iter_batches(min(CHUNK_ROWS, max(1, fitting)))
+        elif mapped.read(6) == b"ARROW1":
+            table = pa.ipc.open_file(mapped)
+            batches = map(table.get_batch, range(table.num_record_batches))
+        else:
+            mapped.seek(0)
+            batches = pa.ipc.open_stream(mapped)
+        for batch in batches:
+            batch.validate()
+            for start in range(0, batch.num_rows, CHUNK_ROWS):
+                for part in _validated(batch.slice(start, CHUNK_ROWS)):
+                    yield part, rows
 
 
 def _validated(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | DropReason]:
@@ -248,7 +282,31 @@ def _validated(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | DropReason]:
         else:
             raise
     else:
+        yield from _bounded(batch)
+
+
+def _bounded(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | DropReason]:
+    """Yield the rows in parts that Python can hold; a row that is larger alone is dropped."""
+    if sum(map(_extent, batch.columns)) <= MAX_ROW_BYTES:
         yield batch
+    elif batch.num_rows == 1:
+        yield row_too_large()
+    else:
+        half = batch.num_rows // 2
+        yield from _bounded(batch.slice(0, half))
+        yield from _bounded(batch.slice(half))
+
+
+def _extent(array: pa.Array) -> int:
+    """Return the bytes of an array and the number of its values: of nulls, there may be billions."""
+    if isinstance(array, pa.DictionaryArray):
+        array = array.dictionary_decode()
+    inner: list[pa.Array] = []
+    if isinstance(array, pa.StructArray):
+        inner = array.flatten()
+    elif hasattr(array, "flatten"):  # any kind of list
+        inner = [array.flatten()]
+    return int(array.nbytes if not inner else 0) + len(array) + sum(map(_extent, inner))
 
 
 def as_message(batch: pa.RecordBatch) -> bytes:

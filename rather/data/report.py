@@ -120,6 +120,40 @@ def add_paths(report: Json, sources: Sequence[DataFile]) -> None:
             example["file"] = names[int(example["file"])]
 
 
+def check_report(report: Json, pairs: int) -> None:
+    """Raise unless a report that was read from a file has the form of `to_json` and fits the pairs.
+
+    A KeyError, IndexError, TypeError, ValueError or AttributeError says what is wrong.
+    """
+    files = report["files"]
+    numbers = [report["rows"], report["pairs"]]
+    texts = [*report["ignored_columns"], report["template"]["name"], report["template"]["sha256"]]
+    for file in files:
+        numbers += [file["rows"], file["pairs"]]
+        texts += [file["kind"], file["unit"]]
+    for entry in (entry for group in GROUPS for entry in report[group].values()):
+        numbers.append(entry["count"])
+        for source, places in entry["places"].items():
+            numbers += [int(source), *places]
+        for example in entry["examples"]:
+            numbers.append(int(example["file"]))
+            numbers.append(example.get("line", example.get("row")))
+            texts.append(example["detail"])
+    inference = report["inference"]
+    numbers += [inference["compared"], inference["different"]]
+    texts.append(inference["by"])
+    for example in inference["examples"]:
+        numbers += [example["source"], example["number"]]
+        for name in ("before", "training", "inference", "after"):
+            texts += example[name]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("a count of the report is not a number")
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("a text of the report is not a text")
+    if not sum(file["pairs"] for file in files) == report["pairs"] == pairs:
+        raise ValueError(f"the report counts other pairs than the {pairs} of the file")
+
+
 def share_dropped(report: Json) -> tuple[int, int]:
     """Return the bad rows or pairs, and all. One that is only too long is not bad."""
     counts = {kind: entry["count"] for kind, entry in report["dropped"].items()}

@@ -15,7 +15,7 @@ from rather.data.pairs import NUMBERS, PairDataset
 from rather.data.prepare import Prepared
 from rather.data.tokens import COLUMNS
 from rather.errors import ConfigError, DiskError
-from rather.files import sync
+from rather.files import read_json, sync
 
 if TYPE_CHECKING:
     from rather.data.batch import TokenPair
@@ -39,14 +39,16 @@ SCHEMA = pa.schema(
 
 def save(prepared: Prepared, folder: Path) -> list[Path]:
     """Write training pairs to `folder`, and each evaluation set to a folder inside; return all."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"--save {folder}: is not empty; name a new folder.")
     if not prepared.train.lengths("rejected").any():
         raise ConfigError(
             "--save: only pairs are saved as tokens; use the files of single answers."
         )
     sets = {"": prepared.train}
     sets |= {f"validation-{name}".rstrip("-"): pairs for name, pairs in prepared.evals.items()}
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if _is_saved(sets, folder):  # by the same command, which was killed before it ended
+            return [folder / name for name in sets]
+        raise ConfigError(f"--save {folder}: is not empty; name a new folder.")
     temporary = folder.absolute().with_name(f".tmp-{folder.name}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # from a save that was killed
@@ -59,6 +61,27 @@ def save(prepared: Prepared, folder: Path) -> list[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [folder / name for name in sets]
+
+
+def _is_saved(sets: dict[str, PairDataset], folder: Path) -> bool:
+    """Return whether a folder holds these pairs, complete, and nothing else."""
+    names = {DATA, "dataset_info.json", "state.json"}
+    wanted = {folder / name / file for name in sets for file in names}
+    wanted |= {folder / name for name in sets if name}
+    try:
+        if {*folder.rglob("*")} != wanted:
+            return False
+        for name, pairs in sets.items():
+            state = read_json(folder / name / "state.json")
+            if state.get("_fingerprint") != pairs.fingerprint[:16]:
+                return False
+            with pa.memory_map(str(folder / name / DATA)) as data:
+                rows = sum(batch.num_rows for batch in pa.ipc.open_stream(data))
+            if rows != len(pairs):
+                return False
+    except (OSError, ValueError, AttributeError, pa.ArrowException):
+        return False
+    return True
 
 
 def _write(pairs: PairDataset, folder: Path) -> None:

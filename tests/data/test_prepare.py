@@ -24,6 +24,7 @@ from rather.config.schema import DPOConfig
 from rather.data import cache, pool
 from rather.data import prepare as module
 from rather.data.formats import FORMATS
+from rather.data.pairs import hex_id
 from rather.data.prepare import BadRows, Prepared, held_out, prepare
 from rather.data.show import print_report, show_pairs
 from rather.data.template import TEMPLATES, load_tokenizer, tokenizer_of
@@ -325,7 +326,21 @@ def test_a_damaged_cache_is_built_again(
     assert file.read_bytes() == content
     assert not [entry for entry in file.parent.iterdir() if entry.name.startswith(".")]
     said = f"{file}: the tokenised pairs or their report are damaged; building them again"
-    assert caplog.messages.count(said) == (damage != "gone")
+    assert sum(text.startswith(said) for text in caplog.messages) == (damage != "gone")
+
+
+@pytest.mark.defect("X13")
+def test_corrections_that_drop_everything_are_refused(
+    config: Config, write: Write, console: Console, tmp_path: Path
+) -> None:
+    rows = write(many(20))
+    pairs = prepare(config(rows), console=console).train
+    file = tmp_path / "corrections.jsonl"
+    lines = [json.dumps({"id": hex_id(int(digest)), "weight": 0}) for digest in pairs.digests]
+    file.write_text("\n".join(lines) + "\n")
+    wanted = config(rows, data={"corrections": str(file)})
+    with pytest.raises(DataError, match=r"corrections: they drop all training pairs \(20\)"):
+        prepare(wanted, console=console)
 
 
 def test_a_run_over_a_flipped_bit_has_the_same_losses(

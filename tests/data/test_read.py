@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import random
+import resource
+import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rather.data import json_rows as cut
-from rather.data.json_rows import DropReason
+from rather.data.json_rows import DropReason, split_lines
 from rather.data.read import chunks, find_sources, parsed_rows
 from rather.errors import DataError
 
@@ -295,3 +297,76 @@ def test_text_of_a_table_that_is_not_utf8_costs_its_row(tmp_path: Path) -> None:
     with pa.ipc.new_file(str(tmp_path / "x"), pa.schema([("a", pa.string())])) as writer:
         writer.write_batch(pa.record_batch([bad], names=["a"]))
     assert reasons(tmp_path / "x") == [(2, "bad_encoding")]
+
+
+@pytest.mark.defect("X12")
+@pytest.mark.parametrize("encoding", ["rot13", "base64", "zlib", "hex", "bz2", "no-such", "a\0b"])
+def test_only_text_encodings_are_taken(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "x").write_text('{"a": 1}\n')
+    with pytest.raises(DataError, match=r"data_args.encoding: .* is not a text encoding"):
+        rows_of(tmp_path / "x", encoding)
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ("utf-16", "utf-16"),
+        pytest.param("utf-16-le", "utf-16-le", marks=pytest.mark.defect("X12")),
+        pytest.param("utf-16-be", "utf-16-be", marks=pytest.mark.defect("X12")),
+        pytest.param("utf-32", "utf-32", marks=pytest.mark.defect("X26")),
+        pytest.param("utf-32-le", "utf-32-le", marks=pytest.mark.defect("X12")),
+        pytest.param("utf-32-be", "utf-32-be", marks=pytest.mark.defect("X12")),
+    ],
+)
+@pytest.mark.parametrize("text", ['{"a": "caf\u00e9"}\n', '[{"a": "caf\u00e9"}]'])
+def test_wide_text_is_named(tmp_path: Path, text: str, written: str, wanted: str) -> None:
+    (tmp_path / "x").write_bytes(text.encode(written))
+    with pytest.raises(DataError) as caught:
+        rows_of(tmp_path / "x")
+    kind = wanted[:6].upper()
+    assert f"this is {kind} text; set data_args.encoding: {wanted}." in str(caught.value)
+    assert rows_of(tmp_path / "x", wanted) == [(1, {"a": "caf\u00e9"})]
+
+
+@pytest.mark.defect("X12")
+def test_blank_lines_and_spaces_cost_no_time(tmp_path: Path) -> None:
+    """A million of them in each of 16 blocks; a loop over lines would take seconds."""
+    blank = b"\n" * (1 << 20)
+    began = time.process_time()
+    found = list(split_lines([b"{}\n", *[blank] * 16, b" {}\n \n", b" " * 100, b"\n{}\n"]))
+    assert time.process_time() - began < 1
+    last = 1 + 16 * (1 << 20) + 1
+    assert found == [(1, b"{}"), (last, b" {}"), (last + 3, b"{}")]
+    spaces = [b" " * (1 << 20)] * 80
+    assert [number for number, _ in split_lines([b"{}\n", *spaces, b"\n{}\n"])] == [1, 2, 3]
+    assert time.process_time() - began < 2
+
+
+def parquet_bomb(path: Path) -> None:
+    """256 texts of 8 MB, stored once: 600 bytes of file for every MB."""
+    long = pa.DictionaryArray.from_arrays(pa.array([0] * 256), pa.array(["a" * (8 << 20)]))
+    pq.write_table(pa.table({"prompt": long}), path, compression="zstd")
+
+
+@pytest.mark.defect("X12")
+@pytest.mark.defect("X23")
+def test_a_table_that_unpacks_to_gigabytes(tmp_path: Path) -> None:
+    parquet_bomb(tmp_path / "x")
+    assert (tmp_path / "x").stat().st_size < 100_000
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DataError, match="after 0 take more than 1024 MiB of memory at a time"):
+        rows_of(tmp_path / "x")
+    assert resource.getrlimit(resource.RLIMIT_AS) == limit
+
+
+@pytest.mark.defect("X12")
+def test_a_gigantic_row_of_a_table_is_dropped(tmp_path: Path) -> None:
+    """A hundred million nulls take no bytes in Arrow, but eight each in Python."""
+    offsets = pa.array([0, 1, 10**8, 10**8 + 1], pa.int32())
+    table = pa.table({"prompt": pa.ListArray.from_arrays(offsets, pa.nulls(10**8 + 1))})
+    with pa.ipc.new_file(tmp_path / "x", table.schema) as writer:
+        writer.write_table(table)
+    first, second, third = rows_of(tmp_path / "x")
+    assert first == (1, {"prompt": [None]})
+    assert third == (3, {"prompt": [None]})
+    assert (second[0], second[1].reason) == (2, "row_too_large")

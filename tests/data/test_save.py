@@ -252,6 +252,25 @@ def test_a_folder_that_holds_something_is_left_alone(prepared: Prepared, tmp_pat
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.defect("X16")
+def test_a_save_that_was_complete_when_it_was_killed_is_not_repeated(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tokens"
+    saved = save(prepared, folder)
+    file = folder / "data-00000-of-00001.arrow"
+    stamp, content = file.stat().st_mtime_ns, file.read_bytes()
+    assert save(prepared, folder) == saved
+    assert file.stat().st_mtime_ns == stamp
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ConfigError, match="is not empty; name a new folder"):
+        save(prepared, folder)
+    file.write_bytes(content)
+    (folder / "mine.txt").touch()
+    with pytest.raises(ConfigError, match="is not empty; name a new folder"):
+        save(prepared, folder)
+
+
 def test_a_save_that_fails_leaves_nothing(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,4 +312,6 @@ def test_the_command_saves(folder: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert f"tokenised pairs are in {tmp_path / 'tokens'}" in done.output
+    assert CliRunner().invoke(app, command).exit_code == 0  # it is complete
+    (tmp_path / "tokens" / "mine.txt").touch()
     assert CliRunner().invoke(app, command).exit_code == 2
