@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console
 
 from rather.commands.terminal import (
     AsJson,
@@ -15,6 +16,7 @@ from rather.commands.terminal import (
     RunFolder,
     TrustPaths,
     command,
+    count,
     echo,
     print_table,
 )
@@ -25,6 +27,7 @@ from rather.tracking.json_lines import strict_json
 if TYPE_CHECKING:
     from rather.config.found import Trust
     from rather.data.pairs import PairDataset
+    from rather.report.pair_texts import PairTexts
 
 Action = Literal["drop", "weight", "flip"]
 CORRECTIONS: dict[str, JsonObject] = {
@@ -49,7 +52,7 @@ def pairs_command(
             max=0.5,
         ),
     ] = None,
-    shown: Annotated[int, typer.Option(min=0)] = 20,
+    shown: Annotated[int, typer.Option(min=0)] = 10,
     trust_paths: TrustPaths = False,
 ) -> int:
     """Say which training pairs look wrong: flipped labels, never learned, unlearned, contradicting.
@@ -58,25 +61,26 @@ def pairs_command(
 
     action: What the corrections do with a pair; weight: count half.
     write: Write corrections of the likely flipped pairs for data_args.corrections.
-    shown: Pairs in the table.
+    shown: Pairs that are printed with their texts, the most suspicious first.
     """
     from rather.config.found import Trust
     from rather.report.pairs import MEANINGS, Doctor
 
     trust = Trust(paths=trust_paths)
-    data = _training_pairs(run, trust)
+    texts = _pair_texts(run, trust)
+    data = texts.pairs if texts else None
     if plant is not None:
         with redirect_stdout(sys.stderr):  # what the run prints
             code = _calibrate(run, data, plant, trust)
         if code:
             return code
     doctor = Doctor.of(run)
-    rows, summary = doctor.history.rows(doctor.findings), doctor.summary()
+    rows, summary = doctor.rows(), doctor.summary()
     if data:
         summary["contradicting"] = _add_places(rows, data)
-    if write:
-        ids = [row["id"] for row in rows if "likely_flipped" in row["findings"]]
-        lines = (strict_json({"id": each, **CORRECTIONS[action]}) + "\n" for each in ids)
+    flipped = [row["id"] for row in rows if "likely_flipped" in row["findings"]]
+    if write and flipped:
+        lines = (strict_json({"id": each, **CORRECTIONS[action]}) + "\n" for each in flipped)
         write.write_text("".join(lines), encoding="utf-8")
     if as_json:
         for row in rows:
@@ -87,51 +91,73 @@ def pairs_command(
         "contradicting": "the same two answers are also preferred the other way",
     }
     counts = [(name, summary[name], text) for name, text in meanings.items() if name in summary]
-    title = f"{run}: {summary['pairs']} pairs, seen up to {summary['epochs']} times"
+    times = "once" if summary["epochs"] == 1 else f"up to {summary['epochs']} times"
+    title = f"{run}: {count(summary['pairs'], 'pair')}, seen {times}"
     print_table(("finding", "pairs", "meaning"), counts, title)
+    echo(doctor.conclusion)
+    echo(f"Held-out accuracy of the model: {doctor.held_out or 'not measured'}.")
     echo(f"Length alone explains {summary['explained_by_length']:.0%} of the margins (R^2).")
     if known := doctor.calibration:
         echo(
             f"Planted flips: AUC {known['auc']:.2f}; likely_flipped finds {known['recall']:.0%} of "
             f"them, and at least {known['precision']:.0%} of its pairs were flipped."
         )
-    columns = ("place", "id", "flip_score", "first", "last", "visits")
-    cells = [
-        [*(row.get(name, "") for name in columns), ", ".join(row["findings"])]
-        for row in rows[:shown]
-    ]
     if shown:
-        print_table((*columns, "findings"), cells, "The most suspicious pairs:")
-    if write:
-        echo(f"{len(ids)} corrections in {write}. Train again with them:")
+        _print_suspects(rows[:shown], texts)
+    if write and flipped:
+        echo(f"{count(len(flipped), 'correction')} in {write}. Train again with them:")
         echo(f"  actor_train.data_args.corrections={write}")
+    elif write:
+        echo(f"{write} was not written: no pair is likely flipped, so there is nothing to correct.")
     return 0
 
 
-def _training_pairs(run: Path, trust: Trust) -> PairDataset | None:
-    """Return the training pairs of a run; None if its data is not on this machine."""
-    from rich.console import Console
+def _print_suspects(rows: list[JsonObject], texts: PairTexts | None) -> None:
+    """Print the numbers of some pairs, each with its texts, which a reader judges by."""
+    console = Console()
+    width = console.width if console.is_terminal else None
+    echo("\nThe pairs that the model disagrees with most:")
+    for row in rows:
+        name = row.get("row_id") or (f"#{row['place']}" if "place" in row else "")
+        chance = f", chance of a wrong label {row['chance']:.0%}" if "chance" in row else ""
+        margins = f"margin {row['first']:.2f}"
+        if row["visits"] > 1:
+            margins += f" at first, {row['last']:.2f} at visit {row['visits']}"
+        echo(f"\n{row['id']} {name}")
+        echo(f"  flip score {row['flip_score']:.3f}{chance}, {margins}")
+        echo(f"  {', '.join(row['findings']) or 'no finding'}")
+        if texts and "place" in row:
+            for side, text in texts.shortened(row["place"]).items():
+                line = f"  {side:<9} {text}"
+                echo(line if width is None else line[:width])
 
-    from rather.config.load import load_found
-    from rather.data.prepare import prepare
+
+def _pair_texts(run: Path, trust: Trust) -> PairTexts | None:
+    """Return the training pairs of a run; None if its data is not on this machine."""
     from rather.errors import RatherError
+    from rather.report.pair_texts import PairTexts
 
     try:
-        config = load_found(run / "config.yaml", trust)
-        return prepare(config, console=Console(quiet=True)).train
+        return PairTexts.of(run, trust)
     except (OSError, RatherError) as error:
         echo(f"rather: the texts of the pairs are not available ({error})", err=True)
         return None
 
 
 def _add_places(rows: list[JsonObject], data: PairDataset) -> int:
-    """Add the number that each pair has in the board; count those that another one contradicts."""
+    """Add the id of each row in the file, and the number of the pair in the board.
+
+    Count the pairs that another one contradicts.
+    """
     digests = data.column("pair_hash").tolist()
+    row_ids = data.column("id").tolist()
     swapped = set(data.column("swapped_hash").tolist())
     places = {f"{digest:016x}": i for i, digest in reversed(list(enumerate(digests)))}
     for row in rows:
         if (place := places.get(row["id"])) is not None:
             row["place"] = place
+            if row_ids[place]:
+                row["row_id"] = row_ids[place]
             if digests[place] in swapped:
                 row["findings"].append("contradicting")
     return sum("contradicting" in row["findings"] for row in rows)

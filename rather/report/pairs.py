@@ -18,22 +18,27 @@ from numpy.typing import NDArray
 from rather.data.pairs import hex_id
 from rather.errors import ConfigError
 from rather.files import JsonObject, own
-from rather.tracking.json_lines import LEDGER, read_object
+from rather.tracking.json_lines import LEDGER, read_lines, read_object
 from rather.tracking.run import LEDGER_SCHEMA
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-CALIBRATED = ("auc", "cut", "precision", "recall")
+CALIBRATED = ("auc", "chance", "precision", "recall")
 CALIBRATION = "pairs.json"  # in the run folder, from flips that `rather pairs --plant` made
 MEANINGS = {
-    "likely_flipped": "training did not believe the label: the flip score is too high",
+    "likely_flipped": "the label is probably wrong: the model contradicts it too surely to be in error",
+    "disagrees": "the model prefers the rejected answer, as it also does on hard pairs with right labels",
     "never_learned": "the margin was never above 0",
     "unlearned": "the margin was above 0, and ended at 0 or below",
     "chosen_falls": "the chosen answer became less likely",
 }
 # Of the flip score, chosen on other seeds than the reported ones (bench/flipped_pairs.py).
 FADING = 0.4  # what a visit counts of the one before it: models learn wrong labels by heart
-CUT = 0.5  # above it the model disagrees with the label
+UNDECIDED = 0.5  # the score of a pair without a margin; above it the model disagrees
+LIKELY = 0.7  # chance of a wrong label from which on a pair is likely flipped
+FLOOR = 5.4  # evidence (LabelNoise) that 1 % of the runs with right labels reach by chance
+OR_PLANT = "or calibrate with `rather pairs RUN --plant 0.2`"
+PRECISION = 0.8  # of the pairs that a calibrated run calls likely flipped
 
 
 def read_ledger(run_dir: Path) -> Any:
@@ -131,20 +136,6 @@ class PairHistory:
             return 0.0
         return float(np.corrcoef(self.last, self.longer)[0, 1] ** 2)
 
-    def rows(self, findings: dict[str, Flags]) -> list[JsonObject]:
-        """Return one object per pair, the most suspicious first."""
-        numbers = ("flip_score", "first", "last", "mean", "chosen_moved", "gradient_weight")
-        return [
-            {
-                "id": hex_id(int(self.ids[i])),
-                **{name: round(float(getattr(self, name)[i]), 6) for name in numbers},
-                "visits": int(self.visits[i]),
-                "longer": int(self.longer[i]),
-                "findings": [name for name, flags in findings.items() if flags[i]],
-            }
-            for i in np.argsort(-self.flip_score, kind="stable").tolist()
-        ]
-
 
 def _doubt(margin: Floats, start: NDArray[np.int64], visits: NDArray[np.int64]) -> Floats:
     """Return how little training believes the labels, from 0 to 1; 0.5 is undecided.
@@ -168,26 +159,117 @@ def auc(score: Floats, positive: Flags) -> float:
     return float((below + up_to).mean() / (2 * len(others)))
 
 
+# --- which labels are wrong, and which pairs are only hard ---
+
+GROUPS = 100  # of pairs with a similar score, for the fit
+SHARES = np.linspace(0, 0.4, 81)  # candidates
+SLOPES = np.geomspace(0.05, 200, 40)
+
+
+@dataclass(frozen=True)
+class LabelNoise:
+    """How often labels contradict the model, and how that depends on how sure it is.
+
+    A model errs less the surer it is. Wrong labels contradict it however sure it is. So the chance
+    that label and model agree is (1 - share) * right + share * (1 - right), where right is
+    sigmoid(slope * sureness) and sureness is the log-odds of the flip score. Share and slope are
+    those with the greatest likelihood.
+    """
+
+    share: float  # of labels that are wrong
+    slope: float
+    evidence: float  # twice the log of the likelihood ratio to "no label is wrong"
+
+    @staticmethod
+    def fit(score: Floats) -> LabelNoise:
+        sureness = _sureness(score)
+        sureness = sureness[np.argsort(np.abs(sureness), kind="stable")]
+        groups = np.array_split(sureness, min(GROUPS, len(sureness)))
+        size = np.array([np.abs(group).mean() for group in groups])
+        agreeing = np.array([(group > 0).sum() for group in groups])
+        contradicting = np.array([(group < 0).sum() for group in groups])
+        right = _sigmoid(SLOPES[:, None] * size)  # [slopes, groups]
+        share = SHARES[:, None, None]
+        agrees = (1 - share) * right + share * (1 - right)
+        likelihood = (agreeing * np.log(agrees) + contradicting * np.log1p(-agrees)).sum(axis=2)
+        best_share, best_slope = np.unravel_index(likelihood.argmax(), likelihood.shape)
+        evidence = 2 * (likelihood.max() - likelihood[0].max())
+        return LabelNoise(float(SHARES[best_share]), float(SLOPES[best_slope]), float(evidence))
+
+    def chance(self, score: Floats) -> Floats:
+        """Return the chance that each label is wrong."""
+        right = _sigmoid(self.slope * _sureness(score))
+        wrong_label = self.share * (1 - right)
+        return np.asarray(wrong_label / (wrong_label + (1 - self.share) * right))
+
+
+def _sureness(score: Floats) -> Floats:
+    """Return the log-odds of a score: above 0 the model agrees with the label."""
+    inside = np.clip(score, 1e-12, 1 - 1e-12)
+    return np.log1p(-inside) - np.log(inside)
+
+
+def _sigmoid(x: Floats) -> Floats:
+    return np.asarray(1 / (1 + np.exp(-np.clip(x, -30, 30))))
+
+
 # --- calibration ---
 
 
 def calibrate(history: PairHistory, planted: NDArray[np.uint64]) -> dict[str, float]:
-    """Return how well the score finds planted flips, and the lowest score worth flagging.
+    """Return how well planted flips are found, and from which chance on a pair is worth flagging.
 
-    From that score on, at least half of the pairs are planted flips. This is a lower bound for wrong
-    labels: the others may be wrong as well.
+    From that chance on, at least PRECISION of the pairs are planted flips; 1 if that is never so.
+    This is a lower bound for wrong labels: the others may be wrong as well.
     """
     flipped, score = np.isin(history.ids, planted), history.flip_score
-    order = np.argsort(-score, kind="stable")
+    chance = LabelNoise.fit(score).chance(score)
+    order = np.argsort(-chance, kind="stable")
     right = np.cumsum(flipped[order])
-    good = np.flatnonzero(2 * right >= np.arange(1, len(order) + 1))
-    last = int(good[-1]) if len(good) else 0
-    return {
-        "auc": auc(score, flipped),
-        "cut": float(score[order[last]]),
-        "precision": float(right[last] / (last + 1)),
-        "recall": float(right[last] / max(1, flipped.sum())),
-    }
+    precision = right / np.arange(1, len(order) + 1)
+    is_last_of_ties = np.append(np.diff(chance[order]) < 0, True)  # a cut takes all of them
+    good = np.flatnonzero((precision >= PRECISION) & is_last_of_ties)
+    known = {"auc": auc(score, flipped), "chance": 1.0, "precision": 0.0, "recall": 0.0}
+    if len(good):
+        last = int(good[-1])
+        known["chance"] = float(chance[order[last]])
+        known["precision"] = float(precision[last])
+        known["recall"] = float(right[last] / flipped.sum())
+    return known
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How the model does on held-out pairs at the last evaluation."""
+
+    accuracy: float
+    low: float  # of its 95 % interval
+    high: float
+    noise: LabelNoise | None = None  # None in ledgers of earlier versions
+
+    @staticmethod
+    def of(run_dir: Path, ledger: Any) -> HeldOut | None:
+        """Return it from metrics.jsonl, and from the held-out rows of the ledger."""
+        records, _ = read_lines(run_dir / "metrics.jsonl")
+        for record in reversed(records):
+            for name in record:
+                if name.startswith("eval/") and name.endswith("rewards/accuracies"):
+                    values = [record.get(name + end) for end in ("", "_low", "_high")]
+                    if all(isinstance(value, float | int) for value in values):
+                        return HeldOut(*values, _last_noise(ledger))
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.accuracy:.1%} (95 %: {self.low:.1%} to {self.high:.1%})"
+
+
+def _last_noise(ledger: Any) -> LabelNoise | None:
+    """Return how labels and model disagree at the last evaluation."""
+    step, margin = (ledger.column(name).to_numpy() for name in ("step", "margin"))
+    if not len(step) or step.max() == 0:  # before the first step all margins are 0
+        return None
+    margin = margin[step == step.max()]
+    return LabelNoise.fit(_sigmoid(-margin / (float(margin.std()) or 1.0)))
 
 
 @dataclass(frozen=True)
@@ -196,21 +278,99 @@ class Doctor:
 
     history: PairHistory
     calibration: dict[str, float]
+    held_out: HeldOut | None = None
 
     @staticmethod
     def of(run_dir: Path) -> Doctor:
-        history = PairHistory.of(read_ledger(run_dir))
+        training, held_out = read_ledgers(run_dir)
         known = read_object(run_dir / CALIBRATION)  # may be a stranger's
         is_whole = all(isinstance(known.get(name), float) for name in CALIBRATED)
-        return Doctor(history, known if is_whole else {})
+        history = PairHistory.of(training)
+        return Doctor(history, known if is_whole else {}, HeldOut.of(run_dir, held_out))
+
+    @cached_property
+    def noise(self) -> LabelNoise:
+        return LabelNoise.fit(self.history.flip_score)
+
+    @cached_property
+    def model_errors(self) -> float:
+        """Return the share of held-out labels that the model contradicts however sure it is.
+
+        These are the errors that being sure does not prevent, if the held-out labels are right.
+        """
+        noise = self.held_out.noise if self.held_out else None
+        return noise.share if noise else 0.0
+
+    @cached_property
+    def chance(self) -> Floats:
+        """Return the chance that the label of each pair is wrong, and not the model."""
+        noise = self.noise
+        excess = max(0.0, noise.share - self.model_errors) / (noise.share or 1.0)
+        return noise.chance(self.history.flip_score) * excess
+
+    @cached_property
+    def why_none(self) -> str:
+        """Return why no pair is called likely flipped; empty if pairs may be."""
+        noise, held_out = self.noise, self.held_out
+        if held_out and held_out.low <= 0.5:
+            return (
+                "on held-out pairs the model is not better than chance, so it cannot judge labels"
+            )
+        if not self.calibration and self.history.visits.max() < 2:
+            return f"each pair was seen once. Train for two epochs, {OR_PLANT}"
+        if not self.calibration and not (held_out and held_out.noise):
+            return f"how often the model errs is unknown. Train with held-out pairs, {OR_PLANT}"
+        if noise.evidence < FLOOR:
+            return "the model disagrees no more often than a model of its quality errs"
+        if 2 * self.model_errors > noise.share:
+            return (
+                f"the model contradicts {noise.share:.1%} of the labels however sure it is, and "
+                f"{self.model_errors:.1%} of the held-out labels. Either it is wrong, or the "
+                "held-out labels are as bad: read some pairs of both"
+            )
+        return ""
+
+    @property
+    def conclusion(self) -> str:
+        """Return what is known about the labels of the run, in one sentence or two."""
+        if self.why_none:
+            return f"No pair is called likely flipped: {self.why_none}."
+        return (
+            f"The model contradicts about {self.noise.share:.1%} of the labels however sure it is, "
+            f"and {self.model_errors:.1%} of the held-out labels. Where it is less sure and "
+            "disagrees, it may be wrong itself."
+        )
 
     @cached_property
     def findings(self) -> dict[str, Flags]:
-        """Return name -> which pairs. Without a calibration, any disagreement is suspicious."""
-        flagged = self.history.flip_score > CUT
-        if self.calibration:
-            flagged = self.history.flip_score >= self.calibration["cut"]
-        return {"likely_flipped": flagged, **self.history.findings}
+        """Return name -> which pairs."""
+        history = self.history
+        disagrees = history.flip_score > UNDECIDED
+        likely = disagrees & (self.chance >= self.calibration.get("chance", LIKELY))
+        if not self.calibration:
+            likely &= history.visits > 1
+        if self.why_none:
+            likely[:] = False
+        return {"likely_flipped": likely, "disagrees": disagrees & ~likely, **history.findings}
+
+    def rows(self) -> list[JsonObject]:
+        """Return one object per pair, the most suspicious first."""
+        history = self.history
+        noise: dict[str, Floats] = {}  # without evidence the chance is unknown
+        if not self.why_none:
+            noise["chance"] = self.chance
+        numbers = ("flip_score", "first", "last", "mean", "chosen_moved", "gradient_weight")
+        return [
+            {
+                "id": hex_id(int(history.ids[i])),
+                **{name: round(float(getattr(history, name)[i]), 6) for name in numbers},
+                **{name: round(float(values[i]), 6) for name, values in noise.items()},
+                "visits": int(history.visits[i]),
+                "longer": int(history.longer[i]),
+                "findings": [name for name, flags in self.findings.items() if flags[i]],
+            }
+            for i in np.argsort(-history.flip_score, kind="stable").tolist()
+        ]
 
     def ids_of(self, finding: str) -> list[int]:
         """Return the digests of the pairs of a finding, the most suspicious first."""
@@ -219,5 +379,6 @@ class Doctor:
 
     def summary(self) -> JsonObject:
         counts = {name: int(flags.sum()) for name, flags in self.findings.items()}
-        found = {"pairs": len(self.history.ids), "epochs": int(self.history.visits.max()), **counts}
+        visits = int(self.history.visits.max())
+        found = {"pairs": len(self.history.ids), "epochs": visits, **counts}
         return found | {"explained_by_length": round(self.history.explained_by_length, 4)}

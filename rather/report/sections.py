@@ -460,7 +460,7 @@ def pairs(run: Folder) -> str:
     }
     about = "Pairs by their margin when first seen, and when last seen."
     text += _grid([chart({"data": traces, "layout": layout}, "Margins of the pairs", about)])
-    worst = history.rows(doctor.findings)[:MOST_SUSPECTS]
+    worst = doctor.rows()[:MOST_SUSPECTS]
     cells = [
         (one["id"], f"{one['flip_score']:.3g}", f"{one['first']:.3g}", f"{one['last']:.3g}",
          ", ".join(one["findings"]).replace("_", " "))

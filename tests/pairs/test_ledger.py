@@ -19,9 +19,11 @@ from rather.cluster.worker import ActorWorker
 from rather.config.schema import DPOConfig
 from rather.data.pairs import Correction, hex_id
 from rather.data.prepare import prepare
+from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report.pairs import PairHistory, auc, calibrate, read_ledger, read_ledgers
+from rather.report import pairs
+from rather.report.pairs import Doctor, PairHistory, auc, calibrate, read_ledger
 from tests.tiny import make_config
 
 BETA = 0.1
@@ -35,7 +37,11 @@ def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> DPOConfig:
-    config = config_of(tmp_path_factory.mktemp("ledger"), "whole")
+    folder = tmp_path_factory.mktemp("ledger")
+    config = config_of(folder, "whole")
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**row, "id": f"row-{place}"}) for place, row in enumerate(rows)]
+    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
     assert DPOPipeline(config).run() == 0
     return config
 
@@ -109,7 +115,7 @@ def test_half_a_step_at_the_end_is_left_out(run: DPOConfig, tmp_path: Path) -> N
     held_out_pairs = len(prepare(run).evals[""])
     for cut in range(1, len(whole) - 1000, 997):
         (tmp_path / "ledger.arrows").write_bytes(whole[:-cut])
-        training, held_out = read_ledgers(tmp_path)
+        training, held_out = pairs.read_ledgers(tmp_path)
         assert training.num_rows % 8 == 0
         assert held_out.num_rows % held_out_pairs == 0
         assert set(held_out.column("step").to_pylist()) < {0, 5, 10}
@@ -151,8 +157,9 @@ def test_findings_and_score() -> None:
     assert auc(found.flip_score, np.isin(found.ids, [3, 1])) == 0.5
     assert auc(np.zeros(4), np.isin(found.ids, [2])) == 0.5
     known = calibrate(found, np.array([3, 4], np.uint64))
-    assert (known["precision"], known["recall"]) == (0.5, 1.0)  # the last cut with one in two
-    assert known["cut"] == found.flip_score.min()
+    assert (known["precision"], known["recall"]) == (1.0, 1.0)
+    none = calibrate(found, np.array([1], np.uint64))  # the least suspicious of all
+    assert (none["chance"], none["recall"]) == (1.0, 0.0)
 
 
 def test_corrections_drop_weight_and_flip_by_identity(run: DPOConfig, tmp_path: Path) -> None:
@@ -199,7 +206,11 @@ def test_a_flipped_pair_has_the_other_margin_and_soft_label(run: DPOConfig) -> N
     assert torch.equal(torch.tensor(once.chosen), torch.tensor(pair.rejected))
 
 
-def test_the_command_closes_the_loop(run: DPOConfig, tmp_path: Path) -> None:
+@pytest.mark.defect("U4")
+@pytest.mark.defect("U25")
+def test_the_command_shows_texts_and_row_ids_and_writes_no_doubtful_correction(
+    run: DPOConfig, tmp_path: Path
+) -> None:
     def invoke(*arguments: str) -> str:
         result = CliRunner().invoke(app, ["pairs", str(run.run_dir), *arguments])
         assert result.exit_code == 0, result.output
@@ -210,11 +221,16 @@ def test_the_command_closes_the_loop(run: DPOConfig, tmp_path: Path) -> None:
     scores = [row["flip_score"] for row in rows]
     assert scores == sorted(scores, reverse=True)
     assert {row["place"] for row in rows} == set(range(40))
+    assert all(row["row_id"] == f"row-{row['place']}" for row in rows)
     file = tmp_path / "corrections.jsonl"
-    text = invoke("--write", str(file), "--action", "flip", "--shown", "3")
-    flagged = [json.loads(line) for line in file.read_text().splitlines()]
-    assert flagged == [{"id": row["id"], "flip": True} for row in rows if row["flip_score"] > 0.5]
-    assert f"{len(flagged)} corrections in {file}" in text
+    text = invoke("--write", str(file), "--shown", "3")
+    assert not file.exists()  # ten steps of a tiny model are no evidence
+    assert "nothing to correct" in text
+    assert "No pair is called likely flipped" in text
+    assert "Held-out accuracy of the model: " in text
+    pair = prepare(run).train.take([rows[0]["place"]])[0]
+    tokenizer = load_tokenizer(run.actor_train.tokenizer_path, None, False)
+    assert tokenizer.decode(pair.chosen.tolist(), skip_special_tokens=True)[:60] in text
     invoke("--plant", "0.2")
     known = json.loads((run.run_dir / "pairs.json").read_text())
     assert 0 <= known["auc"] <= 1
@@ -222,3 +238,20 @@ def test_the_command_closes_the_loop(run: DPOConfig, tmp_path: Path) -> None:
     assert "Planted flips: AUC" in invoke()
     planted = read_ledger(run.run_dir.with_name("whole-planted"))
     assert planted.num_rows == 80
+
+
+def test_corrections_are_written_for_likely_flipped_pairs(
+    run: DPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = np.arange(40) < 3
+    monkeypatch.setattr(Doctor, "findings", {"likely_flipped": flags})
+    monkeypatch.setattr("rather.report.pairs.MEANINGS", {"likely_flipped": "wrong"})
+    file = tmp_path / "corrections.jsonl"
+    arguments = ["pairs", str(run.run_dir), "--write", str(file), "--action", "flip"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    ids = PairHistory.of(read_ledger(run.run_dir)).ids[flags]
+    assert {line["id"] for line in lines} == {hex_id(int(each)) for each in ids}
+    assert all(line["flip"] is True for line in lines)
+    assert f"3 corrections in {file}" in result.stdout

@@ -1,0 +1,101 @@
+"""The label doctor accuses a label only on evidence that errors of the model do not explain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rather.report import pairs
+from rather.report.pairs import Doctor, PairHistory
+
+PAIRS = 800
+
+
+def doctor_of(margins: Sequence[Any], *, held_out: Any = None) -> Doctor:
+    """Return the doctor of pairs that have these margins, one array per visit."""
+    tables = []
+    for step, margin in enumerate(margins, 1):
+        size, zeros = len(margin), np.zeros(len(margin))
+        columns = {"step": np.full(size, step), "id": np.arange(size, dtype=np.uint64)}
+        columns |= {"margin": margin, "chosen": zeros, "rejected": zeros}
+        columns |= {"gradient_weight": zeros, "chosen_tokens": zeros, "rejected_tokens": zeros}
+        tables.append(pa.table(columns))
+    history = PairHistory.of(pa.concat_tables(tables))
+    return Doctor(history, {}, held_out) if held_out else Doctor(history, {})
+
+
+def simulated(seed: int, *, flips: float, quality: float = 1.5) -> tuple[list[Any], Any]:
+    """Return margins at two visits by a model of some quality, and which labels are flipped."""
+    draw = np.random.default_rng(seed)
+    belief = quality + draw.normal(size=PAIRS)
+    flipped = draw.random(PAIRS) < flips
+    margin = np.where(flipped, -belief, belief)
+    return [margin, margin + 0.3], flipped  # the second visit: a bit of each label is memorised
+
+
+def knows_its_errors(seed: int, quality: float = 1.5) -> Any:
+    """Return what is known from held-out pairs with right labels."""
+    margin = quality + np.random.default_rng(1000 + seed).normal(size=300)
+    noise = pairs.LabelNoise.fit(1 / (1 + np.exp(margin)))
+    return pairs.HeldOut(0.9, 0.86, 0.93, noise)
+
+
+def accused(doctor: Doctor) -> Any:
+    return doctor.findings["likely_flipped"]
+
+
+@pytest.mark.defect("U4")
+def test_a_hair_below_zero_is_no_evidence() -> None:
+    """The margins of `rather demo`: right labels, and some pairs seen before anything is learned."""
+    margin = np.linspace(-0.006, 3, PAIRS)
+    assert not accused(doctor_of([margin])).any()
+    assert not accused(doctor_of([margin, margin])).any()
+
+
+def test_right_labels_are_not_accused() -> None:
+    """Ten runs each, of models that are right on 69 %, 93 % and 99 % of the pairs."""
+    for quality in (0.5, 1.5, 2.5):
+        shares = []
+        for seed in range(10):
+            margins, _ = simulated(seed, flips=0.0, quality=quality)
+            doctor = doctor_of(margins, held_out=knows_its_errors(seed, quality))
+            shares.append(accused(doctor).mean())
+        assert max(shares) <= 0.01
+
+
+def test_flipped_labels_are_found_among_errors_of_the_model() -> None:
+    for seed in range(3):
+        margins, flipped = simulated(seed, flips=0.2)
+        found = accused(doctor_of(margins, held_out=knows_its_errors(seed)))
+        assert flipped[found].mean() >= 0.8
+        assert found[flipped].mean() >= 0.4
+
+
+def test_held_out_labels_that_are_as_bad_are_no_evidence() -> None:
+    """A model that is sure and wrong on held-out pairs may be wrong on training pairs as well."""
+    margins, _ = simulated(0, flips=0.2)
+    held_out, _ = simulated(1, flips=0.2)
+    noise = pairs.LabelNoise.fit(1 / (1 + np.exp(held_out[0])))
+    doctor = doctor_of(margins, held_out=pairs.HeldOut(0.75, 0.7, 0.8, noise))
+    assert not accused(doctor).any()
+    assert "held-out labels are as bad" in doctor.conclusion
+    assert doctor.findings["disagrees"].sum() > PAIRS / 10
+
+
+@pytest.mark.defect("U4")
+def test_one_visit_accuses_nobody() -> None:
+    margins, _ = simulated(0, flips=0.2)
+    once = doctor_of(margins[:1])
+    assert not accused(once).any()
+    assert "seen once" in once.conclusion
+
+
+def test_a_model_that_guesses_accuses_nobody() -> None:
+    margins, _ = simulated(0, flips=0.2)
+    guessing = doctor_of(margins, held_out=pairs.HeldOut(0.52, 0.46, 0.58))
+    assert not accused(guessing).any()
+    assert "not better than chance" in guessing.conclusion
