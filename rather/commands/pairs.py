@@ -116,7 +116,7 @@ def _print_suspects(rows: list[JsonObject], texts: PairTexts | None) -> None:
     """Print the numbers of some pairs, each with its texts, which a reader judges by."""
     console = Console()
     width = console.width if console.is_terminal else None
-    echo("\nThe pairs that the model disagrees with most:")
+    echo("\nThe pairs with the highest flip score:")
     for row in rows:
         name = row.get("row_id") or (f"#{row['place']}" if "place" in row else "")
         chance = f", chance of a wrong label {row['chance']:.0%}" if "chance" in row else ""
