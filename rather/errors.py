@@ -18,6 +18,11 @@ LEAST_ADDRESSES = 3 << 30
 LIMITS = "see 'What Rather does not do' (docs/limits.md)"  # ends messages about missing features
 
 
+def counted(number: int, unit: str) -> str:
+    """Return '2 pairs' or '1 pair'; `unit` is a plural."""
+    return f"{number} {unit.removesuffix('s') if number == 1 else unit}"
+
+
 class RatherError(Exception):
     """The base of everything Rather raises on purpose; any other exception is a bug."""
 

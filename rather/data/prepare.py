@@ -44,7 +44,7 @@ from rather.data.template import (
     read_template,
 )
 from rather.data.tokens import Ids, TokenRecipe
-from rather.errors import DataError
+from rather.errors import DataError, counted
 from rather.files import file_sha, text_sha
 
 if TYPE_CHECKING:
@@ -150,8 +150,8 @@ def _warnings(config: DPOConfig, train: PairDataset, report: Json) -> Iterator[s
         yield from _balance(config, train.column("soft_label"))
     if 0 < len(train) < config.global_batch():
         yield (
-            f"the training set has {len(train)} {config.unit}, fewer than the {config.global_batch()} of "
-            "one optimizer step: each epoch is one smaller step."
+            f"the training set has {counted(len(train), config.unit)}, fewer than the "
+            f"{config.global_batch()} of one optimizer step: each epoch is one smaller step."
         )
 
 

@@ -27,6 +27,7 @@ from rather.errors import (
     HangError,
     NonFiniteError,
     WorkerLost,
+    counted,
 )
 from rather.losses.objective import Running, from_config
 from rather.losses.own import METRICS
@@ -358,7 +359,8 @@ class DPOPipeline(TrainingLoop):
         pairs, with_reference = len(self.data.train), self.reference is not None
         card = model_card(self.config, self.progress.step, pairs, with_reference=with_reference)
         kept = self.actor_train.save_model(folder, self.tokenizer, card)
-        log.info("%s: %s", folder, kept)
+        if folder.name != "model":  # the outcome of the run describes that one
+            log.info("%s: %s", folder, kept)
         assert self.evaluation is not None
         self.evaluation.compare_file(folder)
         return kept.as_json()
@@ -368,9 +370,10 @@ class DPOPipeline(TrainingLoop):
         step = self.progress.step
         self._summarize()
         if logps := self.reference_stream.logps:
-            text = "reference log-probs: %d %s from the cache, %d computed (forward passes: %d)"
-            cost, unit = logps.counts, self.config.unit
-            log.info(text, cost.pairs_from_cache, unit, cost.pairs_computed, cost.forwards)
+            text = "reference log-probs: %s from the cache, %d computed (forward passes: %d)"
+            cost = logps.counts
+            cached = counted(cost.pairs_from_cache, self.config.unit)
+            log.info(text, cached, cost.pairs_computed, cost.forwards)
         if self._is_stopped():
             log.info("Stopped and saved at step %d; run the same command again to resume.", step)
             return
@@ -379,10 +382,26 @@ class DPOPipeline(TrainingLoop):
             self.changes = self._export_model(self.config.run_dir / "model")
             log.info("The trained model is in %s.", self.config.run_dir / "model")
         self._report_outcome()
+        if self.summary:
+            self._log_next_commands()
         if self.run_dir and self.roles.is_main:
             mark_finished(self.run_dir, step)
         if self._is_stopped():
             log.info("The run had finished when it was asked to stop; nothing is left to do.")
+
+    def _log_next_commands(self) -> None:
+        run = self.config.run_dir
+        questions = {
+            "problems that were found": f"rather health {run}",
+            "charts of the run": f"rather report {run}",
+        }
+        if self.config.task != "reward":
+            questions["answers of the model"] = f"rather chat {run}"
+        if self.config.pair_ledger:
+            questions["labels it disagrees with"] = f"rather pairs {run}"
+        width = max(map(len, questions))
+        lines = [f"  {what:<{width}}  {command}" for what, command in questions.items()]
+        log.info("What next:\n%s", "\n".join(lines))
 
     def _report_outcome(self, error: Exception | None = None) -> None:
         """Log what the run has changed; add it to report.json, and problems to health.jsonl."""

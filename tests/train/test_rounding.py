@@ -173,7 +173,7 @@ def test_parameters_kept_in_float32_are_rounded_only_in_the_file(
 
 def share(said: str) -> float:
     """Return the share of the update that an export says it keeps."""
-    (found,) = re.findall(r"the file keeps (-?[\d.]+)% of the update", said)
+    (found,) = re.findall(r"the file keeps (-?[\d.]+) ?% of the update", said)
     return float(found) / 100
 
 
