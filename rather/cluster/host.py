@@ -48,7 +48,8 @@ class Process:
     @staticmethod
     def this() -> Process:
         pid = os.getpid()
-        return Process(socket.gethostname(), pid, _started(pid) or "", _kernel())
+        started = "".join(_stat(pid)[STARTED : STARTED + 1])
+        return Process(socket.gethostname(), pid, started, _kernel())
 
     @property
     def is_here(self) -> bool:
@@ -56,7 +57,18 @@ class Process:
 
     @property
     def is_gone(self) -> bool:
-        return self.is_here and _started(self.pid) != self.started
+        """Return whether it has ended, even if its parent has not been told yet."""
+        if not self.is_here:
+            return False
+        fields = _stat(self.pid)
+        return len(fields) <= STARTED or fields[STARTED] != self.started or fields[0] in "ZX"
+
+    @property
+    def signal(self) -> int | None:
+        """Return the signal that ended it; None if another one did, or its parent was told."""
+        fields = _stat(self.pid)
+        is_ended = len(fields) > EXIT_STATUS and fields[STARTED] == self.started
+        return int(fields[EXIT_STATUS]) & 0x7F or None if is_ended and fields[0] == "Z" else None
 
     def kill(self) -> None:
         """End a process of this machine, also a stopped one."""
@@ -72,11 +84,14 @@ def all_gone(processes: Sequence[Process], seconds: float) -> bool:
     return gone
 
 
-def _started(pid: int) -> str | None:
-    """Return the kernel's start time of a process; None if there is no such process."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return None
+STARTED, EXIT_STATUS = 19, 49  # in _stat
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel says about a process, from its state on; nothing if there is none."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def _kernel() -> str:

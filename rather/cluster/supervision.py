@@ -56,6 +56,10 @@ CHECK_EVERY = 1.0  # seconds
 PATIENCE = 30.0  # seconds for torchrun's store to answer on a busy machine
 PAUSE = 5.0  # seconds between two checks that show that this process was stopped
 START = 5.0  # seconds for torchrun's store to answer; it was there before
+DIED = (
+    "It crashed, or was killed from outside, often for lack of host memory. Run the same command "
+    "again to resume from the last checkpoint."
+)
 DEBUGGERS = ("bdb.py", "pydevd")
 
 
@@ -279,6 +283,20 @@ class Peers:
             names[rank] = f"{own_role} rank {own_rank} of {world}{machine}".lstrip()
         return names
 
+    def silent_death(self) -> tuple[int, str] | None:
+        """Return a rank of this machine that has ended without a report, and by which signal.
+
+        Call this at once after an echo: the signal is lost when torchrun asks for it.
+        """
+        deadline, processes = time.monotonic() + GRACE, self.processes()
+        while time.monotonic() < deadline and not self.has_begun("failure"):
+            for rank, process in processes.items():
+                number = process.signal
+                if process.is_gone:
+                    return rank, f" (signal {number})" if number else ""
+            time.sleep(0.05)
+        return None
+
     def write(self, topic: str, value: Any) -> None:
         self.store.set(f"{topic} {self.rank}", json.dumps(value))
 
@@ -334,11 +352,13 @@ def report_first_failure(work: Callable[[], int]) -> int:
                 role = caller.role
         try:
             peers = Peers(GRACE)
-            if own.is_echo and peers.wait(["code"], 2 * GRACE):
+            death = peers.silent_death() if own.is_echo else None
+            if own.is_echo and not death and peers.wait(["code"], 2 * GRACE):
                 code = int(peers.store.get("code"))
             else:
                 peers.write("process", asdict(Process.this()))
-                code = peers.settle("failure", [asdict(own), role], GRACE, partial(_report, peers))
+                told = [asdict(own), role, death]
+                code = peers.settle("failure", told, GRACE, partial(_report, peers))
         except dist.DistError:  # torchrun's store is gone, or not there yet
             code = _print(own, "")
     raise SystemExit(code)
@@ -346,9 +366,14 @@ def report_first_failure(work: Callable[[], int]) -> int:
 
 def _report(peers: Peers, found: Mapping[int, Any]) -> int:
     """Print the first cause."""
-    failures = {rank: Failure(**fields) for rank, (fields, _) in found.items()}
+    failures = {rank: Failure(**fields) for rank, (fields, *_) in found.items()}
     rank = first_cause(failures)
     role = found[rank][1]
+    deaths = [death for *_, death in found.values() if death]
+    if failures[rank].is_echo and deaths:
+        died, how = deaths[0]
+        text = f"{peers.names(role)[died]} died{how}. {DIED}"
+        return _print(Failure(WorkerLost.__name__, text, "", time.time()), "")
     where = place_of(failures, peers.world, role, peers.names(role).__getitem__)
     return _print(failures[rank], where)
 

@@ -8,7 +8,10 @@ import json
 import os
 import re
 import signal
-from dataclasses import asdict
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +22,7 @@ from safetensors.torch import load_file
 
 from rather import errors
 from rather.checkpoint.checkpoint import LATEST
+from rather.cluster import supervision
 from rather.cluster.health import Failure, Limit, StackSnapshot
 from rather.cluster.host import Process
 from rather.cluster.launch import Roles, launch
@@ -54,16 +58,84 @@ class CountedStore:
         return getattr(self.store, name)
 
 
+def served_store(monkeypatch: pytest.MonkeyPatch, world: int) -> Any:
+    """Return the server of a store as torchrun has it, for this process as rank 0 of `world`."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    for name, value in {**place, "WORLD_SIZE": str(world), "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """Another process, which a test may kill; its end is not collected before the test is over."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:7592: Connection reset by peer."
+
+
+@pytest.mark.defect("U17")
+def test_a_killed_rank_is_the_first_cause_under_torchrun(
+    other: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The other rank only notices that a connection broke."""
+    _server = served_store(monkeypatch, 2)
+    monkeypatch.setattr(supervision, "end_with_others", lambda: None)
+    monkeypatch.setattr(supervision, "GRACE", 0.5)
+    peers = Peers(10.0)
+    peers.rank, here = 1, Process.this()
+    peers.write("process", asdict(replace(here, pid=other.pid, started=started_at(other.pid))))
+
+    def step() -> int:
+        other.kill()
+        assert wait_for(lambda: stat_of(other.pid)[0] == "Z", 10)
+        raise RuntimeError(GLOO)
+
+    with pytest.raises(SystemExit) as ended:
+        supervision.report_first_failure(step)
+    assert ended.value.code == WorkerError.exit_code
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"rather: rank 1 of 2 (on {here.machine}) died (signal 9). It crashed,")
+
+
+def stat_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def started_at(pid: int) -> str:
+    return stat_of(pid)[19]
+
+
+@pytest.mark.defect("X18")
+def test_a_rank_ends_with_torchrun_before_it_has_imported_anything() -> None:
+    """Importing torch takes up to a minute on a busy machine; the kernel does not wait for it."""
+    rank = "import rather.__main__ as m, sys, time; m.end_with_torchrun(); print('ready', flush=True); time.sleep(60)"
+    agent = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {rank!r}]); print(p.pid, flush=True); p.wait()"
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True, env=environment
+    ) as torchrun:
+        assert torchrun.stdout
+        lines = [torchrun.stdout.readline(), torchrun.stdout.readline()]
+        pid = next(int(line) for line in lines if line.strip().isdigit())
+        torchrun.kill()
+    assert wait_for(lambda: not Path(f"/proc/{pid}").exists(), SOON)
+
+
 @pytest.mark.defect("R6")
 def test_a_hang_report_takes_a_few_requests_for_each_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The others wait 6 s for it; with requests for each pair of processes 1,024 took 464 s."""
     world = 24
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
-    for name, value in {**place, "WORLD_SIZE": str(world), "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
+    _server = served_store(monkeypatch, world)
     peers = Peers(10.0)
     there = asdict(Process("machine", 1 << 30, "never", "another kernel"))
     waits = asdict(StackSnapshot("actor_train.train_step", 99.0, "a.py:1", None, ""))
