@@ -50,6 +50,12 @@ from rather.tracking.json_lines import flatten
 ORDER = (*INCOMPLETE, OPEN, LEFT_OUT, CHANGED, WRITTEN, RENAMED, KEPT, NEEDLESS)
 MAPPINGS = (".columns.", ".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # any name
 FOLDERS = {"output_dir", "exp_name", "logging_dir"}
+# Keys that change what a run writes, and not what it trains.
+WITHOUT_EFFECT = FOLDERS | {
+    "logging_steps", "save_steps", "eval_steps", "track_with", "max_ckpt_to_keep", "overwrite",
+    "resume_from_checkpoint", "actor_train.infer_batch_size", "actor_train.data_args.preprocessing_num_workers",
+    "actor_train.model_args.disable_gradient_checkpointing", "compile", "platform",
+}  # fmt: skip
 # What an incomplete file has where its source says nothing.
 PLACES = {"model": "path/to/model", "data": "path/to/pairs.jsonl"}
 DEVICES = "actor_train.device_mapping"
@@ -71,6 +77,7 @@ ESSENTIAL = {
 KEYS = Path(__file__).parent / "keys"  # lists that bench/migrate_keys.py makes
 # What a source says besides its keys.
 PROGRAM, COUNT, FOLDER, ALIASED = "(program)", "(devices)", "(folder)", "(other names)"
+NOT_READ = "(not read)"
 OTHERS = re.compile(  # programs that train something else
     r"(?i)(^|[_ .-])(sft|kto|bco|r?ppo|grpo|gdpo|gspo|sdpo|xpo|tpo|rloo|rm|prm|reward\w*|online\w*|"
     r"nash\w*|gkd|gold|sdft|ssd|distill\w*|embedding|pt|pretrain|vlm|mpo)($|[_ .-])"
@@ -217,13 +224,14 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
         written |= {name: False} if turned else {key: value}
     count = devices or source.devices
     here = {COUNT: count or 1, FOLDER: file.parent if file else source.folder,
-            ALIASED: any(key in peer.aliases for key in written)}  # fmt: skip
+            ALIASED: any(key in peer.aliases for key in written), NOT_READ: source.unknown}  # fmt: skip
     given = here | {peer.aliases.get(key, key): v for key, v in written.items()}
     filled = []
     for key, default in peer.defaults.items():
         with suppress(TypeError, ValueError, ArithmeticError):  # it depends on senseless values
             value = default(given) if callable(default) else default
-            if value is not UNSET and not _says(peer, key, given):
+            is_set = key in source.unknown or _says(peer, key, given)
+            if value is not UNSET and not is_set:
                 given[key] = value
                 filled.append(key)
     launched = []
@@ -232,6 +240,11 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
         launched = [Outcome(RENAMED, mapping, "from the launcher", COUNT, count)]
     rows = _agreed([*launched, *(_row(peer, key, v, given) for key, v in written.items())])
     stated = {path for row in rows for path in row.values}
+    for key, note in source.unknown.items():
+        paths = _paths(peer, key, given)
+        stated |= paths
+        status = LEFT_OUT if paths and paths <= WITHOUT_EFFECT else MISSING
+        rows.append(Outcome(status, note=note, key=key))
     fallbacks = [_row(peer, key, given[key], given) for key in filled]
     rows += [row for each in fallbacks if (row := _default(each, stated))]
     knows_devices = bool(count) or DEVICES in stated
@@ -256,6 +269,18 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
         rows.append(Outcome(IMPOSSIBLE, note=QUANTISED, key="(model)", value=config.pretrain))
     ordered = sorted(rows, key=lambda row: ORDER.index(row.status))
     return Migrated(peer, source.name, nested(_values(rows)), ordered, config, knows_devices)
+
+
+def _paths(peer: Peer, key: str, given: Given) -> set[str]:
+    """Return the keys of Rather that a setting of the tool may set."""
+    found: set[str] = set()
+    for example in (True, 1, "x"):
+        with suppress(ConfigError):
+            outcome = _outcome(peer, key, example, given)
+            found.update(outcome.values)
+            if outcome.status == NEEDLESS and not outcome.values:
+                found.add("exp_name")  # no result depends on it
+    return found
 
 
 def _needs_devices(values: JsonObject) -> bool:

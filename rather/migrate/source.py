@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ NUMBER = re.compile(r"[+-]?(\d++\.?\d*+|\.\d++)([eE][+-]?\d++)?")
 SETTING = re.compile(r"[+~]{0,2}[\w.]+=")
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 FILES = (".yaml", ".yml", ".json")
-PROGRAMS = (".py", ".md", ".ipynb", ".rst", ".toml")  # files that hold no settings
+PROGRAMS = (".md", ".ipynb", ".rst", ".toml")  # files that hold no settings
 CLIS = ("trl", "swift", "megatron", "llamafactory-cli", "lmf", "axolotl")
 # Of the programs that a script calls, those that train.
 TRAINS = re.compile(
@@ -46,14 +46,19 @@ class SourceSettings:
     flags: JsonObject = field(default_factory=dict)
     folder: Path = Path()
     script: Path | None = None  # the program's file, if it is here
+    unknown: Mapping[str, str] = field(default_factory=dict)  # keys whose values only a run has
 
 
 def read_file(path: Path) -> SourceSettings:
-    """Read a YAML or JSON file, or a text file with a command line or a script."""
+    """Read a YAML or JSON file, a training script, or a text file with a command line."""
     if path.suffix in PROGRAMS:
         raise ConfigError(
             f"{path}: holds no settings; pass the command line that trains, with --line."
         )
+    if path.suffix == ".py":
+        from rather.migrate.python_script import read_script
+
+        return read_script(path)
     if path.suffix in FILES:
         return SourceSettings(path.name, read_mapping(path), file=path, folder=path.parent)
     return read_line(_text(path), path.name, path.parent, str(path))
@@ -83,6 +88,12 @@ def read_line(
     devices = _devices(words[:1], launched, folder)
     script = folder / words[after - 1] if start else folder
     found = script if script.is_file() else None
+    if found and found.suffix == ".py":
+        from rather.migrate.python_script import read_script, trainer_in
+
+        if (trainer := trainer_in(found)) and not flags and not config:
+            return replace(read_script(found), devices=devices)
+        program = trainer or program
     return SourceSettings(
         name, values, tuple(words), devices, config, program, flags, folder, found
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 from rather.config.keys import table
 from rather.files import HUB_NAME, JsonObject
-from rather.migrate.engine import STRATEGY
 from rather.migrate.rules import (
     CHANGED,
     LEFT_OUT,
@@ -33,6 +32,7 @@ from rather.migrate.rules import (
     when,
 )
 
+STRATEGY = "actor_train.strategy_args.strategy_name"
 SAMPLES, HELD_OUT = "data.file_name", "held_out.file_name"
 READABLE = (".json", ".jsonl", ".parquet", ".arrow", ".gz", ".feather")
 DTYPES = pairs("bfloat16=bf16 bf16=bf16 float16=fp16 fp16=fp16 float32=fp32 fp32=fp32")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rather.errors import ConfigError
-from rather.migrate.engine import PROGRAM, Peer
+from rather.migrate.engine import NOT_READ, PROGRAM, Peer
 from rather.migrate.peers import trl_versions
 from rather.migrate.peers.shared import (
     DTYPES,
@@ -46,6 +46,7 @@ from rather.migrate.rules import (
     defaults,
     facts,
     gives,
+    names_of,
 )
 
 TRAINER, VERSIONS, OLD, UNCERTAIN = "(trainer)", "(versions)", "(old)", "(defaults)"
@@ -81,6 +82,13 @@ def own_keys(given: Given) -> list[str]:
     return [key for key in given if not key.startswith("(")]
 
 
+def config_keys(given: Given) -> list[str]:
+    """Return the keys that are TRL's own; a script loads models and data with other libraries."""
+    if not given.get("(script)"):
+        return own_keys(given)
+    return [key for key in own_keys(given) if key not in trl_versions.shared_keys()]
+
+
 def trainer(given: Given) -> Any:
     """Return the trainer that a program is, or that alone has one of the keys."""
     if program := given.get(PROGRAM):
@@ -97,10 +105,23 @@ def versions(given: Given) -> Any:
         return UNSET
     if name == SIMPO:  # made from TRL 0.9
         return ["0.9"]
-    among = given.get("(among)") or trl_versions.versions()
-    found = trl_versions.versions_with(name, own_keys(given))
+    among = versions_of_script(given)
+    found = trl_versions.versions_with(name, config_keys(given))
     found = [version for version in found if version in among] or [among[-1]]
     return found[-1:] if found[-1] == trl_versions.HEAD else found
+
+
+def versions_of_script(given: Given) -> list[str]:
+    """Return the versions whose trainers took the arguments that a Python script passes."""
+    order = trl_versions.versions()
+    if given.get("(config)") == "TrainingArguments" and given[TRAINER] == "dpo":
+        return order[: order.index("0.8") + 1]
+    if given.get("(arguments)"):
+        return order[: order.index("0.12") + 1]
+    argument = given.get("(tokenizer_argument)")
+    first = order.index("0.12") if argument == "processing_class" else 0
+    last = order.index("0.15") if argument == "tokenizer" else len(order)
+    return order[first : last + 1]
 
 
 def is_old(given: Given) -> bool:
@@ -113,6 +134,8 @@ def versioned(key: str) -> Callable[[Given], Any]:
     """Return the default of a setting, unless it differs between the versions of a file."""
 
     def default(given: Given) -> Any:
+        if key == "bf16" and given.get("fp16"):
+            return False
         names = [given[TRAINER]] if TRAINER in given else list(TRAINERS)
         among = given.get(VERSIONS, [trl_versions.HEAD])
         found = trl_versions.defaults_in(names, key, among)
@@ -127,11 +150,9 @@ def uncertain(given: Given) -> Any:
         return UNSET
     name, among = given[TRAINER], given[VERSIONS]
     keys = [*DECISIVE, *(("ref_model_mixup_alpha",) if given.get("sync_ref_model") else ())]
-    unset = [key for key in keys if given.get(key) is None and f"no_{key}" not in given]
-    if given.get("fp16"):
-        unset.remove("bf16")
-    if given.get("max_seq_length"):
-        unset.remove("max_length")
+    unset = [key for key in keys if given.get(key) is None and key not in given[NOT_READ]]
+    set_by_others = {"bf16": "fp16", "max_length": "max_seq_length"}
+    unset = [key for key in unset if not given.get(set_by_others.get(key, ""))]
     found = [key for key in unset if len(trl_versions.defaults_in([name], key, among)) > 1]
     return found or UNSET
 
@@ -198,12 +219,20 @@ def named_dataset(value: Any, given: Given) -> Outcome:
     """TRL evaluates on another split of the same data set."""
     found = dataset(split="dataset_train_split", config="dataset_config")(value, given)
     is_local = str(value).endswith(READABLE)
-    if str(given.get("eval_strategy", "no")) == "no" or is_local or given.get("test_split_size"):
+    is_script = "(script)" in given and "dataset_test_split" not in given
+    if str(given.get("eval_strategy", "no")) == "no" or is_local or given.get("test_split_size") or is_script:
         return found
     split = given.get("dataset_test_split") or "test"
     held_out = address(str(value), split, given.get("dataset_config"))
     own = held_out or f"{Path(str(value)).name}-{split}.jsonl"
     return Outcome(found.status, {**found.values, HELD_OUT: own}, found.note)
+
+
+def held_out_rows(value: Any, given: Given) -> Outcome:
+    """Of a script: rows of another data set than those that are trained on."""
+    names = names_of(value["dataset_name"])
+    found = [address(name, value["split"], value.get("dataset_config")) or name for name in names]
+    return dataset(HELD_OUT)(found, given)
 
 
 COLUMNS = {"prompt", "chosen", "rejected", "messages", "completion", "label"}
@@ -340,10 +369,12 @@ RULES: Rules = {
         max_target_length ! only encoder-decoder models have it
         dataset_text_field dataset_kwargs is_encoder_decoder padding_value
         base_model_attribute_name ref_model_init_kwargs streaming fraction dataset_train_name dataset_test_name -
-        (old) (versions) (among) ~
+        (reference) = reference.model_args.model_name_or_path
+        (old) (versions) (script) (config) (arguments) (tokenizer_argument) ~ it tells the version of TRL
     """ + TRL_LOSS),
     TRAINER: trains,
     UNCERTAIN: differ,
+    "(eval_dataset)": held_out_rows,
     "(loss)": lambda value, given: Outcome(MISSING, note=HOW),
     "dataset_mixture": handbook_mixture,
     "dataset_mixer": handbook_mixer,
@@ -390,7 +421,7 @@ PEER = Peer(
           "f_alpha_divergence_coef use_weighting sync_ref_model ref_model_mixup_alpha ref_model_sync_steps discopop_tau "
           "lora_target_modules model_revision padding_free",
     words=(" trl ", "trl.scripts.", "trl/scripts/", "examples/scripts/"),
-    whole="dataset_mixture dataset_mixer model_init_kwargs lr_scheduler_kwargs gradient_checkpointing_kwargs fsdp_config accelerator_config deepspeed",
+    whole="(eval_dataset) dataset_mixture dataset_mixer model_init_kwargs lr_scheduler_kwargs gradient_checkpointing_kwargs fsdp_config accelerator_config deepspeed",
     always=(
         "Rows of plain text: TRL adds no chat template to them; we apply the tokenizer's own, where it has one.",
         "TRL scores all that follows the prompt, the line end after the last end-of-turn token too; we score the last "

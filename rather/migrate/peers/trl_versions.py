@@ -49,6 +49,12 @@ def keys_of(trainer: str, version: str) -> set[str]:
     return _keys_by_version(trainer)[version]
 
 
+@cache
+def shared_keys() -> set[str]:
+    """Return the settings of scripts and models, over all versions."""
+    return set().union(*_keys_by_version(SHARED).values())
+
+
 def trainers() -> list[str]:
     """Return all trainers that TRL had."""
     return [name for name in table()["keys"] if name != SHARED]
