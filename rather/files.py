@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import resource
+import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -147,9 +148,11 @@ def sync(path: Path) -> None:
 
 def replace_own(path: Path, text: str) -> None:
     """Write a text file that a run owns, complete or not at all; others may write it as well."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
-        write_own(part, text)
+        # A new file under a name that nobody can foresee: nothing is written through a link.
+        with open(part, "x", encoding="utf-8", errors="replace", opener=own) as file:
+            file.write(text)
         os.replace(part, path)
     except OSError as error:
         error.filename = str(path)  # the name that users know

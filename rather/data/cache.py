@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import time
 from typing import Any
+from uuid import uuid4
 
 import pyarrow as pa
 
@@ -22,6 +23,7 @@ from rather.files import (
     file_sha,
     make_folder,
     memory_limit,
+    own,
     read_json,
     replace_own,
     sync,
@@ -51,7 +53,8 @@ def batch_writer(path: Path) -> Iterator[Callable[[Any], None]]:
         if sum(part.num_rows for part in waiting) >= BATCH_ROWS:
             flush()
 
-    with path.open("wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+    # A new file: what has this name, such as a link, is not written to.
+    with path.open("xb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
         yield add
         flush()
     sync(path)
@@ -69,10 +72,10 @@ class Cache:
         path = self.folder / f"{address[:32]}.arrow"
         if found := _find(path):
             return found
-        temporary = self.folder / f".{address[:32]}.{os.getpid()}.building"
+        temporary = self.folder / f".{address[:32]}.{uuid4().hex}.building"
         for left in self.folder.glob(".*.building"):  # by killed runs
             with suppress(OSError):  # by age, as processes of other machines may share the folder
-                if time() - left.stat().st_mtime > 86_400:
+                if time() - left.lstat().st_mtime > 86_400:
                     left.unlink()
         try:
             report = json.loads(json.dumps(make(temporary)))  # as a later start reads it
@@ -100,14 +103,15 @@ class Cache:
         entry = known.get(str(path))
         if not isinstance(entry, list) or len(entry) != 2 or entry[0] != stamp:
             known[str(path)] = entry = [stamp, file_sha(path)]
-            replace_own(memory, json.dumps(known))
+            with suppress(PermissionError):  # a folder that others fill
+                replace_own(memory, json.dumps(known))
         return str(entry[1])
 
 
 def _remembered(memory: Path) -> Json:
     """Return the hashes of files that were read before; none if the file of them is damaged."""
     try:
-        known = read_json(memory)
+        known = read_json(memory, own)
         if isinstance(known, dict):
             return known
         reason = f"holds a {type(known).__name__}"
@@ -122,7 +126,7 @@ def _remembered(memory: Path) -> Json:
 def _find(path: Path) -> tuple[PairFile, Json] | None:
     """Return what was built, or None if it must be built, because it is damaged or older."""
     try:
-        entry = read_json(path.with_suffix(".json"))
+        entry = read_json(path.with_suffix(".json"), own)
         if entry["sha256"] == _sha(path, entry["report"]):
             file = PairFile(path)
             with memory_limit(MAPPED + path.stat().st_size):
@@ -145,4 +149,4 @@ def _find(path: Path) -> tuple[PairFile, Json] | None:
 
 def _sha(tokens: Path, report: Json) -> str:
     """Return the hash of both: the report says which pairs are of which file."""
-    return text_sha(file_sha(tokens) + json.dumps(report))
+    return text_sha(file_sha(tokens, own) + json.dumps(report))

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import struct
 import threading
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
+from grp import getgrgid
 from pathlib import Path
+from pwd import getpwuid
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rather.files import Opener, own
+from rather.errors import ConfigError
+from rather.files import own
 
 MAGIC = b"RATHRLP1"
 # Magic, number of records, 0, size and checksum of the payload; then the checksum of these.
@@ -37,6 +41,40 @@ Entries = NDArray[Any]  # of ENTRY
 # Both halves of a key, the sum, and whether the run's own file has it.
 ENTRY = np.dtype([("key", "<u8", 2), ("sum", "<f8"), ("kept", "?")])
 NO_ENTRIES = np.empty(0, ENTRY)
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuse a folder or a file of the cache that another user can write, or has written.
+
+    Whoever writes log-probs of the reference decides what is trained. Root is trusted, and so is
+    a group that has the user's name and no other member: many systems let it write by default.
+    """
+    if not os.path.lexists(path):  # it will be made
+        return
+    status = path.lstat()
+    mode = stat.S_IMODE(status.st_mode)
+    if stat.S_ISLNK(status.st_mode):
+        problem = "is a link to what may be changed by other users"
+    elif status.st_uid not in (0, os.geteuid()):
+        problem = f"belongs to another user ({status.st_uid})"
+    elif mode & 0o002 or (mode & 0o020 and not _is_private(status.st_gid)):
+        problem = f"can be written by other users (mode {mode:03o})"
+    else:
+        return
+    raise ConfigError(
+        f"reference.cache.path: {path} {problem}, who would decide what is trained; remove their "
+        "access (chmod -R go-w), or copy it to a folder of your own. Share a cache that root owns "
+        "and only root can write."
+    )
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is the user's own, with nobody else in it."""
+    try:
+        name, entry = getpwuid(os.geteuid()).pw_name, getgrgid(group)
+    except KeyError:  # a container may have no names
+        return False
+    return entry.gr_name == name and not set(entry.gr_mem) - {name}
 
 
 class Index(NamedTuple):
@@ -69,7 +107,6 @@ class BlockFile:
     """An append-only file of blocks, to which only one process writes."""
 
     path: Path
-    opener: Opener = own
 
     @cached_property
     def _descriptor(self) -> int:
@@ -91,7 +128,7 @@ class BlockFile:
         found, damaged = [NO_ENTRIES], self.path.stat().st_size if self.path.exists() else 0
         if not damaged:
             return NO_ENTRIES, 0
-        with open(self.path, "rb", opener=self.opener) as file:
+        with open(self.path, "rb", opener=own) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with data:
             at = data.find(MAGIC)

@@ -32,7 +32,7 @@ from rather.data.batch import Columns, TokenPair, scored_lengths
 from rather.data.cache import Cache
 from rather.data.shares import Batches, PairRows
 from rather.errors import ConfigError
-from rather.files import regular, text_sha
+from rather.files import real_path, text_sha
 from rather.losses.objective import PairLoss
 from rather.model.files import model_digest, model_folder
 from rather.parallel.load import precision_name
@@ -48,6 +48,7 @@ from rather.reference.logprob_cache import (
     block_of,
     first_places,
     keys_of,
+    refuse_foreign,
 )
 
 log = logging.getLogger(__name__)
@@ -137,7 +138,9 @@ class ReferenceLogps:
             self._own = BlockFile(own_file) if own_file else None
             self._segment = BlockFile(self.folder / f"{uuid.uuid4().hex}.logps")
             segments = sorted(self.folder.glob(SEGMENTS))
-            shared = [BlockFile(path, regular) for path in segments]
+            for path in [self.folder, *segments]:
+                refuse_foreign(path)
+            shared = [BlockFile(path) for path in segments]
             self._table, entries = Table(), [*map(self._read, [self._own, *shared])]
             self._table.load(np.concatenate(entries))
             self.is_empty = not any(map(len, entries))
@@ -146,6 +149,9 @@ class ReferenceLogps:
         role, root = self.config.reference, self.config.reference_cache_dir
         folder = model_folder(role.model_path, role.model_args.revision)
         try:
+            # Its memory of hashes as well: entries are found by them.
+            refuse_foreign(real_path(root))
+            root.mkdir(parents=True, exist_ok=True)
             if folder and (digest := model_digest(folder, Cache(root).sha)):
                 return digest
         except OSError as error:

@@ -8,7 +8,9 @@ import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -340,6 +342,66 @@ def test_settings_without_effect_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make_config(shared, **changes)
+
+
+@pytest.mark.defect("X10")
+@pytest.mark.parametrize("part", ["", "*", "*/*.logps"])
+def test_a_cache_that_others_can_write_is_refused(folder: Path, part: str) -> None:
+    """Whoever writes log-probs with good checksums decides what is trained."""
+    run(folder, "first")
+    root = folder / "output" / ".cache" / "reference"
+    for path in root.glob(part) if part else [root]:
+        path.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"reference\.cache\.path: .* can be written by other"):
+        run(folder, "second")
+    for path in root.glob(part) if part else [root]:
+        path.chmod(0o700)
+    assert run(folder, "third")["pairs_from_cache"] > 0
+
+
+@pytest.mark.defect("X10")
+def test_a_cache_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rather.reference import logprob_cache as module
+
+    file = tmp_path / "file"
+    file.touch()
+    file.chmod(0o600)
+    module.refuse_foreign(file)
+    module.refuse_foreign(tmp_path / "missing")
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(ConfigError, match="is a link"):
+        module.refuse_foreign(tmp_path / "link")
+    owner = file.stat().st_uid
+    if owner == 0:  # root is trusted; only root can give a file away
+        os.chown(file, owner := 4242, -1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: owner + 1)
+        with pytest.raises(ConfigError, match=f"belongs to another user \\({owner}\\)"):
+            module.refuse_foreign(file)
+
+
+@pytest.mark.parametrize(
+    ("group", "members", "is_private"),
+    [("me", [], True), ("me", ["me"], True), ("me", ["you"], False), ("users", [], False)],
+)
+def test_the_users_own_group_may_write(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    group: str,
+    members: list[str],
+    is_private: bool,
+) -> None:
+    """umask 002 with private groups is the default of many systems."""
+    from rather.reference import logprob_cache as module
+
+    monkeypatch.setattr(module, "getpwuid", lambda _: SimpleNamespace(pw_name="me"))
+    entry = SimpleNamespace(gr_name=group, gr_mem=members)
+    monkeypatch.setattr(module, "getgrgid", lambda _: entry)
+    tmp_path.chmod(0o770)
+    with nullcontext() if is_private else pytest.raises(ConfigError, match="mode 770"):
+        module.refuse_foreign(tmp_path)
 
 
 def test_a_folder_that_cannot_be_used(folder: Path) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from rather.data.cache import Cache, batch_writer
+from rather.data.pairs import SCHEMA
 from rather.files import own, read_bytes, write_own
 from rather.run_folder.control import LOCK
 from rather.run_folder.layout import OWN_FILES
@@ -83,3 +88,42 @@ def test_the_log_probs_next_to_a_checkpoint_are_not_a_link(
     assert "reference.log" in done.stderr
     copied = tmp_path / "out" / "run" / "reference.log"
     assert not copied.exists() or b"mine" not in copied.read_bytes()
+
+
+def build(path: Path) -> dict[str, Any]:
+    """Write tokens without a row."""
+    with batch_writer(path) as add:
+        add(pa.RecordBatch.from_pylist([], schema=SCHEMA))
+    return {"files": []}
+
+
+@pytest.mark.defect("X26")
+@pytest.mark.parametrize("plant", [os.symlink, os.link])
+def test_the_token_cache_writes_through_no_link(tmp_path: Path, plant: Any) -> None:
+    """The names of its temporary files cannot be foreseen, and they are new files."""
+    cache, victim, address = Cache(tmp_path / "cache"), tmp_path / "victim", "a" * 64
+    victim.write_text("mine")
+    data = tmp_path / "data"
+    data.write_text("rows")
+    names = [f".{address[:32]}.{os.getpid()}.building", f".files.json.{os.getpid()}.part"]
+    for name in names:
+        plant(victim, cache.folder / name)
+
+    cache.find_or_build(address, build)
+    assert cache.sha(data) == sha256(b"rows").hexdigest()
+    assert victim.read_text() == "mine"
+    with pytest.raises(FileExistsError), batch_writer(cache.folder / names[0]):
+        pass
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.defect("X26")
+def test_a_linked_entry_of_the_token_cache_is_built_again(tmp_path: Path) -> None:
+    cache, address = Cache(tmp_path / "cache"), "a" * 64
+
+    cache.find_or_build(address, build)
+    entry = cache.folder / f"{address[:32]}.arrow"
+    entry.rename(tmp_path / "elsewhere")
+    entry.symlink_to(tmp_path / "elsewhere")
+    cache.find_or_build(address, build)
+    assert not entry.is_symlink()
