@@ -334,7 +334,7 @@
       $("different").replaceChildren(element("p", { className: "muted" }, "Select two or more runs: the settings that differ appear here side by side."));
       return;
     }
-    const lines = differing.differences.map(([key, values]) => [key, ...values.map((value) => (value === null || value === "null" ? "not set" : value))]);
+    const lines = differing.differences.map(([key, values]) => [key, ...values.map((value) => (value === null ? "not set" : value))]);
     $("different").replaceChildren(lines.length
       ? table("Settings that differ", ["key", ...names], lines)
       : element("p", {}, "All settings are the same."));

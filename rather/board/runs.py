@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -30,12 +32,14 @@ from rather.report.folder import (
 )  # fmt: skip
 from rather.report.page import downsample
 from rather.run_folder import control
+from rather.tracking.health import urgency
 from rather.tracking.json_lines import flatten, read_lines, read_object
 
 EVENTS = (INCIDENTS, HEALTH, ANSWERS)
 MARKS = {METRICS, control.LOCK, FINISHED, "LATEST", DATA_REPORT}  # one of them makes a run folder
 DEPTH = 4  # folders between the given one and a run
 LISTED = re.compile(r"^(?:pretrain|pref_loss|loss_type|ipo):.*(?:\n[ -].*)*", re.MULTILINE)
+EXPONENT = re.compile(r"[-+]?\d+(\.\d+)?[eE][-+]?\d+")  # a number that YAML 1.1 reads as text
 POINTS = 1000  # of a drawn line
 MOST_KEPT = 20_000_000  # points of all runs in memory, 16 bytes each
 MOST_EVENTS = 64 << 20  # bytes of such a file
@@ -75,6 +79,8 @@ class RunList:
         name = path.relative_to(self.folder).as_posix() if path != self.folder else path.name
         row = {"id": run, "name": name, **self._rows[run][1]}
         row |= {"state": _state(path, row), "report": (path / REPORT_PAGE).is_file()}
+        if row["state"] == "running" and row["began"]:  # it writes now, on this machine
+            row |= {"changed": time.time(), "seconds": time.time() - row["began"]}
         # A new line of metrics changes only `version`: what people are reading stays open.
         row["version"] = digest(stamps, row["state"])
         row["story"] = digest(stamps[3:], row["state"], row["report"])
@@ -109,8 +115,11 @@ class RunList:
             problems.append(str(problem))
         for name in EVENTS:
             lines, damaged = _events(path / name)
+            if name == HEALTH:  # by harm, not by time
+                lines.sort(key=lambda one: urgency(str(one.get("name")), str(one.get("severity"))))
             left_out = max(0, len(lines) - LAST_EVENTS)
-            found[name.removesuffix(".jsonl")] = {"lines": lines[left_out:], "left_out": left_out}
+            shown = lines[:LAST_EVENTS] if name == HEALTH else lines[left_out:]
+            found[name.removesuffix(".jsonl")] = {"lines": shown, "left_out": left_out}
             if damaged:
                 problems.append(f"{name}: {damaged} damaged lines are left out")
         return {**found, "problems": problems}
@@ -154,15 +163,29 @@ def _row_of(path: Path) -> JsonObject:
         except FolderProblem as problem:
             problems.append(str(problem))
     row |= {name.removesuffix(".jsonl"): len(_events(path / name)[0]) for name in EVENTS[:2]}
+    start: JsonObject = {}
     with suppress(OSError, IndexError):
-        row["total"] = _number(newest_records(path / STARTS)[0][0], "total_steps")
-    # When the run last wrote a line, and the duration of its last start.
-    last, began, report = (stamp(path / name) for name in (METRICS, CONFIG, RUN_REPORT))
-    seconds = (last[1] - began[1]) / 1e9 if last and began else 0.0
-    if report and (not began or report[1] >= began[1]):  # else it is from the start before
-        seconds = max(seconds, _number(read_object(path / RUN_REPORT), "seconds") or 0.0)
-    row |= {"changed": last[1] / 1e9 if last else None, "seconds": seconds if seconds > 0 else None}
+        start = newest_records(path / STARTS)[0][0]
+    row["total"] = _number(start, "total_steps")
+    row |= _times(path, start)
     return row | {"problem": "; ".join(problems)}
+
+
+def _times(path: Path, start: JsonObject) -> JsonObject:
+    """Return when the last start began, its seconds, and when it last wrote, by its own records.
+
+    Files that were copied have other dates. A report with no more steps than the run started from
+    is of the start before.
+    """
+    report = read_object(path / RUN_REPORT)
+    seconds = _number(report, "seconds")
+    if (_number(start, "step") or 0) >= (_number(report, "steps") or 1):
+        seconds = None
+    began = None
+    with suppress(TypeError, ValueError):
+        began = datetime.fromisoformat(start["time"]).timestamp() if "time" in start else None
+    changed = began + (seconds or 0.0) if began else None
+    return {"began": began, "seconds": seconds, "changed": changed}
 
 
 def _events(file: Path) -> tuple[list[JsonObject], int]:
@@ -248,11 +271,20 @@ def _settings(text: str) -> JsonObject:
 
 
 def differences(configs: Sequence[JsonObject]) -> list[tuple[str, list[str | None]]]:
-    """Return each key on which configs differ, with its value in each; None if it is missing."""
-    texts: list[dict[str, str]] = [
-        {key: x if isinstance(x, str) else json.dumps(x, default=str) for key, x in config.items()}
-        for config in configs
-    ]
-    keys = dict.fromkeys(key for each in texts for key in each)
-    rows = [(key, [each.get(key) for each in texts]) for key in keys]
+    """Return each key on which configs differ, with its value in each; None if it is not set.
+
+    A missing key and null are the same, and so are two spellings of a number, as 1e-4 and 0.0001.
+    """
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [(key, [_value_text(config.get(key)) for config in configs]) for key in keys]
     return [row for row in rows if len(set(row[1])) > 1]
+
+
+def _value_text(value: Any) -> str | None:
+    if isinstance(value, str) and EXPONENT.fullmatch(value):
+        value = float(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, default=str)

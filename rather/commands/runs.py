@@ -97,12 +97,12 @@ def has_display() -> bool:
 def health_command(run: RunFolder, as_json: AsJson = False) -> None:
     """Show problems detected during training, with the metric behind each and what to do."""
     from rather.report.folder import refuse_other_folder
-    from rather.tracking.health import SEVERITIES, read_findings
+    from rather.tracking.health import read_findings, urgency
     from rather.tracking.json_lines import read_object
     from rather.tracking.outcome import outcome_text
 
     refuse_other_folder(run)
-    found = sorted(read_findings(run), key=lambda one: SEVERITIES.index(one.severity))
+    found = sorted(read_findings(run), key=lambda one: urgency(one.name, one.severity))
     if as_json:
         print_json([asdict(one) for one in found])
         return

@@ -7,7 +7,7 @@ read again. Two texts are the same if they differ only in case, white space and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from math import sqrt
 from typing import Any
@@ -20,6 +20,7 @@ from rather.data.report import GROUPS, Json
 
 BARS = 16
 SEVERITIES = ("serious", "warning", "info")
+TINY_WEIGHT = 1e-6  # the mean of a million pairs of weight 1 hardly moves by one such pair
 LENGTH_MATTERS = 0.65  # accuracy of "pick the longer answer", or the shorter
 
 Hashes = NDArray[np.uint64]
@@ -29,6 +30,42 @@ Hashes = NDArray[np.uint64]
 # report counts its pairs; what is said, and advised.
 Rule = tuple[float, float, tuple[str, ...], str, str]
 RULES: dict[str, Rule] = {
+    "prompt_lost": (
+        0,
+        0.5,
+        ("prompt_lost",),
+        "{percent} of the {unit} of {set} ({prompt_lost}) have lost their prompt: the chat template "
+        "does not write it, so that the model learns answers to nothing.",
+        "Correct data_args.template, or remove it to use the tokenizer's own; `rather data --show` "
+        "prints the rendered pairs.",
+    ),
+    "end_as_text": (
+        0,
+        0.5,
+        ("end_as_text",),
+        "in {percent} of the {unit} of {set} ({end_as_text}) answers end with a mark that is not a "
+        "token of this tokenizer but plain text: the chat template belongs to another model, and "
+        "generation will not stop there.",
+        "Use the template that the model was trained with: remove data_args.template and "
+        "global_template to use the tokenizer's own, or `none` for a model without one.",
+    ),
+    "one_label": (
+        0,
+        1.0,
+        (),
+        "all {pairs} answers of {set} are {which}: there is nothing to compare them with, and the "
+        "model learns only to make such answers {direction} likely.",
+        "Add answers of the other kind, or check how labels are read (data_args.columns, "
+        "label_threshold); for good answers alone use task: sft.",
+    ),
+    "one_score": (
+        0,
+        1.0,
+        (),
+        "all {pairs} answers of {set} have the same score, {score:g}: a model that returns it for "
+        "any text has no error.",
+        "Check the column that data_args.columns reads as the score.",
+    ),
     "leakage": (
         0,
         0.1,
@@ -69,6 +106,24 @@ RULES: dict[str, Rule] = {
         ("duplicate_pair",),
         "{percent} of the {unit} of {set} ({duplicate_pair}) repeat an earlier one.",
         "Remove them, unless they should count more; a weight column does that explicitly.",
+    ),
+    "beyond_positions": (
+        0,
+        0.05,
+        (),
+        "{percent} of the {unit} of {set} have more tokens than the {positions} positions of the "
+        "model (up to {longest}): it was not made for what comes after them.",
+        "Lower sequence_length to the model's max_position_embeddings, or use a model with more.",
+    ),
+    "tiny_weights": (
+        0,
+        2.0,
+        (),
+        "{percent} of the {unit} of {set} have a weight below {limit:g} (the smallest is "
+        "{smallest:g}): next to others of weight 1 they have no influence, and if all are so small "
+        "their weights say nothing.",
+        "Check the column that is read as weight; remove rows that should not count, or give them "
+        "weight 0.",
     ),
     "truncation": (
         0.01,
@@ -155,12 +210,30 @@ def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) 
             "prompts": len(np.unique(prompt)),
             "lengths": _spreads(lengths),
             "length_bias": _length_bias(lengths["chosen"], label, lengths.get("rejected")),
+            **_same_value(report.get("rows"), pairs),
+            **_tiny_weights(pairs.column("weight")),
         }
     inference = report["train"]["inference"]
     for one in inference["examples"]:
         one["place"] = f"{files[one['source']]['path']}:{one['number']}"
     look = {"sets": sets, "inference": inference}
     return {**look, "findings": _findings(entries, look)}
+
+
+def _same_value(rows: str | None, pairs: PairDataset) -> Json:
+    """Return the label or score that all answers have, if there is only one."""
+    columns = {"labelled": ("one_label", "soft_label"), "scored": ("one_score", "margin")}
+    if rows not in columns:
+        return {}
+    finding, column = columns[rows]
+    values = np.unique(pairs.column(column))
+    return {finding: float(values[0])} if len(values) == 1 else {}
+
+
+def _tiny_weights(weights: NDArray[np.float64]) -> Json:
+    tiny = weights[(weights > 0) & (weights < TINY_WEIGHT)]
+    facts = {"share": len(tiny) / len(weights), "smallest": float(min(tiny, default=0.0))}
+    return {"tiny_weights": facts} if len(tiny) else {}
 
 
 def _places(pairs: PairDataset, rows: NDArray[np.bool_], files: list[Json]) -> dict[str, list[int]]:
@@ -171,23 +244,49 @@ def _places(pairs: PairDataset, rows: NDArray[np.bool_], files: list[Json]) -> d
     return places
 
 
+def _unit(own: Json) -> str:
+    return "pairs" if "rejected" in own["lengths"] else "answers"
+
+
+def _finding(name: str, set_name: str, share: float, facts: Json) -> Json:
+    warning, serious, _, text, advice = RULES[name]
+    percent = f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
+    severity = SEVERITIES[2 - (share >= warning) - (share >= serious)]
+    text = text.format_map(facts | {"set": set_name, "percent": percent})
+    fields = {"name": name, "severity": severity, "set": set_name, "number": round(share, 4)}
+    return fields | {"text": text, "advice": advice}
+
+
+def by_severity(findings: Iterable[Json]) -> list[Json]:
+    """Return findings with the most severe first, then in the order of RULES."""
+    order = {name: place for place, name in enumerate((*SEVERITIES, *RULES))}
+    return sorted(findings, key=lambda one: (order[one["severity"]], order[one["name"]]))
+
+
+def beyond_positions(sets: Mapping[str, PairDataset], positions: int) -> Iterator[Json]:
+    """Yield a finding for each set with sequences that are longer than a model's positions.
+
+    The data report does not know the model, so a run adds them to its own.
+    """
+    for name, pairs in sets.items():
+        prompt, *answers = (pairs.lengths(part) for part in IDS)
+        tokens = prompt + np.maximum(*answers)
+        unit = "pairs" if answers[1].any() else "answers"
+        facts = {"unit": unit, "positions": positions, "longest": int(tokens.max())}
+        if share := float((tokens > positions).mean()):
+            yield _finding("beyond_positions", name, share, facts)
+
+
 def _findings(entries: Json, look: Json) -> list[Json]:
     """Return all findings, the most severe first."""
     found: list[Json] = []
 
     def judge(name: str, set_name: str, share: float, facts: Json) -> None:
         if share:
-            warning, serious, _, text, advice = RULES[name]
-            percent = f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
-            severity = SEVERITIES[2 - (share >= warning) - (share >= serious)]
-            facts |= {"set": set_name, "percent": percent}
-            found.append(
-                {"name": name, "severity": severity, "set": set_name, "number": round(share, 4)}
-                | {"text": text.format_map(facts), "advice": advice}
-            )
+            found.append(_finding(name, set_name, share, facts))
 
     for set_name, entry in entries.items():
-        unit = "pairs" if "rejected" in look["sets"][set_name]["lengths"] else "answers"
+        unit = _unit(look["sets"][set_name])
         counts: Json = defaultdict(int, pairs=entry["pairs"], unit=unit)
         for group in GROUPS:
             counts |= {kind: one["count"] for kind, one in entry.get(group, {}).items()}
@@ -198,13 +297,21 @@ def _findings(entries: Json, look: Json) -> list[Json]:
         first = {key: "".join(check["examples"][0][key])[:80] for key in ("training", "inference")}
         judge("prompt_difference", "train", check["different"] / check["compared"], check | first)
     train = look["sets"]["train"]
+    if "one_label" in train:
+        which, direction = ("good", "more") if train["one_label"] > 0.5 else ("bad", "less")
+        facts = {"pairs": train["pairs"], "which": which, "direction": direction}
+        judge("one_label", "train", 1.0, facts)
+    if "one_score" in train:
+        judge("one_score", "train", 1.0, {"pairs": train["pairs"], "score": train["one_score"]})
     longer = train["length_bias"]["longer_wins"]
     accuracy = max(longer, 1 - longer)
     if accuracy >= max(LENGTH_MATTERS, 0.5 + 1.5 / sqrt(train["pairs"])):  # 3 deviations of a coin
         which = "longer" if longer > 0.5 else "shorter"
         judge("length_bias", "train", accuracy, train["length_bias"] | {"which": which})
-    order = {name: place for place, name in enumerate((*SEVERITIES, *RULES))}
-    return sorted(found, key=lambda one: (order[one["severity"]], order[one["name"]]))
+    if weights := train.get("tiny_weights"):
+        facts = {"unit": _unit(train), "limit": TINY_WEIGHT, **weights}
+        judge("tiny_weights", "train", weights["share"], facts)
+    return by_severity(found)
 
 
 def _length_bias(

@@ -37,6 +37,7 @@ double_eos: several end tokens became one
 duplicate_pair: the same one again
 empty_prompt: nothing is asked
 empty_response: an answer of white space
+end_as_text: the template ends answers with text that is no token
 eos_lost: a cut answer without its end token
 eos_text_removed: EOS written as text at the end of an answer
 glued_boundary: prompt and answer run together; set data_args.separator
@@ -47,6 +48,7 @@ missing_key: a needed key is missing
 no_eos: the tokenizer has no EOS to end an answer
 nothing_scored: no token left to score
 prompt_in_training_data: the same prompt is in the training data
+prompt_lost: the template leaves out what is asked
 prompt_mismatch: the two answers belong to different prompts
 prompt_too_long: the prompt alone fills sequence_length
 row_too_large: a gigantic row

@@ -251,11 +251,27 @@ class Encoder:
         rendered = [self._render(as_turns(pair.prompt, "user"), True)]
         for answer in pair.answers:
             rendered.append(self._render(self._conversation(answer), False))
+        self._note_template(pair, rendered[0])
         ids = self._ids(rendered)
         if self.recipe.as_trl:
             return ids
         prompt, *whole = map(self._one_bos, ids)
         return [prompt, *map(self._cut_tail, whole)]
+
+    def _note_template(self, pair: TextPair, rendered: str) -> None:
+        """Note signs of a template that was made for another model, or has lost the prompt."""
+        questions = [turn["content"].strip() for turn in as_turns(pair.prompt, "user")]
+        if not self.is_escaped and questions and questions[-1] not in rendered:
+            detail = (
+                f"the rendered prompt {rendered[-80:]!r} does not contain {questions[-1][:80]!r}"
+            )
+            self._note("prompt_lost", detail)
+        end = self.tokenizer.decode(self.tail, skip_special_tokens=False).strip()
+        if end and self.end_of_turn is None:
+            detail = (
+                f"the template ends answers with {end!r}, which is not one token but plain text"
+            )
+            self._note("end_as_text", detail)
 
     def _render(self, turns: Turns, start_answer: bool) -> str:
         """Return the text of turns. Special-token text of an escaped row cannot match a token."""

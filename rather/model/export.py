@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +50,10 @@ class Kept:
     changed: int = 0  # float32 weights that differ from the source
     written: int = 0  # weights in the file that differ from the source
     weights: int = 0
+    # Of matrices only: norms, which no weight decay touches, are larger than all others.
+    in_matrices: int = 0
+    square_before: float = 0.0  # of the source
+    square_after: float = 0.0  # of the file
 
     @property
     def share(self) -> float | None:
@@ -59,6 +64,9 @@ class Kept:
         """Return what is known, under the names of rather.tracking.outcome."""
         counts = {"changed_masters": self.changed, "changed_file": self.written}
         known = {name: count / self.weights for name, count in counts.items() if self.weights}
+        squares = {"weight_size_before": self.square_before, "weight_size": self.square_after}
+        for name, square in squares.items() if self.in_matrices else ():
+            known[name] = math.sqrt(square / self.in_matrices)
         return known if self.share is None else known | {"kept_share": self.share}
 
     def __str__(self) -> str:
@@ -86,10 +94,10 @@ class FileCast:
         cast = self.rounding.cast(name, value, self.dtype, spec)
         if self.source is not None and name in self.source:
             for tensors in _in_chunks(self.source.read(name, spec), value, cast):
-                self._compare(*tensors)
+                self._compare(*tensors, is_matrix=value.ndim > 1)
         return cast
 
-    def _compare(self, before: Tensor, value: Tensor, cast: Tensor) -> None:
+    def _compare(self, before: Tensor, value: Tensor, cast: Tensor, *, is_matrix: bool) -> None:
         before, kept = before.to(value.device).float(), self.kept
         true, written = value.float() - before, cast.float() - before
         kept.dot += float((true * written).sum(dtype=torch.float64))
@@ -97,6 +105,10 @@ class FileCast:
         kept.changed += int(true.count_nonzero())
         kept.written += int(written.count_nonzero())
         kept.weights += true.numel()
+        if is_matrix:
+            kept.in_matrices += true.numel()
+            kept.square_before += float(before.square().sum(dtype=torch.float64))
+            kept.square_after += float(cast.float().square().sum(dtype=torch.float64))
 
 
 def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

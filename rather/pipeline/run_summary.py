@@ -19,8 +19,10 @@ from rather.cluster.launch import Roles
 from rather.cluster.memory import free_memory
 from rather.config.schema import DPOConfig
 from rather.config.strategies import layout
+from rather.data.findings import beyond_positions, by_severity
 from rather.data.show import token_view
 from rather.errors import HangError, RayGone, WorkerLost
+from rather.model.files import model_folder
 from rather.model.sizes import sizes_of
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import PreparedSteps
@@ -31,6 +33,7 @@ from rather.plan.speed import GPUS, listed_speed
 from rather.report.starts import record_start
 from rather.run_folder.layout import DATA_REPORT, PLAN, RUN_REPORT, write_config, write_run_report
 from rather.tracking.health import counts
+from rather.tracking.json_lines import read_object
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +78,7 @@ class RunSummary:
         """Write the config, which a resume needs, and what is known before the first step."""
         if not self.roles.is_main:
             return
-        data = dict(self.source.data.report)
+        data = self._data_report()
         with _failure_logged("the look at the first pairs"):
             data["shown"] = token_view(self.source.data.train, tokenizer, PAIRS_SHOWN)
         write_config(self.config)
@@ -83,6 +86,21 @@ class RunSummary:
         if self.plan:
             write_run_report(self.run_dir, self.plan, PLAN)
         record_start(self.config, self.roles.kind, step, self.source.total_steps)
+
+    def _data_report(self) -> dict[str, Any]:
+        """Return the report of the pairs, with what only the model's config can tell about them."""
+        prepared, role = self.source.data, self.config.actor_train
+        data = dict(prepared.report)
+        with _failure_logged("the look at the model's positions"):
+            folder = model_folder(role.model_path, role.model_args.revision)
+            config = read_object(folder / "config.json") if folder else {}
+            positions = config.get("text_config", config).get("max_position_embeddings")
+            if positions:
+                evals = {f"eval {name}".strip(): pairs for name, pairs in prepared.evals.items()}
+                found = beyond_positions({"train": prepared.train, **evals}, positions)
+                look = data["look"]
+                data["look"] = {**look, "findings": by_severity([*look["findings"], *found])}
+        return data
 
     def report(
         self, outcome: Mapping[str, Any], timeline: Timeline, stream: ReferenceStream

@@ -25,6 +25,7 @@ from rather.report.folder import (
 )
 from rather.report.page import LEVELS, chart, escape, lines, page, plotly_bundle, slug, table
 from rather.report.pairs import MEANINGS, Doctor
+from rather.tracking.health import urgency
 from rather.tracking.json_lines import LEDGER
 from rather.tracking.outcome import outcome_text
 
@@ -164,8 +165,7 @@ def health(run: Folder) -> str:
     cards = f"<p>Outcome: {escape(outcome)}.</p>" if outcome else ""
     if not run.health:
         return f"{cards}<p>No problems found.</p>"
-    order = list(LEVELS)
-    for one in sorted(run.health, key=lambda one: [*order, one["severity"]].index(one["severity"])):
+    for one in sorted(run.health, key=lambda one: urgency(one["name"], one["severity"])):
         fields = {name: escape(one[name]) for name in ("step", "name", "text", "advice")}
         severity = escape(one["severity"])
         cards += (

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
@@ -30,6 +31,12 @@ LATEST = 4  # training lines that `latest` looks at
 LATEST_PAIRS = 128  # with fewer in these lines, chance moves the loss more, by the square root
 ENOUGH = 100  # held-out pairs: their accuracy is known to +- 0.1
 
+# Nats per token by which chosen answers have fallen: each token is seven times less likely. Good
+# runs with a small beta stay below 1, and the spread between two batches of 8 pairs is 0.2.
+WRECKED = 2.0
+DRIFTED = 3.0  # the same of chosen and rejected answers, of which only rejected ones should fall
+UNLIKELY = 7.0  # nats per token, 1 in 1,100: text costs a trained model 1 to 5, random tokens 10
+FEW = 16  # pairs: rules without a window believe the mildest of the lines that hold so many
 FALLEN = 0.3  # nats per token: each token of a chosen answer is a quarter less likely than before
 MOST = 0.8  # of the pairs
 # Of the loss at the start: with sigmoid a margin of 4.3, where the gradient is 3 % of the first.
@@ -37,6 +44,7 @@ SATURATED = 0.02
 ALL = 0.99  # of the pairs
 LENGTH_DECIDES = 0.8  # correlation: length alone explains two thirds of the differences in margin
 STUCK = 0.55  # accuracy; a coin stays below it in 95 of 100 windows of 256 pairs
+REVERSED = 1.5  # over the square root of the pairs: three standard deviations of a coin
 GRACE = 1 / 3  # of the run, in which a small learning rate or its warm-up may hold accuracy back
 DIVERGED = 1.5  # times the loss at the start; learning makes it smaller
 STORMY = 30.0  # times the first gradient norm; where a run learns, norms fall
@@ -104,6 +112,11 @@ class EvaluationHistory:
         return name not in self.first or all(line.get(name, 0.0) > least for line in self.last)
 
 
+def right_share(line: Line | RecentLines) -> float:
+    """Return the share of the pairs that are right; a tie counts half."""
+    return float(line.get("rewards/accuracies", 0.0)) + float(line.get("rewards/ties", 0.0)) / 2
+
+
 @dataclass
 class Health:
     """Applies the rules to what it keeps of the records so far; its size is bounded."""
@@ -152,12 +165,35 @@ class Health:
                 found.append(rule.finding(self.step, name, {"unit": self.unit, **values}))
         return found
 
+    @property
+    def is_over(self) -> bool:
+        return self.step >= self.total_steps
+
+    @property
+    def last_few(self) -> list[Line]:
+        """Return the last training lines after the first one, newest first, if they hold FEW pairs.
+
+        At the end of the run half as many are enough, and all that there are.
+        """
+        least_lines, least_pairs = (1, FEW // 2) if self.is_over else (2, FEW)
+        lines: list[Line] = []
+        for line in reversed(self.recent.lines):
+            if line is not self.first:
+                lines.append(line)
+            if len(lines) >= least_lines and sum(x["pairs"] for x in lines) >= least_pairs:
+                return lines
+        return lines if self.is_over else []
+
     def changes(
-        self, name: str, mildest: Callable[..., Line] = min
+        self, name: str, mildest: Callable[..., Line] = min, *, least: int = 2
     ) -> Iterator[tuple[Line, Line | RecentLines, str]]:
-        """Yield first and last line of each held-out set (the milder of two) and of training."""
+        """Yield first and last line of each held-out set and of training.
+
+        Of a held-out set, the milder of two evaluations; `least` are enough at the end of the run.
+        """
         for known in self.evaluations.values():
-            if len(known.last) == 2 and all(name in line for line in (known.first, *known.last)):
+            enough = len(known.last) >= (least if self.is_over else 2)
+            if enough and all(name in line for line in (known.first, *known.last)):
                 yield known.first, mildest(known.last, key=lambda line: line[name]), "held-out"
         if self.recent.is_full and name in self.first and self.recent.get(name) is not None:
             yield self.first, self.recent, "training"
@@ -181,11 +217,83 @@ class HealthRule:
         self.find, RULES[find.__name__] = find, self
 
     def finding(self, step: int, name: str, values: Found) -> HealthFinding:
-        text = self.text.format(**values)
-        return HealthFinding(step, name, self.severity, text, values["number"], self.advice)
+        text, advice = self.text.format(**values), self.advice.format(**values)
+        return HealthFinding(step, name, self.severity, text, values["number"], advice)
 
 
 RULES: dict[str, HealthRule] = {}
+
+
+@HealthRule(
+    "serious",
+    "{what} by {number:.1f} nats per token ({kind} {unit}): each token is {times:.2g} times less "
+    "likely, where good runs stay below 3 times. The model is wrecked.",
+    "Do not use this model: take an earlier checkpoint, or train again with learning_rate at a "
+    "tenth or less, a larger beta or rpo_alpha.",
+)
+def model_wrecked(h: Health) -> Found:
+    for known in h.evaluations.values():
+        for line in list(known.last)[-1:]:
+            fall = line.get("sft_loss", 0.0) - known.first.get("sft_loss", math.inf)
+            if found := _wreck(fall, line.get("drift", 0.0), "held-out"):
+                return found
+    lines = h.last_few or ([h.first] if h.is_over and h.first else [])
+    if not lines:
+        return {}
+    before = h.first.get("sft_loss", math.inf)
+    fall = min(line.get("sft_loss", 0.0) - before for line in lines)
+    return _wreck(fall, min(map(_drift, lines)), "training")
+
+
+def _wreck(fall: float, drift: float, kind: str) -> Found:
+    for number, limit, what in (
+        (fall, WRECKED, "the chosen answers have become less likely"),
+        (drift, DRIFTED, "the policy has drifted from its reference"),
+    ):
+        if number >= limit:
+            times = math.exp(min(number, 700.0))
+            return {"number": number, "what": what, "kind": kind, "times": times}
+    return {}
+
+
+def _drift(line: Line) -> float:
+    """Return by how much both answers of a training line have fallen, per token."""
+    lengths = [line.get(f"lengths/{side}", 0.0) for side in ("chosen", "rejected")]
+    return -2 * line.get("kl", 0.0) / sum(lengths) if all(lengths) else 0.0
+
+
+@HealthRule(
+    "serious",
+    "the chosen answers cost {number:.1f} nats per token before training, where text costs a "
+    "trained model 1 to 5: to this model they are not text.",
+    "Check that tokenizer, chat template and weights belong to the same model; `rather data --show` "
+    "prints the tokens.",
+)
+def answers_unlikely(h: Health) -> Found:
+    costs = [line.get("sft_loss", 0.0) for line in (h.first, *h.last_few)]
+    return {"number": costs[0]} if len(costs) > 1 and min(costs) >= UNLIKELY else {}
+
+
+@HealthRule(
+    "serious",
+    "only {number:.0%} of {pairs:.0f} held-out pairs are right, fewer than by chance, and {train:.0%} "
+    "of the last training pairs: the model learns the opposite of what held-out pairs prefer.",
+    "Look at both files (`rather data --show`): chosen and rejected are probably swapped in one of "
+    "them.",
+)
+def labels_reversed(h: Health) -> Found:
+    train = right_share(h.recent)
+    is_learning = train > 0.5 and "model_wrecked" not in h.known
+    if h.unit != "pairs" or h.step < GRACE * h.total_steps or not is_learning:
+        return {}
+    for then, line, kind in h.changes("rewards/accuracies", max, least=1):
+        right, pairs = right_share(line), line.get("pairs", 0)
+        if kind == "held-out" and pairs:
+            # Without a reference, a model may have begun with less than half.
+            chance = min(0.5, right_share(then))
+            if right <= chance - REVERSED / math.sqrt(pairs):
+                return {"number": right, "pairs": pairs, "train": train}
+    return {}
 
 
 @HealthRule(
@@ -195,9 +303,26 @@ RULES: dict[str, HealthRule] = {}
     "steps away.",
 )
 def nothing_learned(h: Health) -> Found:
-    ties = h.recent.get("rewards/ties", 0.0)
-    found = h.recent.is_full and ties >= ALL
-    return {"number": ties, "pairs": h.recent.pairs} if found else {}
+    for ties, pairs in _ties(h):
+        if ties >= ALL:
+            return {"number": ties, "pairs": pairs}
+    return {}
+
+
+def _ties(h: Health) -> Iterator[tuple[float, int]]:
+    """Yield shares of ties that mean something: of a full window, and of what ends the run."""
+    name = "rewards/ties"
+    if h.recent.is_full:
+        yield h.recent.get(name, 0.0), h.recent.pairs
+    if not h.is_over:
+        return
+    for known in h.evaluations.values():
+        for line in list(known.last)[-1:]:
+            yield line.get(name, 0.0), int(line.get("pairs", 0))
+    after_update = [line for line in h.recent.lines if line is not h.first][-LATEST:]
+    if len(after_update) == LATEST and not h.evaluations:
+        ties = min(line.get(name, 0.0) for line in after_update)
+        yield ties, int(sum(line["pairs"] for line in after_update))
 
 
 @HealthRule(
@@ -224,7 +349,7 @@ def learning_rate_too_high(h: Health) -> Found:
 )
 def chosen_falling(h: Health) -> Found:
     is_sft = "nll_loss" in h.first and "rewards/accuracies" not in h.first  # nothing else to fall
-    for then, now, _ in () if is_sft else h.changes("sft_loss"):
+    for then, now, _ in () if is_sft else h.changes("sft_loss", least=1):
         falling = now.get("logps/chosen_below_reference")  # None without a reference
         before, loss = then["sft_loss"], now.get("sft_loss", 0.0)
         if loss - before >= FALLEN and (falling is None or falling >= MOST):
@@ -272,10 +397,10 @@ def length_exploitation(h: Health) -> Found:
     "files, or random? If they are good, raise learning_rate.",
 )
 def accuracy_stuck(h: Health) -> Found:
-    if h.step < GRACE * h.total_steps:
+    if h.step < GRACE * h.total_steps or "labels_reversed" in h.known:
         return {}
     for _, line, kind in h.changes("rewards/accuracies", max):
-        right = line.get("rewards/accuracies", 0.0) + line.get("rewards/ties", 0.0) / 2
+        right = right_share(line)
         pairs = h.recent.pairs if kind == "training" else line.get("pairs", 0)
         if right <= STUCK and pairs >= ENOUGH:
             return {"number": right, "pairs": pairs, "kind": kind}
@@ -315,6 +440,20 @@ def experts_collapse(h: Health) -> Found:
         if number - idle >= IDLE or loss >= UNEVEN * before:
             return {"number": number, "idle": idle, "loss": loss, "before": before}
     return {}
+
+
+@HealthRule(
+    "warning",
+    "the learning rate rose until the last step, to {number:.3g}: the warm-up covers the whole "
+    "run.",
+    "Shorten the warm-up (warmup_steps, warmup_ratio), or train for more steps.",
+)
+def warmup_never_ends(h: Health) -> Found:
+    rates = [line["lr"] for line in h.recent.lines if "lr" in line]
+    if not h.is_over or len(rates) < LATEST or h.first.get("lr", math.inf) > rates[0]:
+        return {}
+    rises = all(earlier < later for earlier, later in pairwise(rates))
+    return {"number": rates[-1]} if rises else {}
 
 
 def _answers(h: Health, name: str, found: Callable[[float, float], bool]) -> Found:
@@ -408,11 +547,15 @@ class HealthWatch(Tracker):
 
 SKIPPED = 0.1  # of the steps; float16 skips a few until it has found its loss scale
 KEPT = 0.5  # of the update
+SHRUNK = 0.1  # of the size that the weights had; a run changes it by a few percent
+# Root mean square. That of real models is between 0.01 and 1; at this size no text changes the
+# output by more than rounding.
+NOTHING = 1e-6
 AT_END = {
     "run_failed": HealthRule(
         "serious",
         "the run ended with exit code {number} (steps done: {steps}). {error}",
-        "The log and incidents.jsonl have the details.",
+        "The log has the details{more}.",
     ),
     "weights_unchanged": HealthRule(
         "serious",
@@ -422,7 +565,14 @@ AT_END = {
     "steps_skipped": HealthRule(
         "serious",
         "{skipped}.",
-        "Train in bf16 or fp32 if float16 overflows; incidents.jsonl describes NaN, Inf and spikes.",
+        "Train in bf16 or fp32 if float16 overflows{more}.",
+    ),
+    "weights_vanished": HealthRule(
+        "serious",
+        "the weights have a size of {number:.2g} (root mean square), and had {before:.2g}: the model "
+        "answers the same to every text.",
+        "Lower weight_decay and learning_rate (each step multiplies weights by 1 - their product); "
+        "if the size was as small before, the model in pretrain is damaged.",
     ),
     "update_lost": HealthRule(
         "serious",
@@ -445,8 +595,13 @@ def record_end(run_dir: Path, outcome: Mapping[str, Any], error: Exception | Non
         found["steps_skipped"] = {"number": skipped, "skipped": skipped_text(outcome)}
     if kept is not None and kept < KEPT:
         found["update_lost"] = {"number": kept, "kept": percent(kept)}
+    size, before = outcome.get("weight_size"), outcome.get("weight_size_before", 0.0)
+    if size is not None and size < max(NOTHING, SHRUNK * before):
+        found["weights_vanished"] = {"number": size, "before": before}
+    more = "; incidents.jsonl describes NaN, Inf, spikes and lost workers"
+    more = more if (run_dir / "incidents.jsonl").exists() else ""
     for name, values in found.items():
-        one = AT_END[name].finding(steps, name, values)
+        one = AT_END[name].finding(steps, name, {**values, "more": more})
         if not error:  # the command prints an error itself
             log.warning("health, step %d: %s %s", one.step, one.text, one.advice)
         try:
@@ -460,6 +615,15 @@ def read_findings(run_dir: Path) -> list[HealthFinding]:
     names = HealthFinding.__dataclass_fields__.keys()
     records, _ = read_lines(run_dir / HEALTH)
     return [HealthFinding(**fields) for fields in records if fields.keys() == names]
+
+
+def urgency(name: str, severity: str) -> tuple[int, int]:
+    """Return the key that sorts findings by harm: a failed run, a bad model, then the data."""
+    place = SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)
+    first = ("run_failed", "model_wrecked", "labels_reversed")
+    if name in first:
+        return place, first.index(name)
+    return place, len(first) + name.startswith("data/")
 
 
 def counts(run_dir: Path) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 `updates`, `skipped_steps`, `skip_reasons` and `idle_updates` are counted during the run. The export
 adds `changed_masters` and `changed_file` (shares of the float32 weights and of the written weights
-that differ from the source) and `kept_share` (share of the update that the written file keeps).
+that differ from the source), `kept_share` (share of the update that the written file keeps), and
+`weight_size_before` and `weight_size` (root mean square of the weights in matrices, of source and file).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -208,7 +209,7 @@ def test_a_run_and_its_differences(board: Board) -> None:
     differ = asked(
         board, f"/api/differences?run={found['first']['id']}&run={found['second']['id']}"
     )["differences"]
-    assert ["beta", ["null", "0.3"]] in differ
+    assert ["beta", [None, "0.3"]] in differ
     assert {key for key, _ in differ} == {"exp_name", "beta"}
 
 
@@ -259,19 +260,52 @@ def test_versions_change_with_their_files(serve: Serve, tmp_path: Path) -> None:
     assert changed() == (True, True)
 
 
-def test_the_time_of_the_last_start(serve: Serve, tmp_path: Path) -> None:
-    """Whose report.json comes with its first checkpoint: until then the file is of the start
-    before.
-    """
+@pytest.mark.defect("U22")
+def test_times_come_from_the_records_of_a_run(serve: Serve, tmp_path: Path) -> None:
+    """A folder that was copied has other dates, and a report may be of the start before."""
     run = write_run(tmp_path / "run")
-    (run / "report.json").write_text('{"seconds": 5000.0}')
-    for name, at in (("config.yaml", 100), ("report.json", 200), ("metrics.jsonl", 190)):
-        os.utime(run / name, (at, at))
+    start = {"time": "2030-01-01T00:00:00+00:00", "step": 0, "total_steps": 9}
+    add_line(run / "starts.jsonl", start)
+    (run / "report.json").write_text('{"seconds": 5000.0, "steps": 3}')
+    for name in ("config.yaml", "report.json", "metrics.jsonl"):
+        os.utime(run / name, (100, 100))
     board = serve(tmp_path)
-    assert rows(board)["run"]["seconds"] == 5000
-    for name, at in (("config.yaml", 300), ("metrics.jsonl", 330)):
-        os.utime(run / name, (at, at))
-    assert rows(board)["run"]["seconds"] == 30
+    row = rows(board)["run"]
+    began = datetime(2030, 1, 1, tzinfo=UTC).timestamp()
+    assert (row["began"], row["seconds"], row["changed"]) == (began, 5000, began + 5000)
+    later = "2030-01-03T00:00:00+00:00"
+    add_line(run / "starts.jsonl", {**start, "time": later, "step": 3})
+    row = rows(board)["run"]
+    assert (row["seconds"], row["changed"]) == (None, began + 2 * 86400)
+
+
+@pytest.mark.defect("U22")
+def test_differences_are_differences() -> None:
+    """Missing and null are the same, and so are two spellings of a number."""
+    configs: list[dict[str, Any]] = [
+        {"a": None, "rate": "1e-4", "size": 5, "name": "01", "list": [1]},
+        {"b": None, "rate": 0.0001, "size": 5.0, "name": "1", "list": [1, 2]},
+    ]
+    assert board_runs.differences(configs) == [("name", ["01", "1"]), ("list", ["[1]", "[1, 2]"])]
+
+
+@pytest.mark.defect("U22")
+def test_findings_are_shown_by_harm(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "health.jsonl").unlink(missing_ok=True)
+    written = [
+        ("data/length_bias", "serious"), ("chosen_falling", "warning"), ("odd", "?"),
+        ("learning_rate_too_high", "serious"), ("model_wrecked", "serious"),
+        ("run_failed", "serious"),
+    ]  # fmt: skip
+    for name, severity in written:
+        add_line(run / "health.jsonl", {**FINDING, "name": name, "severity": severity})
+    add_line(run / "health.jsonl", {"another": "version"})
+    lines = board_runs.RunList(tmp_path).details(run)["health"]["lines"]
+    assert [line.get("name") for line in lines] == [
+        "run_failed", "model_wrecked", "learning_rate_too_high", "data/length_bias",
+        "chosen_falling", "odd", None,
+    ]  # fmt: skip
 
 
 def test_a_config_without_a_loss(serve: Serve, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rather.config.schema import DPOConfig
 from rather.data import cache
-from rather.data.findings import BARS, bar_labels
+from rather.data.findings import BARS, bar_labels, beyond_positions
 from rather.data.prepare import Prepared, prepare
 from rather.data.show import print_report, token_texts
 from rather.data.template import TEMPLATES, load_tokenizer
@@ -206,6 +206,73 @@ def test_truncation_is_reported(config: Config, write: Write, console: Console) 
     )
     made = prepare(config(write(rows), sequence_length=900), console=console)
     assert made.report["train"]["dropped"]["too_long"]["count"] == 2
+
+
+# --- signs of wrong labels, weights, positions and templates ---
+
+
+def answers(count: int, **values: Any) -> list[dict[str, Any]]:
+    return [{"prompt": text(6), "completion": text(8), **values} for _ in range(count)]
+
+
+@pytest.mark.defect("X6")
+@pytest.mark.parametrize(
+    ("loss", "label", "word"),
+    [("kto", True, "good"), ("bco", False, "bad"), ("apo_zero_unpaired", True, "good")],
+)
+def test_labels_that_are_all_the_same(
+    config: Config, write: Write, console: Console, loss: str, label: bool, word: str
+) -> None:
+    settings = {"task": "unpaired", "pref_loss": loss}
+    same = config(write(answers(4, label=label)), **settings)
+    one = findings(prepare(same, console=console))["one_label train"]
+    assert one["severity"] == "serious"
+    assert one["text"].startswith(f"all 4 answers of train are {word}: ")
+
+
+@pytest.mark.defect("X6")
+def test_one_constant_score(config: Config, write: Write, console: Console) -> None:
+    settings = {"task": "reward", "pref_loss": "regression"}
+    same = config(write(answers(4, score=2.5)), **settings)
+    one = findings(prepare(same, console=console))["one_score train"]
+    assert (one["severity"], "score, 2.5:" in one["text"]) == ("serious", True)
+    rows = [*answers(3, score=2.5), *answers(1, score=2.6)]
+    assert not findings(prepare(config(write(rows), **settings), console=console))
+
+
+@pytest.mark.defect("X6")
+def test_weights_that_say_nothing(config: Config, write: Write, console: Console) -> None:
+    rows = [{**fresh(), "weight": 1e-300}, *({**fresh(), "weight": 1.0} for _ in range(3))]
+    one = findings(prepare(config(write(rows), sequence_length=900), console=console))
+    assert one["tiny_weights train"]["severity"] == "warning"
+    assert "25 % of the pairs" in one["tiny_weights train"]["text"]
+    rows[0]["weight"] = 0.0  # left out on purpose
+    assert not findings(prepare(config(write(rows), sequence_length=900), console=console))
+
+
+@pytest.mark.defect("X6")
+def test_sequences_beyond_the_positions_of_a_model(flawed: Prepared) -> None:
+    lengths = flawed.train.lengths("prompt") + np.maximum(
+        flawed.train.lengths("chosen"), flawed.train.lengths("rejected")
+    )
+    longest = int(lengths.max())
+    sets = {"train": flawed.train}
+    assert list(beyond_positions(sets, longest)) == []
+    [one] = beyond_positions(sets, longest - 1)
+    assert one["number"] == round(float((lengths == longest).mean()), 4)
+    [one] = beyond_positions(sets, 10)
+    assert (one["severity"], one["number"]) == ("serious", 1.0)
+    assert f"(up to {longest})" in one["text"]
+
+
+@pytest.mark.defect("U3")
+def test_a_template_of_another_model(config: Config, write: Write, console: Console) -> None:
+    """It drops the prompt and ends answers with a mark that this tokenizer does not know."""
+    text = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|stop|>{% endfor %}"
+    other = {"template": str(write(text, "other.jinja"))}
+    found = findings(prepare(config(write(ROWS[:3]), data=other), console=console))
+    for name in ("prompt_lost train", "end_as_text train"):
+        assert (found[name]["severity"], found[name]["number"]) == ("serious", 1.0)
 
 
 def inference(made: Prepared) -> dict[str, Any]:

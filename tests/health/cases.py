@@ -41,6 +41,7 @@ ILL = {
     ),
 }
 FOUND_IN = {
+    "model_wrecked": "steps of a hundred times the rate",
     "learning_rate_too_high": "steps of a hundred times the rate",
     "answers_repeat": "steps of a hundred times the rate",
     "answers_do_not_end": "steps of a hundred times the rate",

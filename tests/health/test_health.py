@@ -28,9 +28,10 @@ from rather.tracking.health import (
     RecentLines,
     counts,
     read_findings,
+    urgency,
 )
 from tests.health.cases import FOUND_IN, HEALTHY, ILL
-from tests.health.tiny_runs import TinyRuns
+from tests.health.tiny_runs import RATE, Case, TinyRuns, grumpy, kind
 from tests.tiny import metrics
 
 WILD = "steps of a hundred times the rate"
@@ -52,7 +53,9 @@ def ill(tiny_runs: TinyRuns, name: str) -> DPOConfig:
 
 
 def test_every_rule_has_a_run_that_was_made_for_it() -> None:
-    assert set(RULES) <= {*FOUND_IN, "experts_collapse"}  # train/test_experts_run.py
+    elsewhere = {"experts_collapse"}  # train/test_experts_run.py
+    elsewhere |= {"labels_reversed", "answers_unlikely", "warmup_never_ends"}  # test_few_pairs.py
+    assert set(RULES) <= {*FOUND_IN, *elsewhere}
     assert set(FOUND_IN.values()) == set(ILL)
     assert len(HEALTHY) == 10
 
@@ -111,6 +114,23 @@ def test_a_resumed_run_logs_no_finding_twice(
     assert (config.run_dir / HEALTH).read_text() == (whole.run_dir / HEALTH).read_text()
     assert len(metrics(config)) == len(metrics(whole))
     assert not [record for record in caplog.records if record.name == "rather.tracking.health"]
+
+
+@pytest.mark.defect("U3")
+def test_a_wrecked_run_of_sixteen_pairs_is_serious(tiny_runs: TinyRuns) -> None:
+    case = Case(kind, kind, count=16, steps=3, rate=300 * RATE, changes={"eval_prompts": None})
+    config = tiny_runs.config("wrecked", case, validation__data_args__file_name=None)
+    DPOPipeline(config).run()
+    first = min(read_findings(config.run_dir), key=lambda one: urgency(one.name, one.severity))
+    assert (first.name, first.severity) == ("model_wrecked", "serious")
+
+
+@pytest.mark.defect("U3")
+def test_reversed_labels_show_on_held_out_pairs(tiny_runs: TinyRuns) -> None:
+    """The run's own numbers look healthy; only the held-out pairs have the right labels."""
+    changes = {"eval_prompts": None, "eval_steps": None}
+    case = Case(grumpy, kind, count=64, steps=6, rate=RATE / 2, changes=changes)
+    assert names(tiny_runs.trained("reversed", case)) == ["labels_reversed"]
 
 
 # --- the watch ---
