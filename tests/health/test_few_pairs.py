@@ -66,6 +66,14 @@ def test_one_spike_is_no_wreck(last: list[float], found: bool) -> None:
     assert names_in(records, 100) == ["model_wrecked"] * found
 
 
+def test_pairs_that_are_hard_to_say_are_no_wreck() -> None:
+    """The batch differs, not the policy from its reference."""
+    records = [line(1, sft_loss=3.0), *(line(step, sft_loss=6.0, kl=-8.0) for step in (2, 3))]
+    assert names_in(records, 3) == []
+    fallen = [line(step, sft_loss=6.0, kl=-50.0) for step in (2, 3)]
+    assert names_in([records[0], *fallen], 3) == ["model_wrecked"]
+
+
 def test_lines_of_one_pair_are_not_believed_one_by_one() -> None:
     records = [line(1, pairs=1, sft_loss=0.5)]
     records += [line(step, pairs=1, sft_loss=4.0 if step % 5 else 1.0) for step in range(2, 60)]

@@ -118,8 +118,9 @@ def test_a_resumed_run_logs_no_finding_twice(
 
 @pytest.mark.defect("U3")
 def test_a_wrecked_run_of_sixteen_pairs_is_serious(tiny_runs: TinyRuns) -> None:
-    case = Case(kind, kind, count=16, steps=3, rate=300 * RATE, changes={"eval_prompts": None})
-    config = tiny_runs.config("wrecked", case, validation__data_args__file_name=None)
+    case = Case(kind, kind, count=16, steps=3, rate=300 * RATE)
+    changes = {"eval_prompts": None, "eval_steps": None, "validation__data_args__file_name": None}
+    config = tiny_runs.config("wrecked", case, **changes)
     DPOPipeline(config).run()
     first = min(read_findings(config.run_dir), key=lambda one: urgency(one.name, one.severity))
     assert (first.name, first.severity) == ("model_wrecked", "serious")
