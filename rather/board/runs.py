@@ -232,13 +232,19 @@ def _model_and_loss(path: Path) -> JsonObject:
 
 
 def _state(path: Path, row: JsonObject) -> str:
-    """running: its lock is held; ended: it exported a model; stopped: can be resumed; or failed."""
-    if control.holder(path):
-        return "running"
+    """running: its lock is held; ended: it exported a model; stopped: can be resumed; or failed.
+
+    unknown since ...: a process on another machine may hold its lock.
+    """
+    activity = control.activity(path)
+    if activity == "running":
+        return activity
     if row["problem"]:
         return "damaged"
     if (path / FINISHED).exists():
         return "ended"
+    if activity:
+        return activity
     saved = control.latest(path)
     return "stopped" if saved and saved[0] >= (row["step"] or 0) else "failed"
 

@@ -130,7 +130,7 @@ def report_command(
     from rather.report.write import write_report
     from rather.run_folder import control
 
-    state = "running" if control.holder(run) else "not finished"
+    state = control.activity(run) or "not finished"
     echo(f"the report is in {write_report(run, out, state=state)}")
 
 

@@ -22,7 +22,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 from rather.errors import ConfigError, Ended, WorkerError
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 
 LOCK, CONTROL, TAKEN = ".lock", ".control", ".taken"
 STOP, SAVE = "stop", "save"
+SIGNS_OF_LIFE = ("metrics.jsonl", "LATEST")  # a run writes them as it goes
 LONGEST_NAME = 300  # characters of who holds a lock
 TRIES = 5  # to lock a folder: a shell that only looks who holds it locks it for a moment
 POLL_SECONDS = 0.2  # between two checks of the one who asked
@@ -91,23 +94,51 @@ def take_requests(run_dir: Path, step: int) -> str | None:
 # --- from another shell ---
 
 
-def holder(run_dir: Path) -> str | None:
-    """Return who holds the lock of a run folder ("process <pid> on <host>"), or None."""
+class Holder(NamedTuple):
+    """Who has written its name into a lock, and whether the lock is seen to be held."""
+
+    name: str  # "process <pid> on <host>"
+    is_seen: bool
+
+
+def _holder(run_dir: Path) -> Holder | None:
     try:
         file = open(run_dir / LOCK, encoding="utf-8", errors="replace", opener=own)  # noqa: SIM115
     except OSError:
         return None
     with file:
-        owner = file.read(LONGEST_NAME).strip()
+        name = file.read(LONGEST_NAME).strip()
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return owner or "a process"
+            return Holder(name or "a process", is_seen=True)
         except OSError:
             pass  # the file system has no locks: the content of the file is all that is known
         # The lock of another machine may not be visible here; what it has written is.
-        is_elsewhere = owner and not owner.endswith(f" on {socket.gethostname()}")
-        return owner if is_elsewhere else None
+        is_elsewhere = name and not name.endswith(f" on {socket.gethostname()}")
+        return Holder(name, is_seen=False) if is_elsewhere else None
+
+
+def holder(run_dir: Path) -> str | None:
+    """Return who holds the lock of a run folder, or may hold it on another machine; or None."""
+    found = _holder(run_dir)
+    return found.name if found else None
+
+
+def activity(run_dir: Path) -> str | None:
+    """Return "running", "unknown since ..." or, if no process uses the folder, None.
+
+    It is unknown if a process on another machine has not given the lock back, and the lock is not
+    seen here: the process was killed, or the file system does not share locks.
+    """
+    found = _holder(run_dir)
+    if found is None or found.is_seen:
+        return "running" if found else None
+    written = [0.0]
+    for name in (LOCK, *SIGNS_OF_LIFE):
+        with suppress(OSError):
+            written.append((run_dir / name).lstat().st_mtime)
+    return f"unknown since {datetime.fromtimestamp(max(written), UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def ask(run_dir: Path, word: str, *, timeout: float, report: Callable[[str], None]) -> None:

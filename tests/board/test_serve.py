@@ -329,6 +329,19 @@ def test_states(serve: Serve, tmp_path: Path) -> None:
     assert rows(board)["running"]["state"] == "failed"
 
 
+@pytest.mark.defect("X19")
+def test_a_killed_run_of_another_machine_is_not_running(serve: Serve, tmp_path: Path) -> None:
+    """Its lock is not seen here, which says nothing; the last line that it wrote does."""
+    run = write_run(tmp_path / "far")
+    (run / ".lock").write_text("process 7 on elsewhere\n")
+    for file in run.iterdir():
+        os.utime(file, (1.7e9, 1.7e9))
+    board = serve(tmp_path)
+    assert rows(board)["far"]["state"] == "unknown since 2023-11-14 22:13 UTC"
+    with control.lock(run):
+        assert rows(board)["far"]["state"] == "running"
+
+
 def test_a_folder_that_is_a_run(serve: Serve, tmp_path: Path) -> None:
     board = serve(write_run(tmp_path / "alone"))
     (row,) = rows(board).values()
