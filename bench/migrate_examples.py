@@ -37,7 +37,7 @@ from typer.testing import CliRunner
 from rather.cli import app
 from rather.config.schema import DPOConfig, as_list
 from rather.errors import ConfigError
-from rather.migrate.engine import Migrated, migrate
+from rather.migrate.engine import Migrated, migrate, with_program
 from rather.migrate.peers import PEERS
 from rather.migrate.rules import INCOMPLETE
 from rather.migrate.source import SourceSettings, read_file, read_line
@@ -103,6 +103,8 @@ class Example:
     file: Path | None = None  # relative to it
     line: str = ""
     folder: Path = Path()
+    trainer: str = ""  # what the repository's own instructions say besides: --trainer, --devices
+    devices: int | None = None
     family: str = "pairs"
     state: str = ""
     found: dict[str, Any] = field(default_factory=dict)
@@ -184,8 +186,12 @@ def source_of(example: Example) -> SourceSettings:
 
 def convert(example: Example) -> None:
     os.chdir(example.root)
+    peer = PEERS[example.peer]
     try:
-        result = migrate(source_of(example), PEERS[example.peer])
+        source = source_of(example)
+        if example.trainer:
+            source = with_program(source, peer, example.trainer)
+        result = migrate(source, peer, example.devices)
     except ConfigError as why:
         example.state, example.problems = "refused", [str(why)]
         return
@@ -251,7 +257,7 @@ def expect(tool: str, examples: list[Example], checkout: Path) -> None:
         table = json.loads(EXPECTED.read_text()).get(tool, {"common": {}, "examples": {}})
         for example in examples:
             known = table["examples"].get(example.name)
-            if isinstance(known, dict):
+            if isinstance(known, dict) and set(known) != {"tool"}:
                 own = table.get(f"common of {example.peer}", table["common"])
                 example.expected = own | known
                 example.family = example.expected.pop("family", "pairs")
@@ -446,9 +452,11 @@ def user_files(folder: Path, scratch: Path) -> Iterator[Example]:
                 root = checkout_of(folder, owner, repository, scratch, commit)
                 label = f"{owner}/{repository}:{path}"
                 peer = known.get(label, {}).get("tool") or ("trl" if "_trl" in name else "?")
-                folder_of_user = root / known.get(label, {}).get("started in", "")
-                file = (root / path).relative_to(folder_of_user)
-                yield Example(label, peer, folder_of_user, file)
+                own = known.get(label, {})
+                start = root / own.get("started in", "")
+                file = (root / path).relative_to(start)
+                trainer, devices = own.get("trainer", ""), own.get("devices")
+                yield Example(label, peer, start, file, trainer=trainer, devices=devices)
 
 
 def examine(tool: str, examples: list[Example], checkout: Path, trains: bool) -> dict[str, Any]:

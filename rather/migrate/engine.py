@@ -18,7 +18,7 @@ from rather.config.inherit import set_at
 from rather.config.keys import table
 from rather.config.load import config_from_dict
 from rather.config.redaction import looks_secret
-from rather.config.schema import DPOConfig
+from rather.config.schema import DPOConfig, as_list
 from rather.config.values import MASK
 from rather.errors import ConfigError
 from rather.files import JsonObject
@@ -89,8 +89,9 @@ SHARDED = (
 )
 QUANTISED = "its weights are quantised and cannot be trained; name the model in full precision"
 ROUNDED = re.compile(r"(?i)(^|[-_/.])(gptq|awq|aqlm|hqq|eetq|bnb-4bit|int4|int8)($|[-_/.])")
-VISION = re.compile(
-    r"(?i)(^|[^a-z])(intern)?(vl|vlm|llava\w*|vision|omni|pixtral|idefics\w*)($|[^a-z])"
+VISION = re.compile(  # names of models and data sets
+    r"(?i)(^|[^a-z])((intern)?(vl|vlm)|llava\w*|vision|omni|pixtral|idefics\w*|[a-z]*ocr|tts|asr|audio|"
+    r"speech|minicpm-?[vo]|ovis\w*|janus\w*|emu\d?|textcaps|llama-?4|rlaif-v)($|[^a-z])"
 )
 
 
@@ -263,8 +264,11 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     rows += [
         row for row in _missing(determined - rejected, config, peer) if row.key not in reported
     ]
-    if VISION.search(f"{source.program} {config.pretrain}"):
-        raise ConfigError(f"{source.name}: {config.pretrain}: Rather trains language models only.")
+    named = (
+        f"{config.pretrain} {' '.join(map(str, as_list(config.actor_train.data_args.file_name)))}"
+    )
+    if VISION.search(f"{source.program} {named}"):
+        raise ConfigError(f"{source.name}: {named}: Rather trains language models only.")
     if ROUNDED.search(str(config.pretrain)):
         rows.append(Outcome(IMPOSSIBLE, note=QUANTISED, key="(model)", value=config.pretrain))
     ordered = sorted(rows, key=lambda row: ORDER.index(row.status))

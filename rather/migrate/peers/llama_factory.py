@@ -112,7 +112,10 @@ def registry(given: Given) -> tuple[Path | None, JsonObject]:
     for place in (folder, given[FOLDER] / folder, given[FOLDER], *above):
         file = place / "dataset_info.json"
         if file.is_file():
-            found = parse_json(yaml_text(file))
+            try:
+                found = parse_json(yaml_text(file))
+            except ValueError as error:
+                raise Unsupported(f"{file} is not JSON ({error})") from None
             return place, found if isinstance(found, dict) else {}
     return None, {}
 

@@ -124,13 +124,12 @@ def dataset(path: str = SAMPLES, *, split: str = "", config: str = "") -> Rule:
         }
         files, remote = [], []
         for name in names:
-            own, counted, _ = name.partition("#")
-            if own.endswith(READABLE) and counted:
-                raise Unsupported(f"save the rows of {name} to a file of their own")
+            if "#" in name:
+                raise Unsupported(f"{name} draws rows at random; save them to a file of their own")
             is_file = name.startswith("hf://") or name.endswith(READABLE)
             if not (file := found.get(name) or (name if is_file else "")):
                 remote.append(name)
-            files.append(file or f"{Path(own).name}.jsonl")
+            files.append(file or f"{Path(name).name}.jsonl")
         note = f"only local files are read: save {', '.join(remote)} as JSON lines there"
         status, note = (OPEN, note) if remote else (RENAMED, "")
         return Outcome(status, {path: one_or_all(files)}, note)
