@@ -50,12 +50,6 @@ from rather.tracking.json_lines import flatten
 ORDER = (*INCOMPLETE, OPEN, LEFT_OUT, CHANGED, WRITTEN, RENAMED, KEPT, NEEDLESS)
 MAPPINGS = (".columns.", ".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # any name
 FOLDERS = {"output_dir", "exp_name", "logging_dir"}
-# Keys that change what a run writes, and not what it trains.
-WITHOUT_EFFECT = FOLDERS | {
-    "logging_steps", "save_steps", "eval_steps", "track_with", "max_ckpt_to_keep", "overwrite",
-    "resume_from_checkpoint", "actor_train.infer_batch_size", "actor_train.data_args.preprocessing_num_workers",
-    "actor_train.model_args.disable_gradient_checkpointing", "compile", "platform",
-}  # fmt: skip
 # What an incomplete file has where its source says nothing.
 PLACES = {"model": "path/to/model", "data": "path/to/pairs.jsonl"}
 DEVICES = "actor_train.device_mapping"
@@ -231,7 +225,7 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     for key, default in peer.defaults.items():
         with suppress(TypeError, ValueError, ArithmeticError):  # it depends on senseless values
             value = default(given) if callable(default) else default
-            is_set = key in source.unknown or _says(peer, key, given)
+            is_set = key in source.unknown or key in source.left_out or _says(peer, key, given)
             if value is not UNSET and not is_set:
                 given[key] = value
                 filled.append(key)
@@ -241,11 +235,13 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
         launched = [Outcome(RENAMED, mapping, "from the launcher", COUNT, count)]
     rows = _agreed([*launched, *(_row(peer, key, v, given) for key, v in written.items())])
     stated = {path for row in rows for path in row.values}
+    rows += [Outcome(LEFT_OUT, note=note, key=key) for key, note in source.left_out.items()]
     for key, note in source.unknown.items():
         paths = _paths(peer, key, given)
+        places = {ESSENTIAL[name][0]: place for name, place in PLACES.items()}
+        missing = {path: place for path, place in places.items() if path in paths}
+        rows.append(Outcome(MISSING, missing, note, key))
         stated |= paths
-        status = LEFT_OUT if paths and paths <= WITHOUT_EFFECT else MISSING
-        rows.append(Outcome(status, note=note, key=key))
     fallbacks = [_row(peer, key, given[key], given) for key in filled]
     rows += [row for each in fallbacks if (row := _default(each, stated))]
     knows_devices = bool(count) or DEVICES in stated
@@ -280,10 +276,7 @@ def _paths(peer: Peer, key: str, given: Given) -> set[str]:
     found: set[str] = set()
     for example in (True, 1, "x"):
         with suppress(ConfigError):
-            outcome = _outcome(peer, key, example, given)
-            found.update(outcome.values)
-            if outcome.status == NEEDLESS and not outcome.values:
-                found.add("exp_name")  # no result depends on it
+            found.update(_outcome(peer, key, example, given).values)
     return found
 
 

@@ -46,6 +46,14 @@ HARMLESS = """
     push_to_hub generate decode batch_decode apply_chat_template device config eos_token model_max_length
     get_memory_footprint generation_config
 """.split()  # noqa: SIM905 - a table of names
+# Settings that change what a run writes or how fast it is, and not what it trains.
+OUTPUT = """
+    output_dir overwrite_output_dir run_name project logging_dir logging_steps logging_strategy logging_first_step report_to
+    save_steps save_strategy save_total_limit save_only_model push_to_hub hub_model_id hub_token hub_strategy
+    hub_private_repo hub_revision eval_steps eval_strategy evaluation_strategy per_device_eval_batch_size do_eval do_train
+    dataset_num_proc dataloader_num_workers dataloader_pin_memory remove_unused_columns gradient_checkpointing
+    gradient_checkpointing_kwargs disable_tqdm log_level tf32 resume_from_checkpoint ddp_find_unused_parameters
+""".split()  # noqa: SIM905 - a table of names
 IN_PLACE = ("set_transform", "set_format")  # what changes the rows of a data set
 
 
@@ -55,6 +63,7 @@ class Found:
 
     values: JsonObject = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)  # it changes no training
 
 
 def read_script(path: Path) -> SourceSettings:
@@ -110,7 +119,7 @@ class Script(Module):
         self._possible_versions(arguments, found)
         return SourceSettings(
             self.path.name, found.values, words=("trl", program), program=program,
-            folder=self.path.parent, unknown=found.unknown,
+            folder=self.path.parent, unknown=found.unknown, left_out=found.left_out,
         )  # fmt: skip
 
     def _keywords(self, call: ast.Call, found: Found) -> dict[str, ast.expr]:
@@ -129,7 +138,8 @@ class Script(Module):
             found.values[key] = self.value(node)
         except NotKnown as unknown:
             found.values.pop(key, None)
-            found.unknown[key] = self.note(node, unknown.why)
+            target = found.left_out if key in OUTPUT else found.unknown
+            target[key] = self.note(node, unknown.why)
 
     def _trainer_arguments(self, call: ast.Call, program: str, found: Found) -> dict[str, ast.expr]:
         arguments = self._keywords(call, found)
@@ -291,7 +301,9 @@ class Script(Module):
             if key in LORA:
                 self._set(LORA[key], value, found)
             elif key == "bias" and ast.unparse(value) != "'none'":
-                found.unknown["bias"] = self.note(value, "an adapter that also trains biases")
+                is_literal = isinstance(value, ast.Constant)
+                why = "an adapter that also trains biases" if is_literal else ""
+                found.unknown["bias"] = self.note(value, why)
             elif key not in ("bias", "task_type", "inference_mode") and not is_none(value):
                 found.unknown[key] = self.note(value, f"LoraConfig({key}=...) has no counterpart")
 

@@ -46,7 +46,9 @@ class SourceSettings:
     flags: JsonObject = field(default_factory=dict)
     folder: Path = Path()
     script: Path | None = None  # the program's file, if it is here
-    unknown: Mapping[str, str] = field(default_factory=dict)  # keys whose values only a run has
+    # Keys whose values only a run has, and where: those that decide a training, and others.
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_file(path: Path) -> SourceSettings:

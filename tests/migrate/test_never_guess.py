@@ -676,7 +676,7 @@ def test_dataset_info_of_llama_factory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
-    [("train.py", "x = 1", "holds no settings"), ("README.md", "# trl dpo", "holds no settings"),
+    [("train.py", "x = 1", "calls none of TRL's trainers"), ("README.md", "# trl dpo", "holds no settings"),
      ("a.yaml", "compute_environment: LOCAL\ndistributed_type: NO\nmixed_precision: bf16\n", "configures accelerate")],
 )  # fmt: skip
 def test_files_without_settings_are_refused(

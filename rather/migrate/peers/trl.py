@@ -82,11 +82,12 @@ def own_keys(given: Given) -> list[str]:
     return [key for key in given if not key.startswith("(")]
 
 
-def config_keys(given: Given) -> list[str]:
-    """Return the keys that are TRL's own; a script loads models and data with other libraries."""
+def config_keys(given: Given, name: str) -> list[str]:
+    """Return the keys of a trainer; a script loads models and data with other libraries."""
+    known = trl_versions.keys_ever(name)
     if not given.get("(script)"):
-        return own_keys(given)
-    return [key for key in own_keys(given) if key not in trl_versions.shared_keys()]
+        known = known | trl_versions.keys_ever(trl_versions.SHARED)
+    return [key for key in own_keys(given) if key in known]
 
 
 def trainer(given: Given) -> Any:
@@ -106,8 +107,8 @@ def versions(given: Given) -> Any:
     if name == SIMPO:  # made from TRL 0.9
         return ["0.9"]
     among = versions_of_script(given)
-    found = trl_versions.versions_with(name, config_keys(given))
-    found = [version for version in found if version in among] or [among[-1]]
+    found = trl_versions.versions_with(name, config_keys(given, name))
+    found = [version for version in found if version in among] or among
     return found[-1:] if found[-1] == trl_versions.HEAD else found
 
 
@@ -183,7 +184,9 @@ def label_smoothing(value: Any, given: Given) -> Outcome:
 
 def truncation(value: Any, given: Given) -> Outcome:
     if value in (None, "keep_start"):
-        return gives({"data.overlong": "truncate_response"})
+        note = "rows whose last answer begins after max_length are dropped; TRL trains on their start"
+        is_sft = given.get(TRAINER) == "sft"
+        return gives({"data.overlong": "truncate_response"}, note if is_sft else "")
     note = "the common prompt is cut; pairs with an answer that is too long alone are dropped"
     return gives({"data.overlong": "truncate_prompt"}, note)
 
@@ -366,8 +369,9 @@ RULES: Rules = {
         dataset_splits dataset_configs ~ parts of dataset_mixer
         use_flash_attention_2 use_liger use_liger_loss dataset_batch_size chars_per_token num_of_sequences
         use_num_logits_to_keep model_code_revision base_model_revision hub_model_revision ~
+        dataset_kwargs ! tokens are those of the chat template
         max_target_length ! only encoder-decoder models have it
-        dataset_text_field dataset_kwargs is_encoder_decoder padding_value
+        dataset_text_field is_encoder_decoder padding_value
         base_model_attribute_name ref_model_init_kwargs streaming fraction dataset_train_name dataset_test_name -
         (reference) = reference.model_args.model_name_or_path
         (old) (versions) (script) (config) (arguments) (tokenizer_argument) ~ it tells the version of TRL
@@ -421,7 +425,7 @@ PEER = Peer(
           "f_alpha_divergence_coef use_weighting sync_ref_model ref_model_mixup_alpha ref_model_sync_steps discopop_tau "
           "lora_target_modules model_revision padding_free",
     words=(" trl ", "trl.scripts.", "trl/scripts/", "examples/scripts/"),
-    whole="(eval_dataset) dataset_mixture dataset_mixer model_init_kwargs lr_scheduler_kwargs gradient_checkpointing_kwargs fsdp_config accelerator_config deepspeed",
+    whole="(eval_dataset) dataset_kwargs dataset_mixture dataset_mixer model_init_kwargs lr_scheduler_kwargs gradient_checkpointing_kwargs fsdp_config accelerator_config deepspeed",
     always=(
         "Rows of plain text: TRL adds no chat template to them; we apply the tokenizer's own, where it has one.",
         "TRL scores all that follows the prompt, the line end after the last end-of-turn token too; we score the last "

@@ -49,12 +49,6 @@ def keys_of(trainer: str, version: str) -> set[str]:
     return _keys_by_version(trainer)[version]
 
 
-@cache
-def shared_keys() -> set[str]:
-    """Return the settings of scripts and models, over all versions."""
-    return set().union(*_keys_by_version(SHARED).values())
-
-
 def trainers() -> list[str]:
     """Return all trainers that TRL had."""
     return [name for name in table()["keys"] if name != SHARED]
@@ -93,6 +87,11 @@ def versions_with(trainer: str, keys: Collection[str]) -> list[str]:
     return result
 
 
+def keys_ever(trainer: str) -> set[str]:
+    """Return all settings that a trainer had in any version."""
+    return set().union(*_keys_by_version(trainer).values())
+
+
 def _spans() -> Iterator[tuple[str, str]]:
     """Yield each trainer with names of its settings."""
     for trainer, spans in table()["keys"].items():
@@ -126,8 +125,8 @@ def default_in(trainer: str, key: str, version: str) -> Any:
         return True  # unless fp16 is set
     if key == "max_prompt_length" and default == -1:
         return 512  # the value before the setting was about to be removed
-    if key == "truncation_mode" and default is None and trainer != "reward":
-        return "keep_end" if version == "0.8" else "keep_start"  # without a setting
+    if key == "truncation_mode" and default is None and trainer != "reward":  # not a setting
+        return "keep_end" if (trainer, version) == ("dpo", "0.8") else "keep_start"
     return default
 
 
