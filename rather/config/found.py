@@ -44,7 +44,7 @@ ADAPTER_KEYS = (
 DATA_NAMES = ("file_name", "corrections")
 DATA_KEYS = (
     "template", "format", "columns", "label_threshold", "score", "overlong", "max_prompt_length",
-    "separator", "special_tokens", "encoding", "max_samples",
+    "separator", "special_tokens", "encoding", "max_samples", "default_system",
 )  # fmt: skip
 # Numbers, switches, words from a fixed list and names of columns. A key that is missing here is
 # not read from a found config: add one only if no value of it opens, writes or starts anything.
