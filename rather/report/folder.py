@@ -5,9 +5,10 @@ A run may be writing to it, and any file may be missing.
 
 from __future__ import annotations
 
+import logging
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import nan
 from pathlib import Path
@@ -24,6 +25,8 @@ from rather.tracking.json_lines import (
     read_lines,
     read_object,
 )
+
+log = logging.getLogger(__name__)
 
 # The names of rather.run_folder.layout, which imports torch; the board must start without it.
 METRICS, CONFIG, STARTS = "metrics.jsonl", "config.yaml", "starts.jsonl"
@@ -100,8 +103,10 @@ def refuse_other_folder(path: Path) -> None:
 class Folder:
     """Everything that the report is made of, without secrets."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, reads_texts: bool = False) -> None:
+        """With `reads_texts`, the data that the run was trained on is opened when needed."""
         refuse_other_folder(path)
+        self.reads_texts = reads_texts
         self.path, self.finished = path, (path / FINISHED).exists()
         self.name = Path(os.path.abspath(path)).name  # the path may be "."
         self.metrics = MetricsReader(path / METRICS).update()
@@ -111,6 +116,21 @@ class Folder:
         lists, objects = without_secrets([lists, objects])
         self.starts, self.health, self.answers, self.incidents = lists
         self.data, self.times, self.plan = objects
+
+    def texts_of(self, digests: Sequence[int]) -> dict[int, dict[str, str]]:
+        """Return the shortened texts of training pairs; empty if they are not known."""
+        if not self.reads_texts:
+            return {}
+        from rather.report.pair_texts import PairTexts  # slow: tokenizer and data
+
+        try:
+            texts = PairTexts.of(self.path)
+            known = [digest for digest in digests if digest in texts.places]
+            shown = [texts.shortened(texts.places[digest]) for digest in known]
+        except Exception:  # the page is worth more than these texts
+            log.debug("the texts of the pairs cannot be read", exc_info=True)
+            return {}
+        return dict(zip(known, without_secrets(shown), strict=True))
 
     @property
     def total_steps(self) -> int | None:

@@ -24,7 +24,7 @@ from rather.report.folder import (
     MetricColumns,
 )
 from rather.report.page import LEVELS, chart, escape, lines, page, plotly_bundle, slug, table
-from rather.report.pairs import MEANINGS, Doctor
+from rather.report.pairs import MEANINGS, Doctor, PairHistory
 from rather.tracking.health import urgency
 from rather.tracking.json_lines import LEDGER
 from rather.tracking.outcome import outcome_text
@@ -102,23 +102,89 @@ def held_out_sets(columns: MetricColumns) -> dict[str, str]:
     return {prefix: f"held-out {prefix[5:-1]}".strip() for prefix in prefixes}
 
 
+def verdict(run: Folder, state: str) -> str:
+    """Return one sentence: was it worth it?"""
+    judged = next((prefix for prefix in held_out_sets(run.metrics)
+                   if prefix + "rewards/accuracies" in run.metrics), None)  # fmt: skip
+    if judged is None:
+        return ""
+    answer, reason = judge_accuracy(run, judged)
+    serious = sorted({one["name"] for one in run.health if one["severity"] == "serious"})
+    if serious:
+        many = "finding" if len(serious) == 1 else "findings"
+        reason += f" Health has {len(serious)} serious {many}: "
+        reason += f"{', '.join(serious)}."
+        answer = "Perhaps" if answer == "Yes" else answer
+    level = {"Yes": "good", "Perhaps": "warn", "Not shown": "warn"}.get(answer, "bad")
+    when = "So far" if state == "running" else "Was it worth it?"
+    return (
+        f'<p class="verdict">{when} <strong class="{level}">{answer}.</strong> {escape(reason)}</p>'
+    )
+
+
+def judge_accuracy(run: Folder, prefix: str) -> tuple[str, str]:
+    """Return an answer and its reason: accuracy against the untrained model and against length."""
+    first, last, low, high = _accuracy(run, prefix)
+    ties = run.metrics.get(prefix + "rewards/ties")
+    before = f"{first:.1%} before training"
+    if ties and ties.values[0] == 1:  # policy and reference are equal before the first step
+        first, before = 0.5, "all ties before training"
+    pairs = run.metrics.get(prefix + "pairs")
+    count = f"{pairs.values[-1]:,.0f} " if pairs else ""
+    text = f"Held-out accuracy is {last:.1%} (95 %: {low:.1%} to {high:.1%}) "
+    text += f"on {count}{unit_of(run.data)}; {before}."
+    name = f"eval {prefix[5:-1]}".strip()
+    sets = run.data.get("look", {}).get("sets", {})
+    longer = sets.get(name, {}).get("length_bias", {}).get("longer_wins", 0.5)
+    by_length = max(longer, 1 - longer)
+    which = "longer" if longer >= 0.5 else "shorter"
+    if low <= max(first, 0.5):
+        return "No" if last <= max(first, 0.5) else "Not shown", f"{text} That may be chance."
+    if low <= by_length:
+        return "Not shown", (
+            f"{text} Always picking the {which} answer is right on {by_length:.1%}: the model "
+            "has not been shown to beat length."
+        )
+    if by_length > 0.5:
+        text += f" Always picking the {which} answer is right on {by_length:.1%}."
+    return "Yes", text
+
+
+def _accuracy(run: Folder, prefix: str) -> tuple[float, float, float, float]:
+    """Return the accuracy at the first and the last evaluation, and the last one's interval."""
+    values = run.metrics[prefix + "rewards/accuracies"].values
+    ends = []
+    for end in ("low", "high"):
+        column = run.metrics.get(f"{prefix}rewards/accuracies_{end}")
+        ends.append(column.values[-1] if column else values[-1])
+    return values[0], values[-1], ends[0], ends[1]
+
+
 def tiles(run: Folder, state: str) -> str:
-    """Return the numbers that a reader looks for first."""
+    """Return the numbers that a reader looks for first, each with a note below it."""
     total = f" of {run.total_steps}" if run.total_steps else ""
-    shown = {"State": state, "Steps": f"{run.step}{total}"}
+    shown = {"State": (state, ""), "Steps": (f"{run.step}{total}", "")}
     for prefix, name in list(held_out_sets(run.metrics).items())[:3]:
         ties = run.metrics.get(prefix + "rewards/ties")
         for metric, what, form in TILES:
             if column := run.metrics.get(prefix + metric):
                 first, last = (f"{value:{form}}" for value in (column.values[0], column.values[-1]))
-                if what == "accuracy" and ties and ties.values[0] == 1:
-                    first = "all ties"  # policy and reference are equal before the first step
-                change = f"{first} \N{RIGHTWARDS ARROW} {last}" if len(column.values) > 1 else first
-                shown[f"{name.capitalize()} {what}"] = change
-    shown[f"{unit_of(run.data).capitalize()} trained on"] = f"{run.total('pairs'):,.0f}"
-    shown["Time in steps"] = _time(sum(seconds for _, seconds in _timed(run)))
-    items = (f"<div><dt>{escape(key)}</dt><dd>{escape(x)}</dd></div>" for key, x in shown.items())
-    return f"<dl class='tiles'>{''.join(items)}</dl>"
+                notes = []
+                if what == "accuracy":
+                    _, _, low, high = _accuracy(run, prefix)
+                    notes.append(f"95 %: {low:.1%} to {high:.1%}")
+                    if ties and ties.values[0] == 1:
+                        first = "all ties"  # policy and reference are equal before the first step
+                if len(column.values) > 1:
+                    notes.append(f"before: {first}")
+                shown[f"{name.capitalize()} {what}"] = (last, "; ".join(notes))
+    shown[f"{unit_of(run.data).capitalize()} trained on"] = (f"{run.total('pairs'):,.0f}", "")
+    shown["Time in steps"] = (_time(sum(seconds for _, seconds in _timed(run))), "")
+    items = ""
+    for key, (value, note) in shown.items():
+        items += f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd>"
+        items += f'<dd class="note">{escape(note)}</dd></div>' if note else "</div>"
+    return f"{verdict(run, state)}<dl class='tiles'>{items}</dl>"
 
 
 def curves(run: Folder) -> str:
@@ -165,14 +231,16 @@ def health(run: Folder) -> str:
     cards = f"<p>Outcome: {escape(outcome)}.</p>" if outcome else ""
     if not run.health:
         return f"{cards}<p>No problems found.</p>"
+    found = []
     for one in sorted(run.health, key=lambda one: urgency(one["name"], one["severity"])):
         fields = {name: escape(one[name]) for name in ("step", "name", "text", "advice")}
         severity = escape(one["severity"])
-        cards += (
+        card = (
             '<div class="card"><h3><span class="{level}">{severity}</span>: {name}, from step '
             '{step}</h3><p class="finding">{text}</p><p class="muted">{advice}</p></div>'
         ).format(level=LEVELS.get(severity, "muted"), severity=severity, **fields)
-    return cards
+        found.append(card)
+    return cards + _grid(found)
 
 
 def answers(run: Folder) -> str:
@@ -437,16 +505,34 @@ def pairs(run: Folder) -> str:
     if not (run.path / LEDGER).exists():
         return ""
     doctor = Doctor.of(run.path)
-    found, history = doctor.summary(), doctor.history
+    found = doctor.summary()
     counts = [(name.replace("_", " "), found[name], text) for name, text in MEANINGS.items()]
     counts.append(("explained by length", f"{found['explained_by_length']:.0%}", "R^2 of margins"))
-    text = table("What training says about its pairs", ["finding", "pairs", "meaning"], counts)
+    text = f"<p>{escape(doctor.conclusion)}</p>"
     if known := doctor.calibration:
         text += (
             f"<p>Planted flips: AUC {known['auc']:.2f}; the cut finds {known['recall']:.0%} of "
             f"them, and at least {known['precision']:.0%} of what it finds is wrong.</p>"
         )
-    seen = {"first seen": history.first, "last epoch": history.last}
+    summary = table("What training says about its pairs", ["finding", "pairs", "meaning"], counts)
+    text += _grid([summary, _margins_chart(doctor.history)])
+    return (
+        text
+        + _suspects(run, doctor.rows()[:MOST_SUSPECTS])
+        + (
+            "<p class='muted'>To read them token by token, open the board and search its pair "
+            "inspector for an id, or for <code>likely_flipped</code> or <code>disagrees</code>.</p>"
+        )
+    )
+
+
+def _margins_chart(history: PairHistory) -> str:
+    """Return a histogram of margins; after one epoch, first and last seen are the same."""
+    seen = {"first seen": history.first}
+    about = "Pairs by their margin when first seen."
+    if history.visits.max() > 1:
+        seen["last seen"] = history.last
+        about = "Pairs by their margin when first seen, and when last seen."
     edges = np.histogram_bin_edges(np.concatenate([*seen.values()]), BARS)
     middles = [float(f"{each:.3g}") for each in (edges[1:] + edges[:-1]) / 2]
     traces = [
@@ -457,21 +543,26 @@ def pairs(run: Folder) -> str:
         "xaxis": {"title": {"text": "margin, without beta"}},
         "yaxis": {"title": {"text": "pairs"}},
         "barmode": "group",
+        "showlegend": len(seen) > 1,
     }
-    about = "Pairs by their margin when first seen, and when last seen."
-    text += _grid([chart({"data": traces, "layout": layout}, "Margins of the pairs", about)])
-    worst = doctor.rows()[:MOST_SUSPECTS]
-    cells = [
-        (one["id"], f"{one['flip_score']:.3g}", f"{one['first']:.3g}", f"{one['last']:.3g}",
-         ", ".join(one["findings"]).replace("_", " "))
-        for one in worst
-    ]  # fmt: skip
+    return chart({"data": traces, "layout": layout}, "Margins of the pairs", about)
+
+
+def _suspects(run: Folder, rows: Sequence[JsonObject]) -> str:
+    """Return the pairs with the highest flip score, with their texts if they are known."""
+    texts = run.texts_of([int(row["id"], 16) for row in rows])
     heads = ["id", "flip score", "margin first seen", "last", "findings"]
-    text += table("The most suspicious pairs", heads, cells)
-    return text + (
-        "<p class='muted'>To read them token by token, open the board and search its pair "
-        "inspector for an id, or for <code>likely_flipped</code>.</p>"
-    )
+    cells = []
+    for row in rows:
+        numbers = [f"{row[name]:.3g}" for name in ("flip_score", "first", "last")]
+        findings = ", ".join(row["findings"]).replace("_", " ")
+        cells.append([row["id"], *numbers, findings])
+    if texts:
+        heads += ["prompt", "chosen", "rejected"]
+        for row, line in zip(rows, cells, strict=True):
+            pair = texts.get(int(row["id"], 16), {})
+            line += [pair.get(side, "") for side in ("prompt", "chosen", "rejected")]
+    return table("The pairs with the highest flip score", heads, cells)
 
 
 # --- the page ---

@@ -55,5 +55,7 @@ class LiveReport:
 def write_report(run_dir: Path, out: Path | None = None, *, state: str) -> Path:
     """Write the report atomically. `state` describes a run that has not finished."""
     out = out or run_dir / REPORT_PAGE
-    replace_own(out, report_page(Folder(run_dir), state))
+    # Reading texts takes seconds, which a running job does not spend on each of its reports.
+    run = Folder(run_dir, reads_texts=state != "running")
+    replace_own(out, report_page(run, state))
     return out

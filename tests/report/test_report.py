@@ -21,9 +21,10 @@ from rather.cli import app
 from rather.config.redaction import HIDDEN
 from rather.pipeline.pipeline import DPOPipeline
 from rather.report import folder as folder_names
-from rather.report import write
+from rather.report import sections, write
 from rather.report.folder import Folder, MetricColumns, MetricsReader, without_secrets
 from rather.report.page import plotly_bundle
+from rather.report.pairs import PairHistory, read_ledger
 from rather.report.sections import report_page
 from rather.report.starts import command, record_start
 from rather.report.write import LiveReport, write_report
@@ -134,12 +135,80 @@ def test_curves_show_the_metrics(run_dir: Path, text: str) -> None:
 
 def test_one_report_covers_both_starts(text: str) -> None:
     assert "<dd>12 of 12</dd>" in text
-    assert "<dd>all ties \N{RIGHTWARDS ARROW} " in text
+    assert re.search(
+        r"<dd>\d+\.\d%</dd><dd class=\"note\">95 %: \d+\.\d% to \d+\.\d%; before: all ties</dd>",
+        text,
+    )
     assert "<dd>finished</dd>" in text
     starts = [
         each for _, each in rows(text, "Starts of this run") if "beta=0.3" in each[1]
     ]  # two in one second
     assert [before for before, _ in starts] == ["0", "6"]
+
+
+@pytest.mark.defect("U23")
+@pytest.mark.parametrize(
+    ("last", "low", "longer", "health", "answer", "reason"),
+    [
+        (
+            0.766,
+            0.731,
+            0.5,
+            [],
+            "Yes",
+            "76.6% (95 %: 73.1% to 80.0%) on 500 pairs; all ties before",
+        ),
+        (0.766, 0.731, 0.78, [], "Not shown", "the longer answer is right on 78.0%: the model has"),
+        (
+            0.766,
+            0.731,
+            0.22,
+            [],
+            "Not shown",
+            "Always picking the shorter answer is right on 78.0%",
+        ),
+        (0.9, 0.85, 0.78, [FINDING], "Perhaps", "Health has 1 serious finding: chosen log-prob f"),
+        (0.52, 0.48, 0.5, [], "Not shown", "That may be chance."),
+        (0.46, 0.42, 0.5, [], "No", "That may be chance."),
+    ],
+)
+def test_one_sentence_says_whether_it_was_worth_it(
+    tmp_path: Path, last: float, low: float, longer: float, health: Any, answer: str, reason: str
+) -> None:
+    name = "eval/rewards/accuracies"
+    before = {"step": 0, "eval/loss": 0.69, name: 0.0, "eval/rewards/ties": 1.0}
+    after = {"step": 9, "eval/loss": 0.5, name: last, "eval/rewards/ties": 0.0}
+    after |= {f"{name}_low": low, f"{name}_high": 0.8, "eval/pairs": 500}
+    lines = "".join(json.dumps(record) + "\n" for record in (before, after))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    run = Folder(tmp_path)
+    run.data = {
+        "rows": "pairs",
+        "look": {"sets": {"eval": {"length_bias": {"longer_wins": longer}}}},
+    }
+    run.health = health
+    page = report_page(run, "finished")
+    sentence = re.search(r'<p class="verdict">(.*?)</p>', page)
+    assert sentence
+    assert f">{answer}.</strong>" in sentence[1]
+    assert reason in html.unescape(sentence[1])
+    assert page.index(sentence[0]) < page.index("<dl class='tiles'>")
+
+
+@pytest.mark.defect("U23")
+def test_suspicious_pairs_have_their_texts(run_dir: Path, text: str) -> None:
+    """And margins of several epochs are drawn as first and last seen, those of one only once."""
+    suspects = rows(text, "The pairs with the highest flip score")
+    answers = [json.loads(line)["chosen"] for line in (run_dir.parents[1] / "pairs.jsonl").open()]
+    shown = {" ".join(cells[-2].split()) for _, cells in suspects}
+    assert len(suspects) == 20
+    assert shown <= {" ".join(answer.split()) for answer in answers}
+    drawn = figures(text)["margins-of-the-pairs"]["data"]
+    assert [line["name"] for line in drawn] == ["first seen", "last seen"]
+    once = PairHistory.of(read_ledger(run_dir).slice(0, 8))
+    assert [
+        line["name"] for line in figures(sections._margins_chart(once)).popitem()[1]["data"]
+    ] == ["first seen"]
 
 
 def test_settings_against_their_defaults(text: str) -> None:
