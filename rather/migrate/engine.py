@@ -253,7 +253,8 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     for name, place in PLACES.items():
         [path] = ESSENTIAL[name]
         if path not in _values(rows):
-            rows.append(Outcome(MISSING, {path: place}, _unset(peer, path), f"({name})"))
+            status = OPEN if path in determined else MISSING  # OPEN: another row says why
+            rows.append(Outcome(status, {path: place}, _unset(peer, path), f"({name})"))
     rows, config = _judged(rows)
     rejected = {path for row in rows for path in row.rejected}
     reported = {row.key for row in rows}
