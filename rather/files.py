@@ -265,11 +265,11 @@ def refuse_outside(folder: Path, path: Path) -> None:
 
 def inspect_folder(
     name: str | Path, revision: str | None = None, *, local_files_only: bool = False
-) -> None:
+) -> Path | None:
     """Check type, place, size and depth of every file that a library may open in a folder.
 
     A hub name stands for its snapshot in the hub cache; what is missing there is downloaded first,
-    except weights.
+    except weights. Return the folder; None if there is none.
     """
     folder = Path(name).expanduser()
     if not folder.exists():
@@ -286,7 +286,7 @@ def inspect_folder(
                 )
             )  # fmt: skip
         except (OSError, ValueError):  # the library that opens it reports why
-            return
+            return None
     found = sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
     sizes = {path: _size(folder, path) for path in found if path.suffix in OPENED}
     weights = sum(size for path, size in sizes.items() if path.suffix == ".safetensors")
@@ -296,6 +296,7 @@ def inspect_folder(
                 _refuse_huge(read_json(path), weights)
         except (OSError, ValueError) as error:
             raise _unreadable(path, error) from error
+    return folder
 
 
 @cache

@@ -67,6 +67,12 @@ class Speaker:
             ids = self.encoder.prompt_ids(TextPair(prompt, "", ""))
         except DropReason as reason:
             raise DataError(f"{self.name}: {reason.detail}") from None
+        embeddings = self.causal_lm.get_input_embeddings().num_embeddings
+        if max(ids, default=0) >= embeddings:
+            raise ConfigError(
+                f"{self.name}: the prompt has the token id {max(ids)}, but the model has "
+                f"{embeddings} embeddings; the tokenizer belongs to another model."
+            )
         config = self.causal_lm.config.get_text_config()
         if positions := getattr(config, "max_position_embeddings", None):
             if len(ids) >= positions:

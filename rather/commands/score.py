@@ -99,6 +99,8 @@ def score(
     if objective:
         refuse_missing_columns(config, objective, data)
     pair_set = data.train
+    if not pair_set.column("weight").any():
+        raise DataError(f"{pairs}: all pairs have weight 0; there is nothing to score.")
     columns = (pair_set.column(name).tolist() for name in ("source", "number"))
     places = list(zip(*columns, strict=True))
     slices = {column: _values(config, places, column) for column in by}

@@ -26,6 +26,7 @@ import jinja2.sandbox
 
 from rather.data.json_rows import DropReason
 from rather.data.messages import Json, Turns
+from rather.data.tokenizer_files import check_tokenizer_files
 from rather.errors import DataError
 from rather.files import inspect_folder, parse_json, yaml_text
 
@@ -137,12 +138,17 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    inspect_folder(path, revision)
+    if folder := inspect_folder(path, revision):
+        check_tokenizer_files(folder)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # transformers raises a dozen kinds, which mean the same to a user
+    except BaseException as error:
+        # transformers raises a dozen kinds, which mean the same to a user; a panic of Rust is not
+        # an Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DataError(f"{path}: the tokenizer cannot be loaded ({first}).") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:

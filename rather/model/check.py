@@ -51,6 +51,12 @@ def check_family(config: PretrainedConfig) -> bool:
 
 def _check_family(config: PretrainedConfig) -> bool:
     has_experts = experts_of(config) > 0
+    chosen = getattr(config.get_text_config(), "num_experts_per_tok", None)
+    if has_experts and chosen is not None and not 0 < chosen <= experts_of(config):
+        raise ConfigError(
+            f"num_experts_per_tok of config.json is {chosen}, but a layer has "
+            f"{experts_of(config)} experts; correct the file."
+        )
     try:
         twin = twin_of(config)
         _padded(twin, two_pairs(twin.config.vocab_size)[0])

@@ -108,6 +108,11 @@ class ModelFiles(ShardedFiles):
                     for offsets, (file, spec) in self._shards[name].items()
                 }
         for stack, own in matrices.items():
+            if flat := [name for name in own.values() if len(self.shape(name)) != 2]:
+                raise ConfigError(
+                    f"{flat[0]!r} of the weights has the shape {self.shape(flat[0])}; the matrix of "
+                    "an expert has two dimensions"
+                )
             rows, width = self.shape(next(iter(own.values())))
             experts, blocks = (max(place) + 1 for place in zip(*own, strict=True))
             whole = (experts, blocks * rows, width)

@@ -108,8 +108,16 @@ def precision_name(role: RoleConfig, device: str, rounding: str) -> str:
 
 
 def _dtypes(files: list[Path]) -> set[torch.dtype]:
+    return set(_dtype_of_each(files).values())
+
+
+def _dtype_of_each(files: list[Path]) -> dict[str, torch.dtype]:
+    """Return the dtypes of all tensors. transformers prints their names, so they must be printable."""
     stored = ShardedFiles(files)
-    return {stored.dtype(key) for key in stored}
+    dtypes = {key: stored.dtype(key) for key in stored}
+    if odd := next((key for key in dtypes if not key.isprintable()), None):
+        raise ValueError(f"the name of a tensor has control characters: {odd[:80]!r}")
+    return dtypes
 
 
 def same_weights(a: str, b: str) -> bool:
@@ -160,7 +168,8 @@ def load_policy(
     with _opening(name, "weights"):
         folder = model_folder(name, args.revision)
         files = weight_files(folder) if folder else []
-        is_wider = bool(_dtypes(files) - {compute})
+        dtypes = _dtype_of_each(files)
+        is_wider = bool({*dtypes.values()} - {compute})
     rounds = is_wider and compute == torch.bfloat16 and not args.quantization
     rounds |= is_wider and exact and not args.has_adapter
     if args.quantization:
@@ -183,7 +192,7 @@ def load_policy(
     hf_logging.set_verbosity(shown)
     if reward:
         _begin_head(causal_lm, info, start.seed)
-    _refuse_bad_weights(name, causal_lm, info)
+    _refuse_bad_weights(name, causal_lm, info, dtypes)
     kept: dict[str, Tensor] = {}  # the float32 weights
     wide = re.compile("|".join(causal_lm._keep_in_fp32_modules_strict or ["$^"]))
     for key, parameter in causal_lm.named_parameters() if rounds else ():
@@ -375,16 +384,23 @@ def _read(name: str, stored: Any, key: str, place: ShardSpec) -> Tensor:
             "again from there"
         )
     value: Tensor = stored.read(key, place)
+    if not value.is_floating_point():
+        raise ConfigError(f"model '{name}': weights that are whole numbers: {key}")
     if not torch.isfinite(value).all():
         raise ConfigError(f"model '{name}': weights that are not finite numbers: {key}")
     return value
 
 
-def _refuse_bad_weights(name: str, causal_lm: Any, info: dict[str, Any]) -> None:
+def _refuse_bad_weights(
+    name: str, causal_lm: Any, info: dict[str, Any], dtypes: dict[str, torch.dtype]
+) -> None:
+    weights = {key for key, _ in causal_lm.named_parameters()}
+    whole = [key for key in weights & dtypes.keys() if not dtypes[key].is_floating_point]
     bad = [key for key, weight in causal_lm.named_parameters() if not torch.isfinite(weight).all()]
     lists = {
         "the weights do not fill the model; missing keys": info.get("missing_keys"),
         "the weights do not fill the model; mismatched keys": info.get("mismatched_keys"),
+        "weights that are whole numbers": whole,
         "weights that are not finite numbers": bad,
     }
     for problem, keys in lists.items():

@@ -246,3 +246,12 @@ def test_the_interval_is_wilsons() -> None:
     assert wilson(0.5, 100) == pytest.approx((0.40383, 0.59617), abs=1e-5)
     assert wilson(0.0, 10) == pytest.approx((0.0, 0.27753), abs=1e-5)
     assert wilson(1.0, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
+
+
+@pytest.mark.defect("X7")
+def test_pairs_without_weight_are_refused(run: DPOConfig, tmp_path: Path) -> None:
+    row = {"prompt": "w1", "chosen": " w2", "rejected": " w3", "weight": 0}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    done = rather("score", run.run_dir, tmp_path / "pairs.jsonl")
+    assert done.exit_code == 3
+    assert "pairs.jsonl: all pairs have weight 0; there is nothing to score." in done.stderr

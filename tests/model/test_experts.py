@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,6 +22,7 @@ from rather.errors import ConfigError
 from rather.losses.objective import configure
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, routers_of, twin_of
+from rather.model.files import ModelFiles
 from rather.model.layers import arrange_layers
 from rather.model.policy import PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
@@ -295,3 +298,20 @@ def test_the_router_loss_is_multiplied_by_the_loss_scale(budget: int) -> None:
     for plain, scaled in zip(*results, strict=True):
         assert plain.norm() > 0
         assert torch.allclose(scaled, plain * 1024, rtol=1e-4)
+
+
+@pytest.mark.defect("X14")
+@pytest.mark.parametrize("chosen", [10**9, 9, 0])
+def test_more_chosen_experts_than_a_layer_has_are_refused(chosen: int) -> None:
+    config = AutoConfig.for_model("qwen3_moe", **{**SMALL, "num_experts": 8})
+    config.num_experts_per_tok = chosen
+    with pytest.raises(ConfigError, match=f"num_experts_per_tok of config.json is {chosen}, but a"):
+        check_family(config)
+
+
+@pytest.mark.defect("X14")
+def test_an_expert_of_one_dimension_is_refused(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    save_file({name: torch.ones(8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"has the shape \(8,\); the matrix of an expert has two"):
+        ModelFiles([tmp_path / "model.safetensors"])

@@ -66,6 +66,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         with_weights(lambda w: w["model.norm.weight"].fill_(torch.nan)),
         r"not finite numbers: model\.norm\.weight",
     ),
+    "whole numbers": (
+        with_weights(lambda w: w.update({QUERY: w[QUERY].long()})),
+        rf"weights that are whole numbers: {QUERY}",
+    ),
+    "control characters": (
+        with_weights(lambda w: w.update({"a\x1b[2Jb": w[QUERY].clone()})),
+        r"the name of a tensor has control characters: 'a\\x1b\[2Jb'",
+    ),
     "only pickled weights": (pickled, r"its weights cannot be opened.*model\.safetensors"),
     "cut off": (cut, r"its weights cannot be opened.*incomplete"),
     "no config": (lambda folder: (folder / "config.json").unlink(), r"its config cannot be opened"),
@@ -79,13 +87,24 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an unknown family": (with_config(model_type="lama"), r"its config cannot be opened.*`lama`"),
     "no causal language model": (
-        lambda folder: (folder / "config.json").write_text(json.dumps(T5Config(vocab_size=63, d_model=8, d_kv=4, d_ff=8).to_dict())),
+        lambda folder: (folder / "config.json").write_text(
+            json.dumps(T5Config(vocab_size=63, d_model=8, d_kv=4, d_ff=8).to_dict())
+        ),
         r"its weights cannot be opened.*T5Config",
     ),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+X = {"whole numbers": "X7", "control characters": "X26"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(name, marks=[pytest.mark.defect(X[name])] if name in X else [])
+        for name in DAMAGE
+    ],
+)
 def test_an_unusable_folder_gives_a_one_line_error(base: Path, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(base, folder)
