@@ -11,7 +11,7 @@ from tests.mutations import MUTATIONS, ROOT, Mutation, occurrences
 
 def test_there_are_enough_and_each_is_different() -> None:
     assert len(MUTATIONS) >= 25
-    assert len({(each.file, each.before) for each in MUTATIONS}) == len(MUTATIONS)
+    assert len({(each.file, each.before, each.after) for each in MUTATIONS}) == len(MUTATIONS)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
