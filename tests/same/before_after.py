@@ -48,7 +48,8 @@ SAVED_AT = 2  # the step whose checkpoint is resumed
 WITHIN_ROUNDING = {name + "logps/chosen_below_reference" for name in ("", "eval/")}
 NEW_STATE = (
     ".identity.rounding", ".identity.model weights", ".identity.reference weights",
-    ".progress.idle", ".progress.skipped", ".progress.running", ".ledger_",
+    ".progress.idle", ".progress.skipped", ".progress.running", ".ledger_", ".micro_batches.",
+    ".trainer.fitted.",
 )  # fmt: skip
 NEW_METRICS = {
     "eval/drift", "eval/calibrated_loss", "eval/rewards/accuracies_low",
