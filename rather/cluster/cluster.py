@@ -33,6 +33,9 @@ from rather.errors import BatchTooLarge, ConfigError, DiskError, HangError, Rath
 
 log = logging.getLogger(__name__)
 
+RAY_NOTICES = 5.0  # seconds in which Ray itself reports a process that died, with the reason
+DIED = "It crashed, or was killed from outside, often for lack of host memory."
+
 
 class Cluster(RoleOnRanks):
     """One worker on each device of `worker_config.device_mapping`, called together."""
@@ -63,6 +66,7 @@ class Cluster(RoleOnRanks):
         self.deadlines = Deadlines(manager.timeouts, compiles=compiles)
         self.seats = manager.seats(self.mapping, self.config.envs(self.worker_config))
         manager.named[self.role] = self.seats
+        self._gone_since: dict[int, float] = {}
         # Looked up once: a step makes two calls on each of up to a thousand ranks.
         self._calls = [seat.handle.call.remote for seat in self.seats]
         self._links = {rank: seat.link for rank, seat in enumerate(self.seats) if seat.link}
@@ -113,6 +117,7 @@ class Cluster(RoleOnRanks):
             self.manager.refuse_without_ray()
             failures = {rank: each.failure for rank, each in results.items() if each.failure}
             failures |= self._cut_off()
+            failures |= self._died_unnoticed([rank_of[ref] for ref in pending])
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE)
         log_records(self.role, results)
@@ -137,6 +142,15 @@ class Cluster(RoleOnRanks):
         for rank in ranks:
             self.manager.cut_off.add(self.seats[rank].node)
         return {rank: Failure(WorkerLost.__name__, text, text, time.time()) for rank in ranks}
+
+    def _died_unnoticed(self, ranks: Sequence[int]) -> dict[int, Failure]:
+        """Return a failure for ranks of this machine that have ended, if Ray is late to say so."""
+        now = time.monotonic()
+        gone = {rank for rank in ranks if self.seats[rank].process.is_gone}
+        self._gone_since = {rank: self._gone_since.get(rank, now) for rank in gone}
+        late = [rank for rank, since in self._gone_since.items() if now - since > RAY_NOTICES]
+        text = f"its process died. {DIED}"
+        return {rank: Failure(WorkerLost.__name__, text, text, time.time()) for rank in late}
 
     def _failed(self, failures: Mapping[int, Failure], ranks: int, *, late: bool) -> RatherError:
         """Return the first cause with its place; stop the workers unless it leaves them intact."""
@@ -225,9 +239,6 @@ def _result(ref: Any) -> CallResult | None:
         # Of Ray's long account, the line that says what happened.
         lines = str(error).splitlines()
         reason = ([line for line in lines if "exit" in line.lower()] or lines)[-1].strip()
-        text = (
-            f"its process died: {reason.partition(' Some common causes')[0]} It crashed, or was "
-            "killed from outside, often for lack of host memory."
-        )
+        text = f"its process died: {reason.partition(' Some common causes')[0]} {DIED}"
         return CallResult(failure=Failure(WorkerLost.__name__, text, str(error), time.time()))
     return result

@@ -9,12 +9,15 @@ from __future__ import annotations
 import atexit
 import inspect
 import logging
+import math
 import os
 import re
 import secrets
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rather.cluster.health import ANSWER, StackSnapshot
-from rather.cluster.host import Host, Link, Process, all_gone, connection_problem
+from rather.cluster.host import Host, Link, Process, all_gone, connection_problem, kill_marked
 from rather.cluster.memory import Ledger, Room, sentence
 from rather.config import plugins
 from rather.config.schema import Timeouts
@@ -41,6 +44,10 @@ OBJECT_STORE = 256 << 20  # bytes of a local Ray: token ids and log-probs pass t
 # Seconds before each further attempt to start a local Ray: on a busy machine its processes miss
 # deadlines of their own, which cannot be set.
 PAUSES = (5.0, 15.0, 30.0)
+LONGEST_START = 300.0  # seconds for a local Ray to start, all attempts together
+STILL_STARTING = 30.0  # seconds between two lines that say so
+RAY_REPORTS = 8.0  # seconds for Ray to report that one of its processes died while it starts
+MARK = "RATHER_RAY"  # in the environment of a local Ray's processes: the folder of its manager
 AGENT_PORTS = ("metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 LONGEST_PLACE = 20  # characters of the folder that has Ray's: a socket's path has at most 107
 TOKEN = "token"  # the file with the secret of a local Ray
@@ -52,6 +59,8 @@ STARTS = 3  # of processes, one of which dies before it has done anything
 RAY_CHECKS, RAY_WAITS = 2.0, 12.0  # seconds without its server. After 60 Ray would end this process
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds every port to loopback, also on Linux
 RESUME = "Run the same command again to resume from the last checkpoint."
+AGAIN = "Run the same command again, or start it with torchrun, which needs no Ray."
+CHECK_START = 0.5  # seconds between two looks at Ray's processes while a run starts
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,7 @@ class ResourceManager:
         self.is_stopped = self._closed = False
         self._placed: Any = None
         self._ray: Any = None
+        self._local: LocalRay | None = None
         self._server = ""  # address of Ray's own server; unknown behind a ray:// proxy
         self._heard = time.monotonic()  # from the server
         # For the token and Ray's own files.
@@ -103,18 +113,40 @@ class ResourceManager:
         atexit.register(self.close)
         try:
             connect = self.timeouts.connect
-            self._ray, self._owns_ray = connected(address, self.devices, self._folder, connect)
-            if not (address or "").startswith("ray://"):
-                self._server = str(self._ray.get_runtime_context().gcs_address)
-            has_gpus = any(self._on_nodes("GPU"))
-            if platform == "cuda" and not has_gpus:
-                raise ConfigError(f"platform: cuda, and {self._cluster} has no GPU")
-            self.kind = "cuda" if has_gpus and platform != "cpu" else "cpu"
-            self._resource = "GPU" if self.kind == "cuda" else SLOT
-            self._reserve()
+            self._local = None if address else LocalRay(self._folder)
+            self._ray, self._owns_ray = connected(
+                address, self.devices, self._folder, connect, self._local
+            )
+            with self._watched():
+                self._look(address, platform)
         except BaseException:
             self.close()
             raise
+
+    def _look(self, address: str | None, platform: str) -> None:
+        """Find out what the cluster has, and reserve what this run needs."""
+        if not (address or "").startswith("ray://"):
+            self._server = str(self._ray.get_runtime_context().gcs_address)
+        has_gpus = any(self._on_nodes("GPU"))
+        if platform == "cuda" and not has_gpus:
+            raise ConfigError(f"platform: cuda, and {self._cluster} has no GPU")
+        self.kind = "cuda" if has_gpus and platform != "cpu" else "cpu"
+        self._resource = "GPU" if self.kind == "cuda" else SLOT
+        self._reserve()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """While workers start, report a dead process of a local Ray as the cause of all else."""
+        if not self._local:
+            yield
+            return
+        try:
+            with self._local.watched():
+                yield
+        except Exception as error:  # Ray raises many kinds
+            if isinstance(error, ConfigError) or not (death := self._local.death()):
+                raise
+            raise WorkerError(f"{death} while the run started. {AGAIN}") from error
 
     # --- the cluster ---
 
@@ -173,12 +205,14 @@ class ResourceManager:
                     f"{self.num_nodes} x num_gpus_per_node {self.num_gpus_per_node} gives devices "
                     f"0 to {self.devices - 1}."
                 )
+            log.info("starting %d worker process%s", len(mapping), "es" * (len(mapping) > 1))
             for start in range(1, STARTS + 1):
                 try:
-                    started = self._start(mapping, environment)
-                    if len(started) > 1:
-                        self._introduce(started)
-                    started = self._link(started)
+                    with self._watched():
+                        started = self._start(mapping, environment)
+                        if len(started) > 1:
+                            self._introduce(started)
+                        started = self._link(started)
                     break
                 except WorkerLost as error:  # a process that is in no pipeline yet
                     if start == STARTS:
@@ -288,7 +322,7 @@ class ResourceManager:
 
         seconds = seconds or self.timeouts.connect
         try:
-            return list(self._ray.get(list(asked), timeout=seconds))
+            return self._answers(list(asked), seconds)
         except RayError as error:
             late = isinstance(error, GetTimeoutError)
             why = f"timed out after {seconds:.0f} s" if late else last_line(error)
@@ -302,6 +336,19 @@ class ResourceManager:
                         where = name
                         break
             raise kind(f"{where}: could not {doing}: {why}") from error
+
+    def _answers(self, asked: list[Any], seconds: float) -> list[Any]:
+        """Return all answers; raise Ray's timeout after so many seconds, or if its server died."""
+        from ray.exceptions import GetTimeoutError
+
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return list(self._ray.get(asked, timeout=max(0.0, min(left, RAY_CHECKS))))
+            except GetTimeoutError:
+                if left <= RAY_CHECKS or (self._local and self._local.death()):
+                    raise
 
     # --- lost processes ---
 
@@ -383,6 +430,8 @@ class ResourceManager:
                     self._ray.util.remove_placement_group(self._placed)
                 if self._owns_ray:
                     self._ray.shutdown()
+        if self._local:
+            self._local.kill()
         if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(self._folder / TOKEN):
             del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN_PATH"]
         shutil.rmtree(self._folder, ignore_errors=True)  # a process of Ray may still write a line
@@ -411,8 +460,89 @@ class _Probe:
 # --- Ray itself ---
 
 
+class LocalRay:
+    """The processes of a Ray that this process starts: which of them died, and the end of all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+    def death(self) -> str:
+        """Return which of Ray's own processes died, and how; "" if all are alive."""
+        for name, process in self.started:
+            if (code := process.poll()) is not None:
+                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                return f"Ray's process {name} died ({how})"
+        return ""
+
+    def kill(self) -> None:
+        """End whatever is left: agents outlive Ray by up to a minute, workers a dead raylet."""
+        kill_marked(MARK, str(self.folder))
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Remember the processes that Ray starts, and mark them and all that they start."""
+        from ray._private import services
+
+        starts = {"gcs_server": services.start_gcs_server, "raylet": services.start_raylet}
+
+        def recording(name: str, *args: Any, **options: Any) -> Any:
+            info = starts[name](*args, **options)
+            self.started.append((name, info.process))
+            return info
+
+        self.started.clear()
+        os.environ[MARK] = str(self.folder)
+        try:
+            for name in starts:
+                setattr(services, f"start_{name}", partial(recording, name))
+            yield
+        finally:
+            del os.environ[MARK]
+            for name, start in starts.items():
+                setattr(services, f"start_{name}", start)
+
+    @contextmanager
+    def watched(self, limit: float = math.inf) -> Iterator[None]:
+        """End this process if one of Ray's died and Ray does not say so, or after the limit.
+
+        Ray itself waits for minutes, and then ends this process with its own words and code.
+        """
+        over = threading.Event()
+        work, given = self._watch, (over, limit)
+        threading.Thread(target=work, args=given, name="watch-ray", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _watch(self, over: threading.Event, limit: float) -> None:
+        began = said = time.monotonic()
+        while not over.wait(CHECK_START):
+            now = time.monotonic()
+            why = self.death()
+            if not why and now - began > limit:
+                why = f"a local Ray did not start within {limit:.0f} s"
+            if not why:
+                if limit < math.inf and now - said > STILL_STARTING:
+                    said = now
+                    log.info("a local Ray is still starting after %.0f s", now - began)
+                continue
+            if over.wait(RAY_REPORTS):
+                return
+            # The main thread waits inside Ray, where nothing can be raised.
+            self.kill()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            print(f"rather: {why} while the run started. {AGAIN}", file=sys.stderr, flush=True)
+            os._exit(WorkerError.exit_code)
+
+
 def connected(
-    address: str | None, devices: int, folder: Path, seconds: float = 8.0
+    address: str | None,
+    devices: int,
+    folder: Path,
+    seconds: float = 8.0,
+    local: LocalRay | None = None,
 ) -> tuple[Any, bool]:
     """Return Ray, and whether this call connected to it."""
     if address not in (None, "auto"):
@@ -445,25 +575,32 @@ def connected(
     os.environ.setdefault(LOOPBACK, "0")
     _use_token(folder)
     _read_environment_again()
-    log.info("starting a local Ray for %d devices", devices)
     options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "num_cpus": 1}
     options["resources"] = {SLOT: float(devices)}
     # Ray lets every user change what is in its own folder in /tmp.
     options["_temp_dir"] = str(folder / "ray")
-    for pause in (*PAUSES, None):
+    local, began = local or LocalRay(folder), time.monotonic()
+    attempts = len(PAUSES) + 1
+    for attempt, pause in enumerate((*PAUSES, None), 1):
+        text = "starting a local Ray for %d devices (attempt %d of %d)"
+        log.info(text, devices, attempt, attempts)
+        left = LONGEST_START - (time.monotonic() - began)
         try:
-            with _own_signals(), known_ports() as port:
+            with _own_signals(), known_ports() as port, local.recorded(), local.watched(left):
                 ray.init(address="local", _metrics_export_port=port, **options)
             break
         except Exception as error:  # Ray raises the base class if its own processes do not start
+            death = local.death()
             ray.shutdown()
-            why = f"{sentence(error)} {_last_of_raylet(folder / 'ray')}".strip()
-            if pause is None:
+            local.kill()
+            causes = (sentence(error), death and f"{death}.", _last_of_raylet(folder / "ray"))
+            why = " ".join(filter(None, causes))
+            if pause is None or time.monotonic() - began + pause > LONGEST_START:
                 kept = private_folder()
                 with suppress(OSError):
                     shutil.move(folder / "ray", kept)
                 raise WorkerError(
-                    f"a local Ray did not start in {len(PAUSES) + 1} attempts: {why} Its logs are "
+                    f"a local Ray did not start in {attempt} attempts: {why} Its logs are "
                     f"in {kept}/ray/session_*/logs. Run again when the machine is less busy, or "
                     f"without Ray: torchrun --nproc-per-node {devices} -m rather train ..."
                 ) from error

@@ -6,12 +6,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rather.cluster import resources
+from rather.cluster import cluster, resources
+from rather.cluster.host import Process
 from rather.errors import WorkerError
 
 RAYLET = """\
@@ -59,6 +63,107 @@ def test_a_local_ray_has_four_tries_and_quotes_its_raylet(
     assert tried[0] == tried[3]
     assert tried[0]["_temp_dir"] == str(tmp_path / "ray")
     assert tried[0]["resources"] == {resources.SLOT: 3.0}
+
+
+class FakeProcess:
+    """One of Ray's own processes, as subprocess knows it."""
+
+    def __init__(self, code: int | None = None) -> None:
+        self.code = code
+
+    def poll(self) -> int | None:
+        return self.code
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> resources.LocalRay:
+    """A local Ray with two processes, whose watch looks often; an exit of the process is raised."""
+    monkeypatch.setattr(resources, "CHECK_START", 0.01)
+    monkeypatch.setattr(resources, "RAY_REPORTS", 0.05)
+    found = resources.LocalRay(tmp_path / "ray")
+    alive: Any = [("gcs_server", FakeProcess()), ("raylet", FakeProcess())]
+    found.started = alive
+    return found
+
+
+@pytest.mark.defect("X22")
+def test_a_process_of_ray_that_dies_while_ray_waits_is_reported(
+    local: resources.LocalRay, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray's own call would return after a minute or more, by ending this process with code 1."""
+    ended: SimpleQueue[int] = SimpleQueue()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    with local.watched():
+        fake: Any = local.started[0][1]
+        fake.code = -9
+        assert ended.get(timeout=10) == WorkerError.exit_code
+    told = "rather: Ray's process gcs_server died (signal 9) while the run started. Run the same"
+    assert capsys.readouterr().err.startswith(told)
+
+
+@pytest.mark.defect("U18")
+def test_the_start_of_a_local_ray_has_a_limit_and_says_that_it_goes_on(
+    local: resources.LocalRay, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    ended: SimpleQueue[int] = SimpleQueue()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    monkeypatch.setattr(resources, "STILL_STARTING", 0.02)
+    with caplog.at_level("INFO", "rather"), local.watched(0.2):
+        assert ended.get(timeout=10) == WorkerError.exit_code
+    assert "a local Ray is still starting after" in caplog.text
+    assert "rather: a local Ray did not start within 0 s while" in capsys.readouterr().err
+
+
+@pytest.mark.defect("X22")
+def test_what_ray_raises_because_its_raylet_died_is_one_line(local: resources.LocalRay) -> None:
+    manager: Any = resources.ResourceManager.__new__(resources.ResourceManager)
+    manager._local = local
+    fake: Any = local.started[1][1]
+    with pytest.raises(ValueError, match="all are alive"), manager._watched():
+        raise ValueError("all are alive")
+    fake.code = 1
+    with (
+        pytest.raises(
+            WorkerError, match=r"Ray's process raylet died \(exit code 1\) while the run"
+        ),
+        manager._watched(),
+    ):
+        raise ValueError("a raw line of Ray")
+
+
+@pytest.mark.defect("X18")
+def test_nothing_with_the_mark_of_a_local_ray_is_left(tmp_path: Path) -> None:
+    """Agents have no other parent left once the raylet is dead."""
+    script = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(60)"]
+    own, other = (
+        subprocess.Popen(script, stdout=subprocess.PIPE, env={**os.environ, resources.MARK: name})
+        for name in (str(tmp_path), f"{tmp_path}-other")
+    )
+    for process in (own, other):
+        assert process.stdout
+        process.stdout.readline()
+    resources.LocalRay(tmp_path).kill()
+    assert own.wait(10) == -9
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
+@pytest.mark.defect("X18")
+def test_a_worker_that_ray_does_not_miss_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    role: Any = cluster.Cluster.__new__(cluster.Cluster)
+    alive = Process.this()
+    role.seats = [
+        SimpleNamespace(process=alive),
+        SimpleNamespace(process=replace(alive, started="0")),
+    ]
+    role._gone_since = {}
+    assert role._died_unnoticed([0, 1]) == {}, "Ray has a few seconds to say why"
+    monkeypatch.setattr(cluster, "RAY_NOTICES", -1.0)
+    [(rank, failure)] = role._died_unnoticed([0, 1]).items()
+    assert (rank, failure.kind) == (1, "WorkerLost")
+    assert role._died_unnoticed([0]) == {}
 
 
 SCRIPT = """

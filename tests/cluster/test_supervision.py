@@ -124,6 +124,7 @@ def test_a_rank_ends_with_torchrun_before_it_has_imported_anything() -> None:
     ) as torchrun:
         assert torchrun.stdout
         lines = [torchrun.stdout.readline(), torchrun.stdout.readline()]
+        assert "ready\n" in lines
         pid = next(int(line) for line in lines if line.strip().isdigit())
         torchrun.kill()
     assert wait_for(lambda: not Path(f"/proc/{pid}").exists(), SOON)
