@@ -121,7 +121,9 @@ class Cell:
         files = [self.write("planted", planted.tolist())] if self.share else []
         config, result["held_out"] = self.train("flipped", files)
         doctor = Doctor.of(config.run_dir)
-        result |= {"pairs": len(digests), "label_noise": vars(doctor.noise)}
+        noise, errors = doctor.noise, doctor.held_out.noise if doctor.held_out else None
+        result |= {"pairs": len(digests), "contradicted": noise.share, "evidence": noise.evidence}
+        result["contradicted_held_out"] = errors.share if errors else None
         result |= judged(doctor, np.isin(doctor.history.ids, planted))
         if self.share and self.retrain and self.name == "politeness":
             extra = self.write("doctor", doctor.ids_of("likely_flipped"))

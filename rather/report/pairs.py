@@ -37,6 +37,7 @@ FADING = 0.4  # what a visit counts of the one before it: models learn wrong lab
 UNDECIDED = 0.5  # the score of a pair without a margin; above it the model disagrees
 LIKELY = 0.7  # chance of a wrong label from which on a pair is likely flipped
 FLOOR = 5.4  # evidence (LabelNoise) that 1 % of the runs with right labels reach by chance
+CERTAIN = 2.7  # evidence with which 5 % are wrong: its own errors explain less than half
 OR_PLANT = "or calibrate with `rather pairs RUN --plant 0.2`"
 PRECISION = 0.8  # of the pairs that a calibrated run calls likely flipped
 
@@ -178,7 +179,7 @@ class LabelNoise:
 
     share: float  # of labels that are wrong
     slope: float
-    evidence: float  # twice the log of the likelihood ratio to "no label is wrong"
+    profile: Floats  # the greatest log-likelihood with each of SHARES
 
     @staticmethod
     def fit(score: Floats) -> LabelNoise:
@@ -193,8 +194,17 @@ class LabelNoise:
         agrees = (1 - share) * right + share * (1 - right)
         likelihood = (agreeing * np.log(agrees) + contradicting * np.log1p(-agrees)).sum(axis=2)
         best_share, best_slope = np.unravel_index(likelihood.argmax(), likelihood.shape)
-        evidence = 2 * (likelihood.max() - likelihood[0].max())
-        return LabelNoise(float(SHARES[best_share]), float(SLOPES[best_slope]), float(evidence))
+        profile = likelihood.max(axis=1)
+        return LabelNoise(float(SHARES[best_share]), float(SLOPES[best_slope]), profile)
+
+    @property
+    def evidence(self) -> float:
+        """Return twice the log of the likelihood ratio to "no label is wrong"."""
+        return float(2 * (self.profile.max() - self.profile[0]))
+
+    def evidence_below(self, share: float) -> float:
+        """Return the same for the ratio to "this share is wrong, or more"."""
+        return float(2 * (self.profile.max() - self.profile[share - 1e-9 <= SHARES].max()))
 
     def chance(self, score: Floats) -> Floats:
         """Return the chance that each label is wrong."""
@@ -293,20 +303,9 @@ class Doctor:
         return LabelNoise.fit(self.history.flip_score)
 
     @cached_property
-    def model_errors(self) -> float:
-        """Return the share of held-out labels that the model contradicts however sure it is.
-
-        These are the errors that being sure does not prevent, if the held-out labels are right.
-        """
-        noise = self.held_out.noise if self.held_out else None
-        return noise.share if noise else 0.0
-
-    @cached_property
     def chance(self) -> Floats:
-        """Return the chance that the label of each pair is wrong, and not the model."""
-        noise = self.noise
-        excess = max(0.0, noise.share - self.model_errors) / (noise.share or 1.0)
-        return noise.chance(self.history.flip_score) * excess
+        """Return the chance that the label of each pair is wrong."""
+        return self.noise.chance(self.history.flip_score)
 
     @cached_property
     def why_none(self) -> str:
@@ -322,11 +321,12 @@ class Doctor:
             return f"how often the model errs is unknown. Train with held-out pairs, {OR_PLANT}"
         if noise.evidence < FLOOR:
             return "the model disagrees no more often than a model of its quality errs"
-        if 2 * self.model_errors > noise.share:
+        errors = held_out.noise if held_out else None
+        if errors and errors.evidence_below(noise.share / 2) < CERTAIN:
             return (
                 f"the model contradicts {noise.share:.1%} of the labels however sure it is, and "
-                f"{self.model_errors:.1%} of the held-out labels. Either it is wrong, or the "
-                "held-out labels are as bad: read some pairs of both"
+                f"{errors.share:.1%} of the held-out labels, too many or of too few to tell its "
+                "own errors from wrong labels"
             )
         return ""
 
@@ -335,10 +335,11 @@ class Doctor:
         """Return what is known about the labels of the run, in one sentence or two."""
         if self.why_none:
             return f"No pair is called likely flipped: {self.why_none}."
+        errors = self.held_out.noise if self.held_out else None
+        known = f", but only {errors.share:.1%} of the held-out labels" if errors else ""
         return (
-            f"The model contradicts about {self.noise.share:.1%} of the labels however sure it is, "
-            f"and {self.model_errors:.1%} of the held-out labels. Where it is less sure and "
-            "disagrees, it may be wrong itself."
+            f"The model contradicts about {self.noise.share:.1%} of the labels however sure it is"
+            f"{known}. Where it is less sure and disagrees, it may be wrong itself."
         )
 
     @cached_property

@@ -82,7 +82,7 @@ def test_held_out_labels_that_are_as_bad_are_no_evidence() -> None:
     noise = pairs.LabelNoise.fit(1 / (1 + np.exp(held_out[0])))
     doctor = doctor_of(margins, held_out=pairs.HeldOut(0.75, 0.7, 0.8, noise))
     assert not accused(doctor).any()
-    assert "held-out labels are as bad" in doctor.conclusion
+    assert "to tell its own errors from wrong labels" in doctor.conclusion
     assert doctor.findings["disagrees"].sum() > PAIRS / 10
 
 
