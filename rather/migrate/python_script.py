@@ -11,6 +11,7 @@ import ast
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rather.config.redaction import looks_secret
 from rather.errors import ConfigError
 from rather.files import JsonObject, yaml_text
 from rather.migrate.python_values import Module, NotKnown, base_of, code_of, is_none
@@ -139,7 +140,8 @@ class Script(Module):
         except NotKnown as unknown:
             found.values.pop(key, None)
             target = found.left_out if key in OUTPUT else found.unknown
-            target[key] = self.note(node, unknown.why)
+            why = "only known when it runs" if looks_secret(key) else unknown.why
+            target[key] = self.note(node, why)
 
     def _trainer_arguments(self, call: ast.Call, program: str, found: Found) -> dict[str, ast.expr]:
         arguments = self._keywords(call, found)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rather.config.redaction import HIDDEN, looks_secret, redact
 
 MOST = 10**12  # no setting is larger
 
@@ -215,5 +218,17 @@ def is_none(node: ast.expr) -> bool:
 
 
 def code_of(node: ast.AST) -> str:
-    text = " ".join(ast.unparse(node).split())
+    """Return the code of a node in one short line, without secrets."""
+    shown = copy.deepcopy(node)
+    for part in ast.walk(shown):
+        if not isinstance(part, ast.Call):
+            continue
+        for keyword in part.keywords:
+            if looks_secret(keyword.arg or ""):
+                keyword.value = ast.Constant(HIDDEN)
+        texts = [each for each in part.args if isinstance(each, ast.Constant)]
+        if any(looks_secret(str(each.value)) for each in texts):  # getenv("HF_TOKEN", "...")
+            for other in texts[1:]:
+                other.value = HIDDEN
+    text = " ".join(redact(ast.unparse(shown)).split())
     return text if len(text) <= 60 else text[:57] + "..."

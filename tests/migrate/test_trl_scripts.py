@@ -322,3 +322,33 @@ def test_the_trainer_of_a_script_determines_what_its_config_file_trains(tmp_path
     result = migrate(source, PEERS["trl"])
     assert problems(result) == {}
     assert (result.config.task, result.config.beta) == ("unpaired", 0.3)
+
+
+# ---- secrets
+
+
+@pytest.mark.defect("U9")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("beta=0.2", 'beta=0.2, hub_token="canary-0123456789"'),
+        ("beta=0.2", 'beta=0.2, hub_token=getenv("HF_TOKEN", "canary-0123456789")'),
+        ("beta=0.2", 'beta=choose(token="canary-0123456789")'),
+        ("beta=0.2", 'beta=getenv("API_KEY", "canary-0123456789")'),
+        ("learning_rate=RATE", 'learning_rate=fetch("hf_canaryCANARYcanary123")'),
+        ('load_dataset("org/pairs"', 'load_dataset("org/pairs", token="canary-0123456789"'),
+        ('load_dataset("org/pairs"', 'read("org/pairs", api_key="canary-0123456789"'),
+        ("from_pretrained(NAME, t", 'from_pretrained(NAME, token="canary-0123456789", t'),
+    ],
+)
+def test_secrets_are_neither_shown_nor_written(before: str, after: str, tmp_path: Path) -> None:
+    file, out = tmp_path / "train.py", tmp_path / "dpo.yaml"
+    assert before in SCRIPT
+    file.write_text(SCRIPT.replace(before, after, 1))
+    for extra in ([], ["--json"]):
+        done = CliRunner().invoke(app, ["migrate", str(file), "--out", str(out), "--force", *extra])
+        assert done.exit_code in (0, 2), done.output
+        assert "canary" not in done.output.lower()
+    written = [file.read_text() for file in tmp_path.glob("*.yaml")]
+    assert written
+    assert "canary" not in "".join(written).lower()

@@ -106,15 +106,17 @@ def versions(given: Given) -> Any:
         return UNSET
     if name == SIMPO:  # made from TRL 0.9
         return ["0.9"]
-    among = versions_of_script(given)
+    among = possible_versions(given)
     found = trl_versions.versions_with(name, config_keys(given, name))
     found = [version for version in found if version in among] or among
     return found[-1:] if found[-1] == trl_versions.HEAD else found
 
 
-def versions_of_script(given: Given) -> list[str]:
-    """Return the versions whose trainers took the arguments that a Python script passes."""
+def possible_versions(given: Given) -> list[str]:
+    """Return the versions that the handbook needs, or that take the arguments which a script passes."""
     order = trl_versions.versions()
+    if "dataset_mixture" in given:  # it came with trl>=0.19.1
+        return order[order.index("0.19") :]
     if given.get("(config)") == "TrainingArguments" and given[TRAINER] == "dpo":
         return order[: order.index("0.8") + 1]
     if given.get("(arguments)"):
