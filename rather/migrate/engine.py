@@ -44,7 +44,7 @@ from rather.migrate.rules import (
     full,
     short,
 )
-from rather.migrate.source import SourceSettings
+from rather.migrate.settings import SourceSettings
 from rather.tracking.json_lines import flatten
 
 ORDER = (*INCOMPLETE, OPEN, LEFT_OUT, CHANGED, WRITTEN, RENAMED, KEPT, NEEDLESS)
@@ -197,6 +197,8 @@ def with_program(source: SourceSettings, peer: Peer, program: str) -> SourceSett
     if program not in peer.programs:
         known = ", ".join(peer.programs)
         raise ConfigError(f"--trainer {program}: of {peer.name} Rather converts {known}.")
+    if source.program in peer.programs and source.program.split()[-1] != program.split()[-1]:
+        raise ConfigError(f"--trainer {program}: {source.name} itself calls {source.program}.")
     return replace(source, program=program)
 
 

@@ -15,7 +15,7 @@ from rather.config.redaction import looks_secret
 from rather.errors import ConfigError
 from rather.files import JsonObject, yaml_text
 from rather.migrate.python_values import Module, NotKnown, base_of, code_of, is_none
-from rather.migrate.source import SourceSettings
+from rather.migrate.settings import SourceSettings
 
 TRAINERS = {f"{name}Trainer": name.lower()
             for name in ("DPO", "KTO", "ORPO", "CPO", "BCO", "SFT")} | {"RewardTrainer": "reward"}  # fmt: skip
@@ -55,6 +55,8 @@ OUTPUT = """
     dataset_num_proc dataloader_num_workers dataloader_pin_memory remove_unused_columns gradient_checkpointing
     gradient_checkpointing_kwargs disable_tqdm log_level tf32 resume_from_checkpoint ddp_find_unused_parameters
 """.split()  # noqa: SIM905 - a table of names
+CHANGES_TRAINER = ("add_callback", "pop_callback", "remove_callback", "create_optimizer",
+                   "create_scheduler", "create_optimizer_and_scheduler")  # fmt: skip
 IN_PLACE = ("set_transform", "set_format")  # what changes the rows of a data set
 
 
@@ -118,6 +120,7 @@ class Script(Module):
         self._model(arguments, program, found)
         self._data(arguments, found)
         self._possible_versions(arguments, found)
+        self._later_changes(call, found)
         return SourceSettings(
             self.path.name, found.values, words=("trl", program), program=program,
             folder=self.path.parent, unknown=found.unknown, left_out=found.left_out,
@@ -209,6 +212,24 @@ class Script(Module):
                 found.values.pop(node.attr, None)
                 found.unknown[node.attr] = self.note(node, "assigned after the config was made")
 
+    def _later_changes(self, call: ast.Call, found: Found) -> None:
+        """Note what a script does to a trainer that it has made."""
+        names = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign) and node.value is call:
+                names |= {ast.unparse(target) for target in node.targets}
+        for node in ast.walk(self.tree):
+            if not isinstance(node, ast.Attribute) or base_of(node) not in names:
+                continue
+            if isinstance(node.ctx, ast.Store) or node.attr in CHANGES_TRAINER:
+                found.unknown[ast.unparse(node)] = self.note(node, "it changes the trainer")
+
+    def _is_changed_object(self, node: ast.expr) -> bool:
+        """Return whether attributes are assigned to an object after it was made."""
+        name = node.id if isinstance(node, ast.Name) else None
+        return any(isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+                   and base_of(each) == name for each in ast.walk(self.tree))  # fmt: skip
+
     # ---- model, adapter, reference
 
     def _model(self, arguments: dict[str, ast.expr], program: str, found: Found) -> None:
@@ -277,6 +298,8 @@ class Script(Module):
         if is_none(node):
             return
         made = self.assigned(node) if isinstance(node, ast.Name) else node
+        if self._is_changed_object(node):
+            raise NotKnown(node)
         if not isinstance(made, ast.Call) or not ast.unparse(made.func).endswith(
             "BitsAndBytesConfig"
         ):
@@ -295,7 +318,8 @@ class Script(Module):
         except NotKnown:
             made = node
         is_lora = isinstance(made, ast.Call) and self.origin(made.func).endswith("LoraConfig")
-        if len(adapters) > 1 or not is_lora or not isinstance(made, ast.Call):
+        is_changed = self._is_changed_object(node)
+        if len(adapters) > 1 or is_changed or not is_lora or not isinstance(made, ast.Call):
             found.unknown["(adapter)"] = self.note(node)
             return
         found.values |= {"use_peft": True, **LORA_DEFAULTS}

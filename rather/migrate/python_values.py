@@ -12,6 +12,8 @@ from typing import Any
 from rather.config.redaction import HIDDEN, looks_secret, redact
 
 MOST = 10**12  # no setting is larger
+LITERALS = (str, int, float, type(None))
+DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
 
 class NotKnown(Exception):
@@ -45,6 +47,7 @@ class Module:
         self.scope_of: dict[ast.AST, ast.AST] = {}
         self.bindings: dict[tuple[ast.AST, str], list[Binding]] = {}
         self.imported: dict[str, str] = {}  # local name -> module and name
+        self.stars: list[tuple[int, int]] = []  # where `import *` is
         self.called = {call.func for call in self.calls()}
         self._visit(tree, tree, in_branch=False)
 
@@ -60,11 +63,12 @@ class Module:
         branches = isinstance(
             node, ast.If | ast.For | ast.AsyncFor | ast.While | ast.Try | ast.Match
         )
-        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
-            branches = False
+        is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
         for child in ast.iter_child_nodes(node):
             starts_fresh = inner is not scope
-            self._visit(child, inner, in_branch=branches or (in_branch and not starts_fresh))
+            is_certain = is_main and child not in node.orelse
+            in_part = branches and not is_certain
+            self._visit(child, inner, in_branch=in_part or (in_branch and not starts_fresh))
 
     def _bind(self, node: ast.AST, scope: ast.AST, inner: ast.AST, in_branch: bool) -> None:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -73,6 +77,11 @@ class Module:
                 own = name.asname or name.name.partition(".")[0]
                 self.imported[own] = f"{module}.{name.name}" if module else name.name
                 self._add(scope, own, node, None, in_branch)
+            if any(name.name == "*" for name in node.names):  # it may bind any name
+                self.stars.append(place_of(node))
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            for name in node.names:
+                self._add(self.tree, name, node, None, True)
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 self._bind_target(target, node.value, scope, in_branch)
@@ -110,18 +119,27 @@ class Module:
     def assigned(self, name: ast.Name) -> ast.expr:
         """Return the expression that a name stands for where it is used."""
         scope = self.scope_of[name]
-        bound = self.bindings.get((scope, name.id), [])
-        if bound:
-            bound = [each for each in bound if each.end <= place_of(name)]
-        elif scope is not self.tree:
-            bound = self.bindings.get((self.tree, name.id), [])
-            if len(bound) > 1:
-                raise NotKnown(name)
+        bound = [each for each in self.bindings.get((scope, name.id), ())
+                 if each.end <= place_of(name)]  # fmt: skip
+        if (scope, name.id) not in self.bindings:
+            bound = self._bound_outside(scope, name)
         if not bound or any(each.in_branch for each in bound):
             raise NotKnown(name)
-        if (value := bound[-1].value) is None:
-            raise NotKnown(bound[-1].node, f"{name.id} is only known when it runs")
-        return value
+        last = bound[-1]
+        if any(star > last.end for star in self.stars):
+            raise NotKnown(name)
+        if last.value is None:
+            raise NotKnown(last.node, f"{name.id} is only known when it runs")
+        return last.value
+
+    def _bound_outside(self, scope: ast.AST, name: ast.Name) -> list[Binding]:
+        """Return the one binding of a module's name that a function uses."""
+        while scope is not self.tree:
+            scope = self.scope_of[scope]
+            bound = self.bindings.get((scope, name.id), [])
+            if bound:
+                return bound if scope is self.tree and len(bound) == 1 else []
+        return []
 
     def origin(self, node: ast.expr) -> str:
         """Return the module and name of an imported thing, such as `trl.DPOTrainer`."""
@@ -132,7 +150,13 @@ class Module:
 
     def value(self, node: ast.expr) -> Any:
         """Return the value of an expression of literals."""
-        if isinstance(node, ast.Constant):
+        try:
+            return self._value(node)
+        except (TypeError, ValueError, ArithmeticError):
+            raise NotKnown(node) from None
+
+    def _value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and isinstance(node.value, LITERALS):
             return node.value
         if isinstance(node, ast.Name):
             value = self.assigned(node)
@@ -153,8 +177,8 @@ class Module:
             return not inner if isinstance(node.op, ast.Not) else -inner
         if isinstance(node, ast.BinOp):
             return self._computed(node)
-        if isinstance(node, ast.Attribute) and self.origin(node).startswith("torch."):
-            return node.attr  # torch.bfloat16
+        if isinstance(node, ast.Attribute) and self.origin(node) in DTYPES:
+            return node.attr
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
             return {key.arg: self.value(key.value) for key in node.keywords if key.arg}
         raise NotKnown(node)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rather.errors import ConfigError
 from rather.files import MOST_DIGITS, JsonObject, parse_json, parse_yaml, yaml_text
+from rather.migrate.python_script import read_script, trainer_in
+from rather.migrate.settings import SourceSettings as SourceSettings
 from rather.migrate.shell import commands
 
 NUMBER = re.compile(r"[+-]?(\d++\.?\d*+|\.\d++)([eE][+-]?\d++)?")
@@ -33,24 +35,6 @@ STARTS_ONE = ("torchrun", "swift", "megatron")  # processes, unless told otherwi
 MAPPING_OF = ("compute_environment", "distributed_type")  # keys of accelerate's own file
 
 
-@dataclass(frozen=True)
-class SourceSettings:
-    """Nested values, and what a command line says: words, program, devices, overrides of a file."""
-
-    name: str
-    values: JsonObject
-    words: tuple[str, ...] = ()
-    devices: int | None = None  # 0: the launcher is told, but only when it runs
-    file: Path | None = None
-    program: str = ""
-    flags: JsonObject = field(default_factory=dict)
-    folder: Path = Path()
-    script: Path | None = None  # the program's file, if it is here
-    # Keys whose values only a run has, and where: those that decide a training, and others.
-    unknown: Mapping[str, str] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
-
-
 def read_file(path: Path) -> SourceSettings:
     """Read a YAML or JSON file, a training script, or a text file with a command line."""
     if path.suffix in PROGRAMS:
@@ -58,8 +42,6 @@ def read_file(path: Path) -> SourceSettings:
             f"{path}: holds no settings; pass the command line that trains, with --line."
         )
     if path.suffix == ".py":
-        from rather.migrate.python_script import read_script
-
         return read_script(path)
     if path.suffix in FILES:
         return SourceSettings(path.name, read_mapping(path), file=path, folder=path.parent)
@@ -91,8 +73,6 @@ def read_line(
     script = folder / words[after - 1] if start else folder
     found = script if script.is_file() else None
     if found and found.suffix == ".py":
-        from rather.migrate.python_script import read_script, trainer_in
-
         if (trainer := trainer_in(found)) and not flags and not config:
             return replace(read_script(found), devices=devices)
         program = trainer or program

@@ -103,6 +103,15 @@ def test_the_command_reads_a_script(tmp_path: Path) -> None:
         ("RATE = 5e-6", "for RATE in rates: pass", "learning_rate"),
         ("RATE = 5e-6", "RATE, _ = rates()", "learning_rate"),
         ("RATE = 5e-6", "RATE = 5e-6\nRATE *= 2", "learning_rate"),
+        ("RATE = 5e-6", "RATE = 5e-6\ndef f():\n    global RATE\n    RATE = 1", "learning_rate"),
+        ("learning_rate=RATE", "learning_rate=-'x'", "learning_rate"),
+        ("learning_rate=RATE", "learning_rate=1 / 0", "learning_rate"),
+        ("learning_rate=RATE", "learning_rate=10 ** 60 ** 60", "learning_rate"),
+        ("learning_rate=RATE", "learning_rate=...", "learning_rate"),
+        ("torch_dtype=torch.bfloat16", "torch_dtype=torch.get_default_dtype", "torch_dtype"),
+        ("trainer.train()", "trainer.beta = 0.5\ntrainer.train()", "trainer.beta"),
+        ("trainer.train()", "trainer.add_callback(x)\ntrainer.train()", "trainer.add_callback"),
+        ("trainer = ", "lora.r = 2\ntrainer = ", "(adapter)"),
         ("beta=0.2", "beta=0.2 if strong else 0.1", "beta"),
         ("beta=0.2,", "**more,", "**more"),
         ("trainer.train()", "args.beta = 0.5\ntrainer.train()", "beta"),
@@ -163,6 +172,45 @@ LENGTH = 256
     result = of(text, tmp_path)
     assert set(problems(result)) == {"learning_rate", "per_device_train_batch_size"}
     assert (result.config.pretrain, result.config.sequence_length) == ("org/model", 256)
+
+
+def test_a_star_import_may_bind_any_name(tmp_path: Path) -> None:
+    after = SCRIPT.replace("RATE = 5e-6", "RATE = 5e-6\nfrom own import *")
+    assert {"learning_rate", "model_name_or_path"} <= set(problems(of(after, tmp_path)))
+    assert problems(of(f"from own import *\n{SCRIPT}", tmp_path)) == {}
+
+
+def test_names_of_an_enclosing_function_are_not_known(tmp_path: Path) -> None:
+    text = (
+        START
+        + """
+RATE = 1e-6
+def outer(RATE):
+    def inner():
+        DPOTrainer(NAME, args=DPOConfig("out", learning_rate=RATE),
+                   train_dataset=load_dataset("org/pairs", split="train"))
+"""
+    )
+    assert list(problems(of(text, tmp_path))) == ["learning_rate"]
+
+
+def test_the_main_block_is_no_branch(tmp_path: Path) -> None:
+    start, body = SCRIPT.split("RATE = 5e-6")
+    indented = "\n    ".join(f"RATE = 5e-6{body}".splitlines())
+    text = f"{start}if __name__ == '__main__':\n    {indented}\n"
+    assert problems(of(text, tmp_path)) == {}
+    assert list(problems(of(f"{text}else:\n    RATE = 1\n", tmp_path))) == []
+    before = "if __name__ == '__main__':\n    pass\nelse:\n    RATE = 1\n"
+    moved = SCRIPT.replace("RATE = 5e-6", before)
+    assert list(problems(of(moved, tmp_path))) == ["learning_rate"]
+
+
+def test_another_trainer_than_the_script_calls_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = ["migrate", str(tmp_path / "train.py"), "--trainer", "kto"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert "--trainer kto: train.py itself calls dpo" in done.output
 
 
 # ---- trainers
