@@ -215,7 +215,8 @@ def weights_digest(folder: Path) -> str | None:
         for name in sorted(tensors):
             file, facts = tensors[name]
             digest.update(f"{name} {facts['dtype']} {facts['shape']}\n".encode())
-            for block in _blocks(file, *spans[name], None if is_whole else spots):
+            start, end = spans[name]
+            for block in _blocks(file, start, end, None if is_whole else spots):
                 digest.update(block)
         return digest.hexdigest()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError):
