@@ -49,7 +49,7 @@ WITHIN_ROUNDING = {name + "logps/chosen_below_reference" for name in ("", "eval/
 NEW_STATE = (
     ".identity.rounding", ".identity.model weights", ".identity.reference weights",
     ".progress.idle", ".progress.skipped", ".progress.running", ".ledger_", ".micro_batches.",
-    ".trainer.fitted.",
+    ".trainer.fitted.", ".identity.base weights",
 )  # fmt: skip
 NEW_METRICS = {
     "eval/drift", "eval/calibrated_loss", "eval/rewards/accuracies_low",
