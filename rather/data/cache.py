@@ -95,10 +95,11 @@ class Cache:
         return PairFile(path), report
 
     def sha(self, path: Path) -> str:
-        """Return the hash of a file's content, remembered by size, time of change and inode."""
+        """Return the hash of a file's content, remembered by size, inode and times of change."""
         memory = self.folder / "files.json"
         status = path.stat()
-        stamp = [status.st_size, status.st_mtime_ns, status.st_ino]
+        # A program can set the first of the two times back after a change, but not the second.
+        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         known = _remembered(memory)
         entry = known.get(str(path))
         if not isinstance(entry, list) or len(entry) != 2 or entry[0] != stamp:

@@ -23,6 +23,7 @@ from rather.config import plugins
 from rather.config.schema import DPOConfig
 from rather.data import cache, pool
 from rather.data import prepare as module
+from rather.data.cache import Cache
 from rather.data.formats import FORMATS
 from rather.data.pairs import hex_id
 from rather.data.prepare import BadRows, Prepared, held_out, prepare
@@ -666,3 +667,19 @@ def test_workers_need_neither_torch_nor_transformers_nor_pandas() -> None:
         cwd=Path(pool.__file__).parents[2],
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.defect("X9")
+def test_a_file_that_is_changed_in_place_with_its_old_time_is_read_again(tmp_path: Path) -> None:
+    file, cache = tmp_path / "pairs.jsonl", Cache(tmp_path)
+    file.write_text('{"prompt": "a"}')
+    before, sha = file.stat(), cache.sha(file)
+    assert cache.sha(file) == sha
+    with file.open("r+") as content:
+        content.write('{"prompt": "b"}')
+    while file.stat().st_ctime_ns == before.st_ctime_ns:  # the kernel's clock has ticks
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    same = ("st_size", "st_ino", "st_mtime_ns")
+    assert all(getattr(file.stat(), name) == getattr(before, name) for name in same)
+    assert cache.sha(file) != sha
