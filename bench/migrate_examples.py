@@ -367,8 +367,11 @@ def counts(examples: list[Example]) -> dict[str, int]:
 
 
 def table(report: dict[str, Any]) -> Iterator[str]:
-    columns = ("examples", "converted", "incomplete", "refused", "wrong", "trained")
-    yield f"| tool | checkout | {' | '.join(columns)} | pairs | KTO | reward | SFT |"
+    columns = ["examples", "converted", "incomplete", "refused", "wrong"]
+    if any(facts["counts"]["trained"] for facts in report.values()):
+        columns.append("trained")
+    titles = [{"incomplete": "not determined"}.get(column, column) for column in columns]
+    yield f"| tool | checkout | {' | '.join(titles)} | pairs | KTO | reward | SFT |"
     yield "|---" * (len(columns) + 6) + "|"
     for name, facts in report.items():
         count = facts["counts"]
@@ -403,7 +406,7 @@ def main() -> int:
             for peer in sorted({each.peer for each in examples}):
                 own = [each for each in examples if each.peer == peer]
                 report[f"users of {peer}"] = {
-                    "checkout": "bench/migrate_user_files*.txt",
+                    "checkout": "see the list",
                     "version": PEERS[peer].version,
                     **examine("users", own, scratch, args.train),
                 }

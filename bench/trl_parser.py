@@ -70,7 +70,8 @@ def parsed(words: list[str], folder: str) -> dict[str, Any]:
         "decay": training.weight_decay,
         "beta2": training.adam_beta2,
         "clip": training.max_grad_norm,
-        "length": training.max_length,
+        # A name of older versions, which the parser of this one does not know.
+        "length": None if "--max_seq_length" in rest else training.max_length,
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32",
     }
 
