@@ -167,7 +167,8 @@ class Health:
 
     @property
     def is_over(self) -> bool:
-        return self.step >= self.total_steps
+        """Whether this is the last step; never if their number is unknown, which is 0 here."""
+        return 0 < self.total_steps <= self.step
 
     @property
     def last_few(self) -> list[Line]:
@@ -235,14 +236,17 @@ def model_wrecked(h: Health) -> Found:
     for known in h.evaluations.values():
         for line in list(known.last)[-1:]:
             fall = line.get("sft_loss", 0.0) - known.first.get("sft_loss", math.inf)
-            if found := _wreck(fall, line.get("drift", 0.0), "held-out"):
+            drift = line.get("drift", 0.0) - known.first.get("drift", 0.0)
+            if found := _wreck(fall, drift, "held-out"):
                 return found
     lines = h.last_few or ([h.first] if h.is_over and h.first else [])
     if not lines:
         return {}
     before = h.first.get("sft_loss", math.inf)
     fall = min(_fall(line, before) for line in lines)
-    return _wreck(fall, min(map(_drift, lines)), "training")
+    # A reference of another model differs from the start; a single line has no start.
+    drift_at_start = 0.0 if lines == [h.first] else _drift(h.first)
+    return _wreck(fall, min(map(_drift, lines)) - drift_at_start, "training")
 
 
 def _wreck(fall: float, drift: float, kind: str) -> Found:
@@ -458,8 +462,8 @@ def experts_collapse(h: Health) -> Found:
     "Shorten the warm-up (warmup_steps, warmup_ratio), or train for more steps.",
 )
 def warmup_never_ends(h: Health) -> Found:
-    rates = [line["lr"] for line in h.recent.lines if "lr" in line]
-    if not h.is_over or len(rates) < LATEST or h.first.get("lr", math.inf) > rates[0]:
+    rates = [line["lr"] for line in h.recent.lines if "lr" in line] if h.is_over else []
+    if len(rates) < LATEST or h.first.get("lr", math.inf) > rates[0]:
         return {}
     rises = all(earlier < later for earlier, later in pairwise(rates))
     return {"number": rates[-1]} if rises else {}

@@ -100,6 +100,17 @@ def test_held_out_pairs_show_a_wreck_at_once(values: dict[str, float], found: bo
     assert names_in(records, 100) == ["model_wrecked"] * found
 
 
+def test_a_reference_of_another_model_is_no_wreck() -> None:
+    held_out = [evaluated(step, sft_loss=1.0, drift=5.0) for step in (0, 4, 8)]
+    trained = [line(step, sft_loss=1.0, kl=-100.0) for step in range(1, 9)]
+    assert names_in([*held_out[:1], *trained, *held_out[1:]], 8) == []
+
+
+def test_a_run_of_unknown_length_has_no_end() -> None:
+    rising = [line(step, lr=step * 1e-5, sft_loss=1.0 + step) for step in range(1, 4)]
+    assert names_in([*rising, line(4, lr=4e-5, sft_loss=1.0)], 0) == []
+
+
 def test_a_first_finding_is_not_repeated() -> None:
     records = [line(1, sft_loss=0.2), *(line(step, sft_loss=9.0) for step in range(2, 9))]
     assert names_in(records, 100) == ["model_wrecked"]
