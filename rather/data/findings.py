@@ -44,7 +44,7 @@ RULES: dict[str, Rule] = {
         0.5,
         ("end_as_text",),
         "in {percent} of the {unit} of {set} ({end_as_text}) answers end with a mark that is not a "
-        "token of this tokenizer but plain text: the chat template belongs to another model, and "
+        "token of this tokenizer but plain text or unknown: the chat template belongs to another model, and "
         "generation will not stop there.",
         "Use the template that the model was trained with: remove data_args.template and "
         "global_template to use the tokenizer's own, or `none` for a model without one.",

@@ -105,6 +105,8 @@ class Encoder:
             recipe.template.check(compiles=True)
         self.tail = self._tail() if recipe.template else []
         self.end_of_turn = next((token for token in self.tail if token in self.added), None)
+        unknown = getattr(self.tokenizer.model, "unk_token", None)
+        self.unknown = self.tokenizer.token_to_id(unknown) if unknown else None
 
     def _begin(self, pair: TextPair) -> None:
         """Check the characters of the next pair, and forget what was found in the last one."""
@@ -267,10 +269,8 @@ class Encoder:
             )
             self._note("prompt_lost", detail)
         end = self.tokenizer.decode(self.tail, skip_special_tokens=False).strip()
-        if end and self.end_of_turn is None:
-            detail = (
-                f"the template ends answers with {end!r}, which is not one token but plain text"
-            )
+        if end and self.end_of_turn in (None, self.unknown):
+            detail = f"the template ends answers with {end!r}, which is not a token of its own"
             self._note("end_as_text", detail)
 
     def _render(self, turns: Turns, start_answer: bool) -> str:

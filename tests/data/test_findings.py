@@ -270,7 +270,8 @@ def test_a_template_of_another_model(config: Config, write: Write, console: Cons
     """It drops the prompt and ends answers with a mark that this tokenizer does not know."""
     text = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|stop|>{% endfor %}"
     other = {"template": str(write(text, "other.jinja"))}
-    found = findings(prepare(config(write(ROWS[:3]), data=other), console=console))
+    settings = config(write(ROWS[:3]), sequence_length=1024, data=other)
+    found = findings(prepare(settings, console=console))
     for name in ("prompt_lost train", "end_as_text train"):
         assert (found[name]["severity"], found[name]["number"]) == ("serious", 1.0)
 

@@ -217,6 +217,8 @@ def test_signs_of_a_template_of_another_model(encoder: Make) -> None:
     stop = TEMPLATES["chatml"].replace("<|im_end|>", "<|stop|>")
     result = encoded(encoder(stop), "Where?", "Here.", "There.")
     assert set(kinds(result)) & SIGNS == {"end_as_text"}
+    unknown = TEMPLATES["chatml"].replace("<|im_end|>", "<unk>")  # as a tokenizer of words has it
+    assert "end_as_text" in kinds(encoded(encoder(unknown), "Where?", "Here.", "There."))
     lost = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}</s>{% endfor %}"
     result = encoded(encoder(lost), "Where?", "Here.", "There.")
     assert set(kinds(result)) & SIGNS == {"prompt_lost"}
