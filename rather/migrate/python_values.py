@@ -59,18 +59,19 @@ class Module:
         inner = scope
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             inner = node
-        self._bind(node, scope, inner, in_branch)
+        self._bind(node, scope, in_branch)
         branches = isinstance(
             node, ast.If | ast.For | ast.AsyncFor | ast.While | ast.Try | ast.Match
         )
+        otherwise = node.orelse if isinstance(node, ast.If) else []
         is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
         for child in ast.iter_child_nodes(node):
             starts_fresh = inner is not scope
-            is_certain = is_main and child not in node.orelse
+            is_certain = is_main and child not in otherwise
             in_part = branches and not is_certain
             self._visit(child, inner, in_branch=in_part or (in_branch and not starts_fresh))
 
-    def _bind(self, node: ast.AST, scope: ast.AST, inner: ast.AST, in_branch: bool) -> None:
+    def _bind(self, node: ast.AST, scope: ast.AST, in_branch: bool) -> None:
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             for name in node.names:
@@ -80,8 +81,8 @@ class Module:
             if any(name.name == "*" for name in node.names):  # it may bind any name
                 self.stars.append(place_of(node))
         elif isinstance(node, ast.Global | ast.Nonlocal):
-            for name in node.names:
-                self._add(self.tree, name, node, None, True)
+            for changed in node.names:
+                self._add(self.tree, changed, node, None, True)
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 self._bind_target(target, node.value, scope, in_branch)
