@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -14,8 +15,11 @@ from rather.reference.logprob_cache import BlockFile
 from rather.reference.logps import SEGMENTS
 from rather.report.folder import METRICS
 from rather.run_folder.layout import REFERENCE_LOG
+from rather.tracking.json_lines import LEDGER
+from rather.tracking.ledger import read_batches
 
 LARGEST_METRICS = 1 << 34  # bytes
+BLOCK = 1 << 20
 Damage = tuple[Path, str]  # a file and what is wrong with it; "" if it is good
 
 
@@ -50,6 +54,8 @@ def _check_run(run_dir: Path, *, full: bool) -> Iterator[Damage]:
         yield run_dir / METRICS, _metrics_damage(data, good)
     except (OSError, ValueError) as error:
         yield run_dir / METRICS, f"cannot be read ({getattr(error, 'strerror', error)})"
+    if os.path.lexists(run_dir / LEDGER):
+        yield run_dir / LEDGER, _ledger_damage(run_dir / LEDGER, good)
 
 
 def _check_checkpoint(path: Path, *, full: bool) -> Iterator[Damage]:
@@ -73,6 +79,29 @@ def _check_log_probs(path: Path) -> Damage:
     except OSError as error:
         return path, f"cannot be read ({error.strerror})"
     return path, f"{damaged:,} bytes; their log-probs are computed again" if damaged else ""
+
+
+def _ledger_damage(file: Path, good: Sequence[Path]) -> str:
+    """Every step must have its digest, and the bytes at each checkpoint must be those it recorded."""
+    try:
+        for _ in read_batches(file):
+            pass
+        positions = {}
+        for path in good:
+            state = checkpoint.reopen(path).state
+            if saved := state.get("ledger_sha256"):
+                positions[int(state.get("ledger_bytes", 0))] = saved, path.name
+        digest, place = sha256(), 0
+        with open(file, "rb", opener=own) as data:
+            for position, (saved, name) in sorted(positions.items()):
+                while place < position and (part := data.read(min(BLOCK, position - place))):
+                    digest.update(part)
+                    place += len(part)
+                if place < position or digest.hexdigest() != saved:
+                    return f"its first {position:,} bytes have changed since {name} was saved"
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+    return ""
 
 
 def _metrics_damage(data: bytes, good: Sequence[Path]) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +14,9 @@ from numpy.typing import NDArray
 
 from rather.data.pairs import hex_id
 from rather.errors import ConfigError
-from rather.files import JsonObject, own
+from rather.files import JsonObject
 from rather.tracking.json_lines import LEDGER, read_lines, read_object
-from rather.tracking.run import LEDGER_SCHEMA
+from rather.tracking.ledger import LEDGER_SCHEMA, read_batches
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -54,25 +51,13 @@ def read_ledgers(run_dir: Path) -> tuple[Any, Any]:
     """
     file = run_dir / LEDGER
     try:
-        os.close(own(file, os.O_RDONLY))  # raises if it is a link or a pipe
-        reader = pa.ipc.open_stream(pa.memory_map(str(file)))
-        if reader.schema != LEDGER_SCHEMA:
-            raise pa.ArrowInvalid("it has other columns than a ledger")
-        table = pa.Table.from_batches(_whole_batches(reader), reader.schema)
-        table.validate(full=True)
+        table = pa.Table.from_batches(read_batches(file), LEDGER_SCHEMA)
         is_held_out = table.column("gradient_weight").is_null()
         return table.filter(pa.compute.invert(is_held_out)), table.filter(is_held_out)
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, ValueError) as error:  # of Arrow, too
         raise ConfigError(
             f"{file}: cannot be read ({error}). Runs with task: preference write it unless pair_ledger is false."
         ) from error
-
-
-def _whole_batches(reader: Any) -> Iterator[Any]:
-    """Yield the steps of a stream; a run that writes, or was killed, may leave half of one."""
-    with suppress(StopIteration, OSError, pa.ArrowInvalid):
-        while True:
-            yield reader.read_next_batch()
 
 
 @dataclass(frozen=True)

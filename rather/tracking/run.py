@@ -24,6 +24,7 @@ from rather.tracking.json_lines import (
     MetricsPosition,
     Record,
 )
+from rather.tracking.ledger import LEDGER_SCHEMA, ledger_part
 from rather.tracking.trackers import TRACKERS, TrackedRun, Tracker
 
 if TYPE_CHECKING:
@@ -31,17 +32,6 @@ if TYPE_CHECKING:
     from rather.data.shares import PairRows
 
 log = logging.getLogger(__name__)
-
-LEDGER_SCHEMA = pa.schema(
-    [
-        ("step", pa.int32()),
-        ("id", pa.uint64()),  # the digest of the pair's texts
-        *((name, pa.float64()) for name in ("margin", "chosen", "rejected")),
-        ("gradient_weight", pa.float32()),  # null: a held-out pair, of an evaluation after `step`
-        *((name, pa.int32()) for name in ("chosen_tokens", "rejected_tokens")),
-    ]
-)
-
 
 class NoTracker:
     """Ignores every record: for processes other than the main one, and runs without a folder."""
@@ -117,8 +107,7 @@ class RunTracker(NoTracker):
         """Append the pairs of a step, or of an evaluation, to ledger.arrows in their order.
 
         `weight` is None for held-out pairs, which have no gradient: the column is null. Each call
-        is one record batch, so that the bytes do not depend on when the run is saved. The stream
-        has no end mark; readers take the end of the file for it.
+        is one record batch, so that the bytes do not depend on when the run is saved.
         """
         if not self._ledger:
             return
@@ -132,9 +121,8 @@ class RunTracker(NoTracker):
             else pa.array(values.astype(kind.to_pandas_dtype()))
             for values, kind in arrays
         ]
-        head = LEDGER_SCHEMA.serialize().to_pybytes() if self._ledger.is_empty else b""
         batch = pa.record_batch(cells, schema=LEDGER_SCHEMA)
-        self._ledger.write(head + batch.serialize().to_pybytes())
+        self._ledger.write(ledger_part(batch, is_first=self._ledger.is_empty))
 
     def position(self) -> MetricsPosition:
         """Return the positions in both files, with every line on the disk, for a checkpoint."""

@@ -31,7 +31,7 @@ def test_a_good_run_and_its_parts(folder: Path, run: Path) -> None:
             name in line and line.endswith("good")
             for line in map(str.rstrip, whole.output.splitlines())
         ), name
-    assert "18 files, 0 damaged (checked every byte)" in whole.output
+    assert "19 files, 0 damaged (checked every byte)" in whole.output
     one = verify(str(run / "checkpoint-4"), "--quick")
     assert one.exit_code == 0
     assert "5 files, 0 damaged (checked names, sizes and the state)" in one.output

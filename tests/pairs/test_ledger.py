@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import shutil
+import struct
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from typer.testing import CliRunner
 
 from rather.cli import app
 from rather.cluster.worker import ActorWorker
+from rather.commands.verify import check_files
 from rather.config.schema import DPOConfig
 from rather.data.pairs import Correction, hex_id
 from rather.data.prepare import prepare
@@ -24,6 +28,7 @@ from rather.errors import ConfigError, DataError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.report import pairs
 from rather.report.pairs import Doctor, PairHistory, auc, calibrate, read_ledger
+from rather.tracking.ledger import LEDGER_SCHEMA
 from tests.tiny import make_config
 
 BETA = 0.1
@@ -126,6 +131,57 @@ def test_half_a_step_at_the_end_is_left_out(run: DPOConfig, tmp_path: Path) -> N
         read_ledger(tmp_path)
     (tmp_path / "ledger.arrows").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"ledger\.arrows"):
+        read_ledger(tmp_path)
+
+
+@pytest.mark.defect("X24")
+def test_a_flipped_bit_is_found(run: DPOConfig, tmp_path: Path) -> None:
+    """In any step but the last, and in the numbers of that one, with or without checkpoints."""
+    whole = (run.run_dir / "ledger.arrows").read_bytes()
+    table = read_ledger(run.run_dir)
+    draw = Random(0)
+    found = 0
+    places = [draw.randrange(400, len(whole) - 1500) for _ in range(60)]
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << draw.randrange(8)
+        (tmp_path / "ledger.arrows").write_bytes(damaged)
+        try:
+            assert read_ledger(tmp_path).equals(table)  # padding between buffers
+        except ConfigError:
+            found += 1
+    assert found > 40
+    number = table.column("margin")[-1].as_py()
+    at = whole.index(struct.pack("<d", number))
+    (tmp_path / "ledger.arrows").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(ConfigError, match="has changed since it was written"):
+        read_ledger(tmp_path)
+
+
+@pytest.mark.defect("X24")
+def test_verify_reads_the_ledger(run: DPOConfig, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run.run_dir, tmp_path / "run"))
+    file = copy / "ledger.arrows"
+    assert dict(check_files(copy, full=True))[file] == ""
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-3])  # the last step: only the checkpoint knows that it was whole
+    assert "bytes have changed since checkpoint-" in dict(check_files(copy, full=True))[file]
+    at = len(whole) // 2
+    file.write_bytes(whole[:at] + bytes(200) + whole[at + 200 :])
+    assert dict(check_files(copy, full=True))[file]
+
+
+@pytest.mark.defect("X13")
+@pytest.mark.defect("X23")
+def test_a_ledger_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
+    columns = [pa.array(np.zeros(3_000_000, kind.to_pandas_dtype())) for kind in LEDGER_SCHEMA.types]
+    batch = pa.record_batch(columns, schema=LEDGER_SCHEMA)
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    file = tmp_path / "ledger.arrows"
+    with pa.ipc.new_stream(file, LEDGER_SCHEMA, options=options) as writer:
+        writer.write_batch(batch)
+    assert file.stat().st_size < 100_000
+    with pytest.raises(ConfigError, match="its numbers are larger than the file"):
         read_ledger(tmp_path)
 
 
