@@ -136,7 +136,7 @@ def resumed(value: Any, given: Given) -> Outcome:
         return NOT_NEEDED
     if len(names) > 1 or given.get("create_new_adapter"):
         raise Unsupported("merge it into the model first (rather merge), and name that model")
-    values = {"model.adapter_name_or_path": names[0]}
+    values: JsonObject = {"model.adapter_name_or_path": names[0]}
     if given.get("stage") == "kto" or (
         given.get("stage") == "dpo" and given.get("pref_loss") not in ("orpo", "simpo")
     ):
