@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from numpy.typing import NDArray
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class PairTexts:
             "rejected": _shorten(self._decode(pair.rejected)),
         }
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode([int(each) for each in ids], skip_special_tokens=True))
+    def _decode(self, ids: NDArray[Any]) -> str:
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
 
 def _shorten(text: str, *, from_end: bool = False) -> str:

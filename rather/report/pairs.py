@@ -34,7 +34,8 @@ FADING = 0.4  # what a visit counts of the one before it: models learn wrong lab
 UNDECIDED = 0.5  # the score of a pair without a margin; above it the model disagrees
 LIKELY = 0.7  # chance of a wrong label from which on a pair is likely flipped
 FLOOR = 5.4  # evidence (LabelNoise) that 1 % of the runs with right labels reach by chance
-CERTAIN = 2.7  # evidence with which 5 % are wrong: its own errors explain less than half
+MOST_ERRORS = 2 / 3  # of what contradicts a sure model may be its own errors
+CERTAIN = 2.7  # evidence that 5 % of the runs with more errors reach by chance
 OR_PLANT = "or calibrate with `rather pairs RUN --plant 0.2`"
 PRECISION = 0.8  # of the pairs that a calibrated run calls likely flipped
 
@@ -251,7 +252,8 @@ class HeldOut:
                 if name.startswith("eval/") and name.endswith("rewards/accuracies"):
                     values = [record.get(name + end) for end in ("", "_low", "_high")]
                     if all(isinstance(value, float | int) for value in values):
-                        return HeldOut(*values, _last_noise(ledger))
+                        accuracy, low, high = map(float, values)
+                        return HeldOut(accuracy, low, high, _last_noise(ledger))
         return None
 
     def __str__(self) -> str:
@@ -307,7 +309,7 @@ class Doctor:
         if noise.evidence < FLOOR:
             return "the model disagrees no more often than a model of its quality errs"
         errors = held_out.noise if held_out else None
-        if errors and errors.evidence_below(noise.share / 2) < CERTAIN:
+        if errors and errors.evidence_below(MOST_ERRORS * noise.share) < CERTAIN:
             return (
                 f"the model contradicts {noise.share:.1%} of the labels however sure it is, and "
                 f"{errors.share:.1%} of the held-out labels, too many or of too few to tell its "
