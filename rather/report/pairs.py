@@ -251,9 +251,9 @@ class HeldOut:
             for name in record:
                 if name.startswith("eval/") and name.endswith("rewards/accuracies"):
                     values = [record.get(name + end) for end in ("", "_low", "_high")]
-                    if all(isinstance(value, float | int) for value in values):
-                        accuracy, low, high = map(float, values)
-                        return HeldOut(accuracy, low, high, _last_noise(ledger))
+                    numbers = [float(value) for value in values if isinstance(value, float | int)]
+                    if len(numbers) == len(values):
+                        return HeldOut(*numbers, noise=_last_noise(ledger))
         return None
 
     def __str__(self) -> str:
