@@ -198,6 +198,7 @@ def _publish(
     `allowed` is None if the base was quantised in training: the difference is only reported.
     """
     try:
+        became_zero = cast.became_zero
         written = Weights(str(out), model[0], model[0], model[1]).load(here())
         difference = float((fixed_log_probs(written) - before).abs().mean())
         limit = "base quantised in training" if allowed is None else f"allowed: {allowed:g}"
@@ -213,6 +214,7 @@ def _publish(
     except BaseException:
         shutil.rmtree(temporary)
         raise
+    result += f"; {became_zero}" if became_zero else ""
     result += f"; {cast.kept}" if cast.kept.weights else ""
     publish(temporary, out, f"{card}{result}.\n")
     return result

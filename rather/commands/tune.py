@@ -9,6 +9,7 @@ measured is in tune.json, so the same command continues, within what is left of 
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -23,13 +24,13 @@ from rather.commands.terminal import echo, print_table, settings
 from rather.config.load import dump_yaml
 from rather.config.schema import DPOConfig
 from rather.data.prepare import prepare
-from rather.errors import ConfigError
-from rather.files import JsonObject, replace_own, write_own
+from rather.errors import ConfigError, NonFiniteError
+from rather.files import JsonObject, own, parse_json, read_bytes, replace_own, write_own
 from rather.losses.objective import from_config
 from rather.pipeline.steps import PreparedSteps
 from rather.report.folder import MetricsReader
 from rather.run_folder import control
-from rather.tracking.json_lines import read_object, strict_json
+from rather.tracking.json_lines import strict_json
 
 STATE = "tune.json"
 RATE, BETA, LOSS = "actor_train.training_args.learning_rate", "beta", "pref_loss"
@@ -48,6 +49,40 @@ def seconds_of(text: str) -> float:
     if not found or not float(found[1]):
         raise ConfigError(f"--budget {text}: write a time such as 90s, 20m or 1.5h.")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def read_state(file: Path) -> JsonObject:
+    """Return what was measured before; refuse a damaged file, from which tuning would go astray."""
+    if not os.path.lexists(file):
+        return {"seconds": 0.0, "runs": {}, "rounds": {}}
+    try:
+        state: JsonObject = parse_json(read_bytes(file, opener=own))
+        state["seconds"] = _number(state["seconds"])
+        for run in state["runs"].values():
+            run["values"] = {str(key): str(value) for key, value in run["values"].items()}
+            run["steps"] = int(_number(run["steps"]))
+            timed = ("step_seconds", "start_seconds") if run["steps"] else ()
+            run |= {name: _number(run[name]) for name in timed}
+            # JSON has no NaN: it is stored as text.
+            run |= {name: float(run[name]) for name in MEASURED if name in run}
+            if "error" in run:
+                run["error"] = str(run["error"])
+        for name, value in state["rounds"].items():
+            number = _number(value if name != "rate" else float(value))
+            if number <= 0:
+                raise ValueError(f"{name} is {number}")
+        return state
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{file}: is damaged ({type(error).__name__}: {error}). Remove {file.parent} to tune from "
+            "scratch, or choose another exp_name."
+        ) from error
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{str(value)[:80]!r} is not a number of 0 or more")
+    return value
 
 
 @dataclass
@@ -79,7 +114,7 @@ class Tuning:
             "early_stopping_patience=null", "track_with=null",
         ]  # fmt: skip
         found = Tuning(file, base, shared, folder, budget)
-        found.state = read_object(folder / STATE) or {"seconds": 0.0, "runs": {}, "rounds": {}}
+        found.state = read_state(folder / STATE)
         asked = {"config": dump_yaml(base), "overrides": list(overrides)}
         if found.state.setdefault("asked", asked) != asked:
             raise ConfigError(
@@ -139,6 +174,25 @@ class Tuning:
 
         return sorted(names, key=loss)
 
+    def usable(self, names: Iterable[str]) -> list[str]:
+        """Return the names of runs that were measured and did not diverge; raise if there is none."""
+        names = list(names)
+        runs = self.state["runs"]
+        good = [
+            name
+            for name in names
+            if "error" not in runs[name]
+            and math.isfinite(runs[name].get("calibrated_loss", math.nan))
+        ]
+        if good:
+            return good
+        reasons = [runs[name].get("error", "the held-out loss is not finite") for name in names]
+        tried = "; ".join(f"{name}: {why}" for name, why in zip(names, reasons, strict=True))
+        raise NonFiniteError(
+            f"No setting is usable: each one diverged or failed ({tried}). Lower {RATE}, and look at "
+            f"{self.folder / STATE}."
+        )
+
     def run(self, losses: Sequence[str], total_steps: int) -> int:
         """Do what is left within the budget; return an exit code, 0 unless asked to stop."""
         fixed = {LOSS: losses[0]} if losses else {}
@@ -167,7 +221,7 @@ class Tuning:
         if code := probe(rounds.setdefault("range", min(total_steps, longer))):
             return code
         tried = [name for name in self.state["runs"] if name.startswith("range-")]
-        best = self.state["runs"][self.ranked(tried)[0]]
+        best = self.state["runs"][self.ranked(self.usable(tried))[0]]
         rounds.setdefault("rate", best["values"][RATE])
         return self._halve(float(rounds["rate"]), losses, total_steps)
 
@@ -220,8 +274,9 @@ class Tuning:
     def result(self) -> JsonObject:
         """Return the frontier of held-out loss and drift, the best setting, and why."""
         runs = self.state["runs"]
-        most = max(run["steps"] for run in runs.values())
-        order = self.ranked(name for name, run in runs.items() if run["steps"] == most)
+        usable = self.usable(runs)
+        most = max(runs[name]["steps"] for name in usable)
+        order = self.ranked(name for name in usable if runs[name]["steps"] == most)
         frontier, least = [], math.inf
         for name in self.ranked(name for name in runs if "calibrated_loss" in runs[name]):
             if runs[name].get("drift", 0.0) < least:
@@ -256,7 +311,7 @@ def write_best(tuning: Tuning, found: JsonObject, out: Path) -> None:
 
 
 def _numbers(run: JsonObject) -> str:
-    if "calibrated_loss" not in run:
+    if not {*MEASURED[:2], *MEASURED[3:5]} <= run.keys():
         return str(run.get("error", "not measured"))
     low, high = run["rewards/accuracies_low"], run["rewards/accuracies_high"]
     text = f"loss {run['calibrated_loss']:.4f}, accuracy {run['rewards/accuracies']:.1%} "

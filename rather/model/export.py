@@ -24,7 +24,7 @@ from rather.checkpoint.sharded_tensors import (
 )
 from rather.config.redaction import redact
 from rather.config.schema import DPOConfig, ModelArgs
-from rather.errors import DiskError
+from rather.errors import ConfigError, DiskError
 from rather.files import sync
 from rather.model.files import (
     CORRECTION,
@@ -88,14 +88,33 @@ class FileCast:
         self, dtype: torch.dtype, rounding: Rounding, source: ShardedFiles | None = None
     ) -> None:
         self.dtype, self.rounding, self.source, self.kept = dtype, rounding, source, Kept()
+        # Name of a tensor -> its weights that are not 0, and those of them that are 0 in float16.
+        self.zeroed: dict[str, tuple[int, int]] = {}
 
     def __call__(self, name: str, value: Tensor, spec: ShardSpec | None = None) -> Tensor:
         name, spec = plain_name(name), spec or ShardSpec.full(value.shape)
         cast = self.rounding.cast(name, value, self.dtype, spec)
+        if self.dtype == torch.float16 and value.dtype != torch.float16:
+            nonzero, lost = self.zeroed.get(name, (0, 0))
+            count = int(value.count_nonzero())
+            self.zeroed[name] = nonzero + count, lost + count - int(cast.count_nonzero())
         if self.source is not None and name in self.source:
             for tensors in _in_chunks(self.source.read(name, spec), value, cast):
                 self._compare(*tensors, is_matrix=value.ndim > 1)
         return cast
+
+    @property
+    def became_zero(self) -> str:
+        """Say how many weights float16 cannot hold; refuse if a whole tensor of them would be 0."""
+        for name, (nonzero, lost) in self.zeroed.items():
+            if nonzero and lost == nonzero:
+                raise ConfigError(
+                    f"all {nonzero:,} weights of {name} are too small for float16 and would become "
+                    "0; use --dtype bf16 or fp32."
+                )
+        total = sum(nonzero for nonzero, _ in self.zeroed.values())
+        lost = sum(lost for _, lost in self.zeroed.values())
+        return f"{lost:,} of {total:,} weights became 0 in float16" if lost else ""
 
     def _compare(self, before: Tensor, value: Tensor, cast: Tensor, *, is_matrix: bool) -> None:
         before, kept = before.to(value.device).float(), self.kept

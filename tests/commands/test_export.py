@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.checkpoint import checkpoint
@@ -17,6 +17,7 @@ from rather.config.schema import DPOConfig
 from rather.errors import ConfigError
 from rather.optim.rounding import Rounding
 from tests.commands.conftest import rather
+from tests.tiny import make_model
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -128,3 +129,23 @@ def test_sizes() -> None:
     )
     with pytest.raises(ConfigError):
         parse_size("0GB")
+
+
+@pytest.mark.defect("X20")
+def test_weights_that_float16_makes_zero_are_counted_or_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name][0] = 1e-12
+    save_file(weights, file, metadata={"format": "pt"})
+    done = rather("export", model, tmp_path / "some", "--dtype", "fp16")
+    assert done.exit_code == 0, done.output
+    assert f"{weights[name].shape[1]} of " in done.output
+    assert "weights became 0 in float16" in done.output
+    weights[name] *= 1e-12
+    save_file(weights, file, metadata={"format": "pt"})
+    done = rather("export", model, tmp_path / "all", "--dtype", "fp16")
+    assert done.exit_code == 2
+    assert f"weights of {name} are too small for float16 and would become 0" in done.stderr
+    assert not (tmp_path / "all").exists()

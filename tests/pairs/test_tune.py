@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rather.cli import app
 from rather.commands import tune
 from rather.config.load import load
-from rather.errors import ConfigError
+from rather.errors import ConfigError, NonFiniteError
 from tests.tiny import make_config
 
 
@@ -75,3 +75,45 @@ def test_a_budget_needs_a_unit(text: str) -> None:
     with pytest.raises(ConfigError, match="--budget"):
         tune.seconds_of(text)
     assert tune.seconds_of("1.5h") == 5400
+
+
+GOOD = {"values": {tune.RATE: "1e-6"}, "steps": 4, "step_seconds": 0.1, "start_seconds": 1.0}
+STATE = {"seconds": 3.0, "runs": {"a": GOOD}, "rounds": {"range": 4, "rate": "1e-6"}, "asked": {}}
+DAMAGED = {
+    "not JSON": "{",
+    "another type": "[]",
+    "no runs": json.dumps({"seconds": 1.0, "rounds": {}}),
+    "text as seconds": json.dumps({**STATE, "seconds": "many"}),
+    "runs as a list": json.dumps({**STATE, "runs": []}),
+    "a run without values": json.dumps({**STATE, "runs": {"a": {"steps": 4}}}),
+    "negative steps": json.dumps({**STATE, "runs": {"a": {**GOOD, "steps": -1}}}),
+    "no times": json.dumps({**STATE, "runs": {"a": {"values": {}, "steps": 4}}}),
+    "a rate of 0": json.dumps({**STATE, "rounds": {"rate": "0"}}),
+    "a loss that is a text": json.dumps({**STATE, "runs": {"a": {**GOOD, "calibrated_loss": "x"}}}),
+}
+
+
+@pytest.mark.defect("X13")
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_state_is_refused(tmp_path: Path, case: str) -> None:
+    file = tmp_path / tune.STATE
+    file.write_text(DAMAGED[case])
+    with pytest.raises(ConfigError, match=r"tune\.json: is damaged .* to tune from scratch"):
+        tune.read_state(file)
+
+
+def tuning(folder: Path, *losses: object) -> tune.Tuning:
+    """What was measured, as it is read from the file: JSON has no NaN."""
+    runs = {f"run-{i}": {**GOOD, "calibrated_loss": loss} for i, loss in enumerate(losses)}
+    (folder / tune.STATE).write_text(json.dumps({**STATE, "runs": runs}))
+    config = make_config(folder)
+    state = tune.read_state(folder / tune.STATE)
+    return tune.Tuning(folder / "dpo.yaml", config, [], folder, 60.0, state)
+
+
+@pytest.mark.defect("X13")
+def test_if_every_rate_diverges_none_is_called_best(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match="No setting is usable: each one diverged or failed"):
+        tuning(tmp_path, "nan", "inf").result()
+    found = tuning(tmp_path, "nan", 0.5, 0.4).result()
+    assert found["best"] == "run-2"
