@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -484,7 +484,10 @@ class LocalRay:
         """Remember the processes that Ray starts, and mark them and all that they start."""
         from ray._private import services
 
-        starts = {"gcs_server": services.start_gcs_server, "raylet": services.start_raylet}
+        starts: dict[str, Callable[..., Any]] = {
+            "gcs_server": services.start_gcs_server,
+            "raylet": services.start_raylet,
+        }
 
         def recording(name: str, *args: Any, **options: Any) -> Any:
             info = starts[name](*args, **options)

@@ -362,7 +362,7 @@ def test_a_save_that_another_process_was_asked_for_is_made_by_all(step: int, sav
     """Before the first step there is nothing to save."""
     loop: Any = TrainingLoop()
     saved: list[bool] = []
-    loop.config, loop.run_dir = SimpleNamespace(save_steps=None), None
+    loop.config, loop.run_dir, loop.save_every = SimpleNamespace(), None, None
     loop.progress = Progress(step)
     loop.roles = SimpleNamespace(is_main=False, max_over_drivers=lambda _: 1)
     loop.reference_stream = SimpleNamespace(keep=lambda: None)
