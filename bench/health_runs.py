@@ -146,10 +146,10 @@ def all_runs() -> Iterator[Run]:
     yield Run("ukp", "wrecked", pairs=300, reversed_labels=True, held_out=100, check=True)
     yield Run("stories15M", "wrecked", pairs=48, times=100, held_out=16, check=True)
     yield Run("stories15M", "wrecked", pairs=32, template="gemma", held_out=16, check=True)
-    yield Run("politeness", "healthy", pairs=400, held_out=100, seed=7, check=True)
-    yield Run("ukp", "healthy", pairs=300, held_out=60, seed=7, check=True)
-    yield Run("truthfulqa", "healthy", pairs=300, held_out=100, seed=7, epochs=2, check=True)
-    yield Run("stories15M", "healthy", pairs=96, held_out=16, check=True)
+    yield Run("politeness", "healthy", pairs=200, held_out=60, seed=7, check=True)
+    yield Run("ukp", "healthy", pairs=100, held_out=40, seed=7, check=True)
+    yield Run("truthfulqa", "healthy", pairs=200, held_out=60, seed=7, check=True)
+    yield Run("stories15M", "healthy", pairs=48, held_out=16, check=True)
 
 
 # --- training ---

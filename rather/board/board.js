@@ -177,7 +177,8 @@
 
   function take(found) {
     const first = runs.length === 0;
-    runs = found;
+    const now = Date.now() / 1000;  // a running run writes now; the others have their own records
+    runs = found.map((run) => (run.state === "running" && is(run.began) ? { ...run, changed: now, seconds: now - run.began } : run));
     const ids = new Set(runs.map((run) => run.id));
     for (const id of rows.keys()) if (!ids.has(id)) rows.delete(id);
     selected = selected.filter((id) => ids.has(id));

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -79,8 +78,6 @@ class RunList:
         name = path.relative_to(self.folder).as_posix() if path != self.folder else path.name
         row = {"id": run, "name": name, **self._rows[run][1]}
         row |= {"state": _state(path, row), "report": (path / REPORT_PAGE).is_file()}
-        if row["state"] == "running" and row["began"]:  # it writes now, on this machine
-            row |= {"changed": time.time(), "seconds": time.time() - row["began"]}
         # A new line of metrics changes only `version`: what people are reading stays open.
         row["version"] = digest(stamps, row["state"])
         row["story"] = digest(stamps[3:], row["state"], row["report"])
