@@ -253,7 +253,8 @@ class HeldOut:
                     values = [record.get(name + end) for end in ("", "_low", "_high")]
                     numbers = [float(value) for value in values if isinstance(value, float | int)]
                     if len(numbers) == len(values):
-                        return HeldOut(*numbers, noise=_last_noise(ledger))
+                        accuracy, low, high = numbers
+                        return HeldOut(accuracy, low, high, _last_noise(ledger))
         return None
 
     def __str__(self) -> str:
