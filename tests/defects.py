@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PATIENCE = 600  # seconds for one test
+PATIENCE = 1800  # seconds for the tests of one file
 
 
 class Collector:
@@ -55,30 +56,45 @@ def _sort_key(name: str) -> tuple[str, int]:
     return name.rstrip("0123456789"), int(digits or 0)
 
 
+class Recorder:
+    """Writes the outcome of each test to a file as it ends."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            with open(self.file, "a", encoding="utf-8") as file:
+                file.write(json.dumps([report.nodeid, report.outcome]) + "\n")
+
+
 def outcomes(tree: Path, tests: list[str]) -> dict[str, str]:
-    """Return test -> `passed`, `failed` or `skipped` in a tree; one that cannot run has failed."""
-    results = {}
+    """Return test -> `passed`, `failed` or `skipped` in a tree, or `broken` if it cannot run there.
+
+    The tests of a file run in one process: importing takes longer than most of them.
+    """
+    by_file = defaultdict(list)
     for test in tests:
-        command = [sys.executable, "-m", "pytest", "-q", "--all", "-p", "no:cacheprovider", test]
-        environment = os.environ | {"PYTHONPATH": str(tree)}
-        try:
-            run = subprocess.run(
-                command,
-                cwd=tree,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE,
-            )
-        except subprocess.TimeoutExpired:
-            results[test] = "failed"
-            continue
-        last_line = run.stdout.strip().rpartition("\n")[2]
-        if run.returncode:
-            results[test] = "failed"
-        else:
-            results[test] = "passed" if " passed" in last_line else "skipped"
+        by_file[test.partition("::")[0]].append(test)
+    results = dict.fromkeys(tests, "broken")
+    for nodes in by_file.values():
+        with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
+            command = [sys.executable, "-m", "tests.defects", "--record", file.name, *nodes]
+            environment = os.environ | {"PYTHONPATH": str(tree)}
+            options = {"cwd": tree, "env": environment, "stdout": subprocess.DEVNULL}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(command, stderr=subprocess.DEVNULL, timeout=PATIENCE, **options)
+            for line in file:
+                node, outcome = json.loads(line)
+                if results.get(node) != "failed":
+                    results[node] = outcome
     return results
+
+
+def record(file: Path, tests: list[str]) -> int:
+    """Run tests in this process, and write their outcomes to a file."""
+    arguments = ["-q", "--all", "-p", "no:cacheprovider", *tests]
+    return int(pytest.main(arguments, plugins=[Recorder(file)]))
 
 
 def old_tree(commit: str, folder: Path) -> Path:
@@ -98,29 +114,36 @@ def main() -> int:
     parser.add_argument("ids", nargs="*", help="only these defects")
     parser.add_argument("--run", action="store_true", help="run the tests in this tree")
     parser.add_argument("--before", metavar="COMMIT", help="run them on this commit as well")
+    parser.add_argument("--record", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.record:
+        return record(options.record, options.ids)
     tests = marked_tests()
     if options.ids:
         tests = {name: tests[name] for name in options.ids}
+    nodes = sorted({node for group in tests.values() for node in group})
+    now = outcomes(ROOT, nodes) if options.run else {}
+    before: dict[str, str] = {}
+    if options.before:
+        with tempfile.TemporaryDirectory() as folder:
+            before = outcomes(old_tree(options.before, Path(folder)), nodes)
     wrong = 0
-    with tempfile.TemporaryDirectory() as folder:
-        tree = old_tree(options.before, Path(folder)) if options.before else None
-        for name, nodes in tests.items():
-            print(f"{name}:", *(f"  {node}" for node in nodes), sep="\n", flush=True)
-            if options.run:
-                now = outcomes(ROOT, nodes)
-                wrong += "failed" in now.values()
-                print(f"  now: {_counts(now)}", flush=True)
-            if tree and not name.startswith("mutation"):
-                before = outcomes(tree, nodes)
-                wrong += "failed" not in before.values()
-                print(f"  before: {_counts(before)}", flush=True)
+    for name, group in tests.items():
+        print(f"{name}:", *(f"  {node}" for node in group), sep="\n")
+        if now:
+            words = [now[node] for node in group]
+            wrong += not {"failed", "broken"}.isdisjoint(words)
+            print(f"  now: {_counts(words)}")
+        if before and not name.startswith("mutation"):
+            words = [before[node] for node in group]
+            wrong += {"failed", "broken"}.isdisjoint(words)
+            print(f"  before: {_counts(words)}")
+    print(f"{len(tests)} defects, {len(nodes)} tests; wrong: {wrong}")
     return 1 if wrong else 0
 
 
-def _counts(results: dict[str, str]) -> str:
-    words = list(results.values())
-    return ", ".join(f"{words.count(word)} {word}" for word in sorted(set(words)))
+def _counts(outcomes: list[str]) -> str:
+    return ", ".join(f"{outcomes.count(word)} {word}" for word in sorted(set(outcomes)))
 
 
 if __name__ == "__main__":
