@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.prepare import Prepared, prepare
 from rather.data.template import TEMPLATES
 

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.commands.demo import queries, write_base, write_run
 from rather.config.load import config_from_dict
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.model.generate import Decoding, generate
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking.health import (

@@ -35,7 +35,7 @@ from rather.commands.demo import (
     write_run,
 )
 from rather.config.load import config_from_dict, load
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.losses.losses import LOSSES
 from rather.pipeline.pipeline import DPOPipeline
 from rather.recipes import find_recipe

@@ -35,7 +35,8 @@ import yaml
 from typer.testing import CliRunner
 
 from rather.cli import app
-from rather.config.schema import DPOConfig, as_list
+from rather.config.run_config import DPOConfig
+from rather.config.schema import as_list
 from rather.errors import ConfigError
 from rather.migrate.engine import Migrated, migrate, with_program
 from rather.migrate.peers import PEERS

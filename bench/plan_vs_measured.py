@@ -48,7 +48,8 @@ from common import (
 
 from rather.cluster.memory import Peak
 from rather.config.load import config_from_dict
-from rather.config.schema import DPOConfig, TrainingArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import TrainingArgs
 from rather.data.pack import pack
 from rather.losses.objective import configure
 from rather.model.budget import LADDER, choose_budget

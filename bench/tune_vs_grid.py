@@ -32,7 +32,7 @@ from rather.commands.score import score
 from rather.commands.sweep import combinations, train_here
 from rather.commands.terminal import settings
 from rather.commands.tune import AROUND, BETA, RANGE, RATE, Tuning, seconds_of, tune
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 
 TEST = "compared.jsonl"
 NO_EVALUATION = ["validation.data_args.file_name=null"]  # it is scored at the end

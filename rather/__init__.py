@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rather.cluster.worker import ActorWorker
     from rather.cluster.worker import ActorWorker as Worker
     from rather.config.load import load_config
-    from rather.config.schema import DPOConfig
+    from rather.config.run_config import DPOConfig
     from rather.config.schema import TrainingArgs as TrainingArguments
     from rather.data.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
     from rather.pipeline.pipeline import DPOPipeline
@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 _HOME = {
     "ActorWorker": "rather.cluster.worker",
     "Cluster": "rather.cluster.cluster",
-    "DPOConfig": "rather.config.schema",
+    "DPOConfig": "rather.config.run_config",
     "DPOPipeline": "rather.pipeline.pipeline",
     "DPOTrainer": "rather.api.trainer",
     "DataCollatorForPreferenceDataset": "rather.data.collate",

@@ -14,7 +14,8 @@ import torch
 from rather.api.in_memory import InMemorySteps, process_rank
 from rather.api.trainer import DPOTrainer as Trainer
 from rather.api.trainer import tracker_in
-from rather.config.schema import DPOConfig, StrategyArgs, TrainingArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import StrategyArgs, TrainingArgs
 from rather.errors import ConfigError
 from rather.pipeline.loop import Record
 from rather.pipeline.steps import NO_LIMIT

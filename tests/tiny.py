@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from rather.config.load import config_from_dict
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.prepare import prepare
 from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel

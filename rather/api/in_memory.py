@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rather.api.torch_optimizer import TorchOptimizer
 from rather.cluster.worker import ActorWorker, RankInfo
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
 from rather.data.feed import Feed
 from rather.data.pack import pack

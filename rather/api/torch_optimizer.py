@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rather.config.schema import DPOConfig, TrainingArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
 from rather.optim.adamw import local
 from rather.optim.optimizer import LossScale, Optimizer

@@ -34,7 +34,8 @@ from rather.api.torch_optimizer import TorchOptimizer, replace_parameters, with_
 from rather.cluster.launch import Roles
 from rather.cluster.role import shared_folder
 from rather.cluster.worker import stored
-from rather.config.schema import ActorConfig, DPOConfig, StrategyArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ActorConfig, StrategyArgs
 from rather.config.strategies import Layout, layout, refuse_host_offload
 from rather.data.batch import Columns, PairLogps, TokenPair
 from rather.data.feed import Feed

@@ -26,7 +26,8 @@ from rather.cluster.resources import ResourceManager, last_line, name_of, wait_e
 from rather.cluster.role import RoleOnRanks, log_records
 from rather.cluster.supervision import Supervision
 from rather.cluster.worker import RankInfo
-from rather.config.schema import ActorConfig, DPOConfig, ReferenceConfig, RoleConfig
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ActorConfig, ReferenceConfig, RoleConfig
 from rather.data.batch import Columns, PairBatch
 from rather.data.shares import RunPairs, tokens_of
 from rather.errors import BatchTooLarge, ConfigError, DiskError, HangError, RatherError, WorkerLost

@@ -30,7 +30,7 @@ from rather.errors import WorkerError
 if TYPE_CHECKING:
     from rather.cluster.memory import Room
     from rather.cluster.worker import ActorWorker, RankInfo
-    from rather.config.schema import DPOConfig
+    from rather.config.run_config import DPOConfig
 
 CHECK_EVERY = 1.0  # seconds between two checks of the driver
 SIOCGIFADDR = 0x8915  # Linux: the request for the address of an interface

@@ -26,7 +26,7 @@ from rather.cluster.role import (
 )
 from rather.cluster.supervision import PATIENCE, Peers, Supervision, Watchdog
 from rather.cluster.worker import ActorWorker, RankInfo, make_worker
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError
 from rather.model.sizes import model_problems
 from rather.parallel.mesh import gather_objects, max_over_ranks

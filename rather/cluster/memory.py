@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from rather.config.schema import DPOConfig, RoleConfig
+from rather.config.run_config import DPOConfig
+from rather.config.schema import RoleConfig
 from rather.config.strategies import layout
 from rather.data.batch import PairBatch
 from rather.errors import ConfigError, MemoryShortage

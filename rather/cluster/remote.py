@@ -38,7 +38,7 @@ from rather.cluster.memory import Ledger
 from rather.cluster.role import RoleOnRanks, log_records
 from rather.cluster.supervision import PATIENCE, Peers, Watchdog
 from rather.cluster.worker import RankInfo
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import Columns, PairBatch
 from rather.errors import WorkerError, WorkerLost
 

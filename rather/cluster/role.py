@@ -30,7 +30,8 @@ from rather.cluster.health import EXCHANGED, ONE, Failure, first_cause, place_of
 from rather.cluster.host import CallResult, interface_to, join_group
 from rather.cluster.memory import Ledger, Room, need_of, shortage
 from rather.cluster.worker import ActorWorker, RankInfo, make_worker
-from rather.config.schema import DPOConfig, RoleConfig
+from rather.config.run_config import DPOConfig
+from rather.config.schema import RoleConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts
 from rather.data.shares import RunPairs

@@ -46,7 +46,8 @@ from rather.cluster.health import (
 from rather.cluster.host import Link, Process, connect, end_with_others, open_port
 from rather.cluster.role import SpmdCluster
 from rather.config.redaction import printable
-from rather.config.schema import DPOConfig, Timeouts
+from rather.config.run_config import DPOConfig
+from rather.config.schema import Timeouts
 from rather.errors import HangError, RatherError, WorkerError, WorkerLost
 from rather.parallel.mesh import gather_objects
 

@@ -20,7 +20,8 @@ from rather.checkpoint.sharded_tensors import ShardedFiles, tensor_of
 from rather.cluster.health import set_environment
 from rather.cluster.memory import Peak, explanation, free_memory, largest, sentence
 from rather.cluster.writer import Writer
-from rather.config.schema import DPOConfig, ModelArgs, RoleConfig
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ModelArgs, RoleConfig
 from rather.config.strategies import layout, refuse_host_offload
 from rather.config.values import worker_class
 from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps

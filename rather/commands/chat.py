@@ -12,7 +12,8 @@ import torch
 
 from rather.commands.terminal import echo
 from rather.config.found import NO_TRUST, Trust
-from rather.config.schema import DPOConfig, TrainDataArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import TrainDataArgs
 from rather.data.formats import TextPair
 from rather.data.json_rows import DropReason
 from rather.data.pool import encoder_of

@@ -15,7 +15,7 @@ from rather.checkpoint import checkpoint
 from rather.commands.score import LogProbs, log_probs
 from rather.commands.terminal import echo, print_table
 from rather.config.found import NO_TRUST, Trust
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import Columns
 from rather.data.prepare import prepare
 from rather.errors import ConfigError

@@ -13,7 +13,7 @@ from rather.commands.terminal import echo, print_json, print_table
 from rather.config.load import load
 from rather.config.paths import check_paths
 from rather.config.plugins import did_you_mean, load_requested
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.prepare import prepare
 from rather.errors import ConfigError, RatherError
 from rather.model.sizes import Sizes, sizes_of

@@ -28,7 +28,7 @@ from rather.migrate import NAMES
 from rather.recipes import copy_recipe, find_recipe, list_recipes
 
 if TYPE_CHECKING:
-    from rather.config.schema import DPOConfig
+    from rather.config.run_config import DPOConfig
     from rather.data.prepare import Prepared
     from rather.data.report import Json
 

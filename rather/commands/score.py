@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rather.commands.terminal import print_table, settings
 from rather.config.found import NO_TRUST, Trust
-from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS, DPOConfig
+from rather.config.run_config import DPOConfig
+from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS
 from rather.data.batch import Columns, PairFacts, PairLogps
 from rather.data.pairs import PairDataset
 from rather.data.prepare import prepare

@@ -41,7 +41,7 @@ from rather.commands.train import train_run
 from rather.config import plugins
 from rather.config.load import dump_yaml
 from rather.config.redaction import redact
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError, RatherError
 from rather.files import JsonObject, make_folder, own, parse_yaml, read_bytes, replace_own
 from rather.losses.metrics import wilson

@@ -33,7 +33,7 @@ from rather.errors import (
 from rather.tracking.json_lines import strict_json
 
 if TYPE_CHECKING:
-    from rather.config.schema import DPOConfig
+    from rather.config.run_config import DPOConfig
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

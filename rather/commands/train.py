@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from rather.commands.terminal import echo
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.prepare import BadRows
 from rather.data.show import print_report
 from rather.pipeline.pipeline import DPOPipeline

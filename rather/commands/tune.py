@@ -22,7 +22,7 @@ import typer
 from rather.commands.sweep import SIGNALS, combinations, folder_of_runs, train_here
 from rather.commands.terminal import echo, print_table, settings
 from rather.config.load import dump_yaml
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.prepare import prepare
 from rather.errors import ConfigError, NonFiniteError
 from rather.files import JsonObject, own, parse_json, read_bytes, replace_own, write_own

@@ -6,21 +6,19 @@ A sentence names the keys that it depends on. It is not reported if one of them 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from rather.config.compat import Problems, clippings, lora_file, parity_problems
 from rather.config.inherit import value_at
 from rather.config.plugins import did_you_mean
+from rather.config.schema import DETAILS_OF_ADAPTER, RunConfig
 from rather.config.strategies import (
     LANES,
     SCHEDULES,
     data_parallel,
     possible_layout,
+    reference_is_policy,
     strategy_problems,
 )
-
-if TYPE_CHECKING:
-    from rather.config.schema import DPOConfig
 
 FLOOR = ("min_lr", "min_lr_rate")
 SCHEDULE_NUMBERS = {
@@ -44,10 +42,6 @@ TRACKER_SETTINGS = {
 ARGS, TRAINING = "actor_train.model_args", "actor_train.training_args"
 DTYPE, DETAILS = f"{ARGS}.dtype", "actor_train.strategy_args.strategy_config"
 EVAL_PAIRS = ("validation.data_args.file_name", "validation.data_args.split")
-DETAILS_OF_ADAPTER = (  # with lora_rank and lora_target the settings of a new adapter
-    "lora_alpha", "modules_to_save", "additional_target", "use_rslora", "use_dora",
-    "init_lora_weights",
-)  # fmt: skip
 NEW_ADAPTER = (f"{ARGS}.lora_rank", f"{ARGS}.lora_target")
 OLD_ADAPTER = f"{ARGS}.adapter_name_or_path"
 OF_ADAPTER = (*(f"{ARGS}.{name}" for name in DETAILS_OF_ADAPTER), f"{ARGS}.lora_config")
@@ -94,7 +88,7 @@ EXCLUDES = [
 ]  # fmt: skip
 
 
-def _is_set(config: DPOConfig, condition: str) -> bool:
+def _is_set(config: RunConfig, condition: str) -> bool:
     path, _, wanted = condition.partition("=")
     value = value_at(config, path)
     if wanted or value is None:
@@ -104,7 +98,7 @@ def _is_set(config: DPOConfig, condition: str) -> bool:
     return isinstance(owner, dict) or bool(value != type(owner).model_fields[name].default)
 
 
-def problems(config: DPOConfig) -> Problems:
+def problems(config: RunConfig) -> Problems:
     """Yield everything that cannot be combined."""
     for keys, others in NEEDS:
         if not any(_is_set(config, other) for other in others):
@@ -125,7 +119,7 @@ def problems(config: DPOConfig) -> Problems:
             yield key, f"{text} (parity: {config.parity})"
 
 
-def missing(config: DPOConfig) -> Problems:
+def missing(config: RunConfig) -> Problems:
     """Yield what `rather train` requires and the Python API is given as objects."""
     if config.actor_train.model_args.model_name_or_path is None:
         keys = f"set pretrain or {ARGS}.model_name_or_path"
@@ -136,7 +130,7 @@ def missing(config: DPOConfig) -> Problems:
         yield "actor_train.data_args.file_name", text
 
 
-def device_problems(config: DPOConfig, kind: str) -> list[str]:
+def device_problems(config: RunConfig, kind: str) -> list[str]:
     """Return settings that the device kind ("cpu" or "cuda") does not support."""
     no_dtype = config.actor_train.model_args.dtype is None
     given = [
@@ -164,7 +158,7 @@ def device_problems(config: DPOConfig, kind: str) -> list[str]:
     return [text for text, applies in found.items() if applies]
 
 
-def _evaluation(config: DPOConfig) -> Problems:
+def _evaluation(config: RunConfig) -> Problems:
     resume, data = config.resume_from_checkpoint, config.validation.data_args
     if config.overwrite and resume not in (False, "auto"):
         yield "overwrite", f"starts from scratch, and resume_from_checkpoint is {resume!r}"
@@ -187,7 +181,7 @@ def _evaluation(config: DPOConfig) -> Problems:
         yield "eval_prompts", "a reward model writes no answers; remove it"
 
 
-def _loss(config: DPOConfig) -> Problems:
+def _loss(config: RunConfig) -> Problems:
     names, weights = config.loss_names, config.loss_weights
     if config.ipo and config.pref_loss not in ("sigmoid", "ipo"):
         yield (
@@ -211,7 +205,7 @@ def _loss(config: DPOConfig) -> Problems:
         yield "precision", "lean is for one device in actor_train.device_mapping; set exact"
 
 
-def _tracking(config: DPOConfig) -> Problems:
+def _tracking(config: RunConfig) -> Problems:
     if len(set(config.trackers)) < len(config.trackers):
         yield "track_with", f"{config.track_with} names a tracker twice"
     for name, users in TRACKER_SETTINGS.items():
@@ -222,7 +216,7 @@ def _tracking(config: DPOConfig) -> Problems:
         yield "tracker_kwargs.uri", "contains a password; set MLFLOW_TRACKING_URI instead"
 
 
-def _data(config: DPOConfig) -> Problems:
+def _data(config: RunConfig) -> Problems:
     train = config.actor_train.data_args
     for role, data in (("actor_train", train), ("validation", config.validation.data_args)):
         if not config.apply_loss_mask and data.score != "all" and "score" in data.model_fields_set:
@@ -255,7 +249,7 @@ def _data(config: DPOConfig) -> Problems:
         yield "train_batch_size", text
 
 
-def _adapter(config: DPOConfig) -> Problems:
+def _adapter(config: RunConfig) -> Problems:
     args, layout = config.actor_train.model_args, possible_layout(config.actor_train)
     yield from ((f"{ARGS}.lora_config", text) for text in lora_file(args)[1])
     need_whole_weights = {
@@ -273,18 +267,18 @@ def _adapter(config: DPOConfig) -> Problems:
         if is_set and layout and layout.tp > 1:
             text = "needs whole weights, which tensor parallelism splits; set tp_size to 1"
             yield f"{ARGS}.{name}", f"{getattr(args, name)} {text}"
-    if config.reference.offload == "on" and config.reference_is_policy:
+    if config.reference.offload == "on" and reference_is_policy(config):
         yield "reference.offload", "the reference is the policy without its adapter; set auto"
     if args.quantization and config.task == "reward":
         yield f"{ARGS}.quantization", "a reward model is trained from whole weights; remove it"
     if args.quantization and len(config.actor_train.devices) > 1:
         yield f"{ARGS}.quantization", "4-bit weights cannot be sharded; set one device_mapping"
-    if config.reference.model_args.quantization and not config.reference_is_policy:
+    if config.reference.model_args.quantization and not reference_is_policy(config):
         text = "only a policy with an adapter that is its own reference can be quantised; remove it"
         yield "reference.model_args.quantization", text
 
 
-def _schedule(config: DPOConfig) -> Problems:
+def _schedule(config: RunConfig) -> Problems:
     training, path = config.actor_train.training_args, f"{TRAINING}.lr_scheduler_kwargs"
     numbers, kind = training.lr_scheduler_kwargs, training.lr_scheduler_type
     known = SCHEDULE_NUMBERS[kind]
@@ -304,7 +298,7 @@ def _schedule(config: DPOConfig) -> Problems:
         yield f"{path}.timescale", "0 is not a number > 0"
 
 
-def _layouts(config: DPOConfig) -> Problems:
+def _layouts(config: RunConfig) -> Problems:
     found = list(strategy_problems(config.actor_train))
     yield from ((f"actor_train.strategy_args.{key}", text) for key, text in found)
     for key, text in strategy_problems(config.reference):
@@ -312,7 +306,7 @@ def _layouts(config: DPOConfig) -> Problems:
             yield f"reference.strategy_args.{key}", text
 
 
-def _devices(config: DPOConfig) -> Problems:
+def _devices(config: RunConfig) -> Problems:
     actor, reference, per_node = config.actor_train, config.reference, config.num_gpus_per_node
     for name, role in config.roles.items():
         key, count = f"{name}.device_mapping", config.num_nodes * (per_node or 0)
@@ -330,7 +324,7 @@ def _devices(config: DPOConfig) -> Problems:
             yield f"reference.system_envs.{name}", text
 
 
-def _reference(config: DPOConfig) -> Problems:
+def _reference(config: RunConfig) -> Problems:
     reference, args, cache = config.reference, config.reference.model_args, config.reference.cache
     key, tp = "model_args.tokenizer_name_or_path", reference.strategy_args.tp_size
     if config.ref_tp is not None and tp not in (None, config.ref_tp):
@@ -350,7 +344,7 @@ def _reference(config: DPOConfig) -> Problems:
         yield "reference.cache.per_token", text
 
 
-def _determinism(config: DPOConfig) -> Problems:
+def _determinism(config: RunConfig) -> Problems:
     """Yield everything that would make the bits of `canonical` depend on the layout."""
     if config.determinism is None:
         return

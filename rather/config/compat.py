@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rather.config.schema import ActorConfig, ActorModelArgs, RunConfig, StrategyArgs
 from rather.config.values import section_problems
 from rather.errors import ConfigError
 from rather.files import JsonObject, read_json
-
-if TYPE_CHECKING:
-    from rather.config.schema import ActorConfig, ActorModelArgs, DPOConfig, StrategyArgs
 
 Names = tuple[str, ...]  # a key path in parts: names in a mapping may contain dots
 Problems = Iterator[tuple[str, str]]
@@ -306,7 +304,7 @@ FIXED = {
 }
 
 
-def parity_problems(config: DPOConfig, dp: int) -> Problems:
+def parity_problems(config: RunConfig, dp: int) -> Problems:
     """Yield the settings that TRL cannot reproduce."""
     training, data = config.actor_train.training_args, config.actor_train.data_args
     for name in config.loss_names:
@@ -331,7 +329,7 @@ def parity_problems(config: DPOConfig, dp: int) -> Problems:
         yield "actor_train.training_args.lr_scheduler_type", text
 
 
-def check_even(config: DPOConfig, pairs: int, dp: int) -> None:
+def check_even(config: RunConfig, pairs: int, dp: int) -> None:
     """Refuse a smaller last micro-batch of an epoch, which weighs more in TRL than in Rather."""
     training = config.actor_train.training_args
     size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps

@@ -8,13 +8,11 @@ parts.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rather.config.compat import PRESETS, clippings, lora_file
+from rather.config.schema import RunConfig
 from rather.config.strategies import DEGREES, data_parallel
-
-if TYPE_CHECKING:
-    from rather.config.schema import DPOConfig
 
 log = logging.getLogger(__name__)
 LAYOUT = ("strategy_name", "strategy_config", *DEGREES)
@@ -65,7 +63,7 @@ def set_at(values: dict[str, Any], path: str, value: Any) -> None:
     values[name] = value
 
 
-def complete(config: DPOConfig) -> dict[str, str]:
+def complete(config: RunConfig) -> dict[str, str]:
     """Fill unset keys of a config that is being built, sources before what inherits from them.
 
     Return key path -> the key path that it inherits from.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic import ValidationError
+
+from rather.config.compat import Names
 from rather.config.plugins import did_you_mean
 from rather.config.redaction import looks_secret
-from rather.config.schema import DPOConfig
+from rather.config.schema import RunConfig
 from rather.config.values import Section, accepted_types
+from rather.files import JsonObject
 
 WORDS = {
     int: "a whole number",
@@ -165,7 +169,7 @@ class Key:
 @cache
 def table() -> dict[str, Key]:
     """Return every key path of the schema, groups before their members."""
-    return {key.path: key for key in _walk(DPOConfig, "")}
+    return {key.path: key for key in _walk(RunConfig, "")}
 
 
 def _walk(model: type[Section], parent: str) -> Iterator[Key]:
@@ -234,3 +238,25 @@ def suggestion(path: str) -> str:
         return "; `rather config reference` lists all keys"
     same_group = meant.rpartition(".")[0] == parent
     return f"; did you mean '{meant.rpartition('.')[2] if same_group else meant}'?"
+
+
+def field_problems(error: ValidationError, data: JsonObject) -> dict[Names, str]:
+    """Return one sentence per key; pydantic has an error for each member of a union."""
+    found: dict[Names, str] = {}
+    for item in error.errors():
+        # Only the first part of pydantic's location is in the data; the rest names the member.
+        names: Names = ()
+        value: Any = data
+        for name in item["loc"]:
+            if not isinstance(value, Mapping) or name not in value:
+                break
+            names, value = (*names, str(name)), value[name]
+        path = ".".join(names)
+        if item["type"] == "extra_forbidden":
+            text = f"unknown key{suggestion(path)}"
+        else:
+            key = table().get(path) or table()[path.rpartition(".")[0]]
+            reason = item["ctx"]["error"] if item["type"] == "value_error" else ""
+            text = key.refusal(path, value, str(reason))
+        found.setdefault(names, text)
+    return found

@@ -34,8 +34,8 @@ from pydantic import ValidationError
 from rather.config import paths
 from rather.config.compat import Names, roll_keys
 from rather.config.found import ALLOWED, NO_TRUST, Trust, found_values
-from rather.config.keys import nearest, suggestion, table
-from rather.config.schema import FOR_A_RUN, DPOConfig
+from rather.config.keys import field_problems, nearest, table
+from rather.config.run_config import FOR_A_PART, FOR_A_RUN, DPOConfig
 from rather.config.show import public_values
 from rather.errors import ConfigError
 from rather.files import BoundedLoader, JsonObject, Opener, own, regular, yaml_text
@@ -98,7 +98,7 @@ def load_found(path: Path, trust: Trust = NO_TRUST, keys: Collection[str] = ALLO
     pairs.
     """
     sources = _key_lines(path, own)
-    named = FOR_A_RUN if keys is ALLOWED else None
+    named = FOR_A_RUN if keys is ALLOWED else FOR_A_PART
     config = config_from_dict(found_values(path, trust, keys), sources, context=named)
     config._sources.update(dict.fromkeys(table(), "default") | sources)
     return config
@@ -196,7 +196,7 @@ def config_from_dict(
     data: JsonObject,
     sources: Mapping[str, str] = MappingProxyType({}),
     found: Mapping[Names, str] = MappingProxyType({}),
-    context: Mapping[str, Any] | None = FOR_A_RUN,
+    context: Mapping[str, Any] = FOR_A_RUN,
 ) -> DPOConfig:
     """Return a config of plain values, or raise one ConfigError with all problems.
 
@@ -218,7 +218,7 @@ def config_from_dict(
                     if not unknown & set(re.findall(r"\w+", f"{key} {text}")):
                         problems[key] = text
                 break
-            wrong = _field_problems(error, data)
+            wrong = field_problems(error, data)
             data = _without(data, wrong)
             for names, text in wrong.items():
                 problems[(path := ".".join(names))] = text
@@ -239,28 +239,6 @@ def _near(path: str, sources: Mapping[str, str]) -> str:
     file = next(iter(sources.values()), "").rpartition(":")[0]
     place = sources.get(path, file)
     return f" ({place})" if place else ""
-
-
-def _field_problems(error: ValidationError, data: JsonObject) -> dict[Names, str]:
-    """Return one sentence per key; pydantic has an error for each member of a union."""
-    found: dict[Names, str] = {}
-    for item in error.errors():
-        # Only the first part of pydantic's location is in the data; the rest names the member.
-        names: Names = ()
-        value: Any = data
-        for name in item["loc"]:
-            if not isinstance(value, Mapping) or name not in value:
-                break
-            names, value = (*names, str(name)), value[name]
-        path = ".".join(names)
-        if item["type"] == "extra_forbidden":
-            text = f"unknown key{suggestion(path)}"
-        else:
-            key = table().get(path) or table()[path.rpartition(".")[0]]
-            reason = item["ctx"]["error"] if item["type"] == "value_error" else ""
-            text = key.refusal(path, value, str(reason))
-        found.setdefault(names, text)
-    return found
 
 
 def _without(data: JsonObject, dropped: Iterable[Names]) -> JsonObject:

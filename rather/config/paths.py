@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from rather.config.schema import DPOConfig, as_list
+from rather.config.run_config import DPOConfig
+from rather.config.schema import as_list
 from rather.config.values import HUB_DATASET, STORE
 from rather.errors import ConfigError, DataError
 from rather.files import HUB_NAME

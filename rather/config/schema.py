@@ -12,11 +12,8 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PrivateAttr
 
-from rather.config import checks, inherit
-from rather.config.strategies import data_parallel, possible_layout
 from rather.config.values import (
     PISSA,
     REMOTE,
@@ -59,6 +56,10 @@ Schedule = Literal[
     "inverse_sqrt",
     "wsd",
 ]
+DETAILS_OF_ADAPTER = (  # with lora_rank and lora_target the settings of a new adapter
+    "lora_alpha", "modules_to_save", "additional_target", "use_rslora", "use_dora",
+    "init_lora_weights",
+)  # fmt: skip
 Task = Literal["preference", "unpaired", "reward", "sft"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 
@@ -140,7 +141,7 @@ class ActorModelArgs(ModelArgs):
     @property
     def adapter_settings(self) -> JsonObject | None:
         """Return everything that defines the trained adapter; None without one."""
-        names = ["lora_rank", "lora_alpha", "lora_target", *checks.DETAILS_OF_ADAPTER[1:]]
+        names = ["lora_rank", "lora_alpha", "lora_target", *DETAILS_OF_ADAPTER[1:]]
         names += ["adapter_name_or_path", "quantization"]
         return {name: getattr(self, name) for name in names} if self.has_adapter else None
 
@@ -787,29 +788,12 @@ class RoleKeys(Section):
     """The evaluation; its data_args inherit from actor_train.data_args."""
 
 
-# The validation context of a config that must name its model and pairs. The Python API is given
-# both.
-FOR_A_RUN = {"named": ("model", "pairs")}
-
-
-class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepKeys, RunKeys):
+class RunConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepKeys, RunKeys):
     """A whole run. (Python orders inherited fields from the last base to the first.)"""
 
     _followed: dict[str, str] = PrivateAttr(default_factory=dict)
     _unresolved: JsonObject = PrivateAttr(default_factory=dict)
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _complete_and_check(self, info: ValidationInfo) -> DPOConfig:
-        for role in self.roles.values():
-            role._canonical = self.determinism == "canonical"
-        self._followed.update(inherit.complete(self))
-        problems = list(checks.problems(self))
-        problems += checks.missing(self) if info.context is FOR_A_RUN else []
-        if problems:
-            text = "\n".join(f"{key}: {text}" for key, text in problems)
-            raise PydanticCustomError("cross_field", "{text}", {"text": text, "problems": problems})
-        return self
 
     @property
     def followed(self) -> dict[str, str]:
@@ -825,31 +809,6 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
     def sources(self) -> dict[str, str]:
         """Return key path -> the source of its value; empty unless loaded from a file."""
         return self._sources
-
-    @property
-    def reference_is_policy(self) -> bool:
-        """Whether the policy without its adapter, or with its initial one, is the reference."""
-        actor, reference = self.actor_train, self.reference
-        own, other = actor.model_args, reference.model_args
-        layouts = [possible_layout(role) for role in self.roles.values()]
-        degrees = [each and (each.dp, each.tp, each.pp, each.cp, each.ep) for each in layouts]
-        return (
-            own.has_adapter
-            and reference.worker_cls is None
-            and actor.devices == reference.devices
-            and degrees[0] == degrees[1]
-            and own.model_name_or_path == other.model_name_or_path
-            and own.revision == other.revision
-            and own.dtype == other.dtype
-            and own.quantization == other.quantization
-            and other.adapter_name_or_path in (None, own.adapter_name_or_path)
-        )
-
-    @property
-    def keeps_start(self) -> bool:
-        """Whether the reference is the initial adapter, of which the policy keeps a copy."""
-        has_start = self.reference.model_args.adapter_name_or_path is not None
-        return self.reference_is_policy and (has_start or self.actor_train.model_args.changes_base)
 
     @property
     def shares_devices(self) -> bool:
@@ -911,9 +870,3 @@ class DPOConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
     @property
     def reference_cache_dir(self) -> Path:
         return Path(self.reference.cache.path or f"{self.output_dir}/.cache/reference").expanduser()
-
-    def global_batch(self, dp: int | None = None) -> int:
-        """Return the pairs of one optimizer step, for the policy's own dp degree or another."""
-        training = self.actor_train.training_args
-        sizes = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        return self.train_batch_size or (dp or data_parallel(self.actor_train)) * sizes

@@ -11,7 +11,8 @@ import yaml
 from rather.config.inherit import value_at
 from rather.config.keys import OTHER_NAMES, Key, nearest, suggestion, table
 from rather.config.redaction import looks_secret, redact
-from rather.config.schema import DPOConfig, LossConfig
+from rather.config.run_config import DPOConfig
+from rather.config.schema import LossConfig, RunConfig
 from rather.config.values import MASK, Section
 from rather.errors import ConfigError
 from rather.files import JsonObject
@@ -137,7 +138,7 @@ def reference_markdown() -> str:
     """Return the page docs/config.md."""
     parts = [PREFACE]
     for group in reversed(DPOConfig.__mro__):
-        if issubclass(group, Section) and group not in (Section, LossConfig, DPOConfig):
+        if issubclass(group, Section) and group not in (Section, LossConfig, RunConfig, DPOConfig):
             tops = [key for key in table().values() if key.path in group.model_fields]
             parts.append(f"## {group.__doc__}\n\n{_markdown_table(tops)}")
             for key in table().values():

@@ -7,15 +7,13 @@ names. A strategy's name only selects a sharding stage; torch.distributed always
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rather.config.compat import Problems, deepspeed_problems, deepspeed_sharding, is_deepspeed
 from rather.config.plugins import did_you_mean
+from rather.config.schema import RoleConfig, RunConfig, StrategyArgs
 from rather.config.values import Count, Section, section_problems
 from rather.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rather.config.schema import RoleConfig, StrategyArgs
 
 # What is sharded over the data-parallel ranks: 0 nothing, 1 the optimizer's state, 2 also
 # gradients, 3 also weights. None: a key of strategy_config decides.
@@ -370,3 +368,22 @@ def data_parallel(role: RoleConfig) -> int:
     """Return the dp degree; 1 if the layout is impossible."""
     found = possible_layout(role)
     return found.dp if found else 1
+
+
+def reference_is_policy(config: RunConfig) -> bool:
+    """Whether the policy without its adapter, or with its initial one, is the reference."""
+    actor, reference = config.actor_train, config.reference
+    own, other = actor.model_args, reference.model_args
+    layouts = [possible_layout(role) for role in config.roles.values()]
+    degrees = [each and (each.dp, each.tp, each.pp, each.cp, each.ep) for each in layouts]
+    return (
+        own.has_adapter
+        and reference.worker_cls is None
+        and actor.devices == reference.devices
+        and degrees[0] == degrees[1]
+        and own.model_name_or_path == other.model_name_or_path
+        and own.revision == other.revision
+        and own.dtype == other.dtype
+        and own.quantization == other.quantization
+        and other.adapter_name_or_path in (None, own.adapter_name_or_path)
+    )

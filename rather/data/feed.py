@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import TokenPair
 from rather.data.collate import StatefulDistributedSampler, pairs_of
 from rather.data.formats import EXTRAS, read_row

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from rather.config.compat import check_even
-from rather.config.schema import DataArgs, DPOConfig, as_list
+from rather.config.run_config import DPOConfig
+from rather.config.schema import DataArgs, as_list
 from rather.config.strategies import data_parallel
 from rather.data import hub
 from rather.data.cache import Cache, batch_writer

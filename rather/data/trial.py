@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.formats import FORMATS, FormatError, RowLayout, read_row
 from rather.data.json_rows import DropReason
 from rather.data.prepare import layout_of

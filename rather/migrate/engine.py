@@ -18,7 +18,8 @@ from rather.config.inherit import set_at
 from rather.config.keys import table
 from rather.config.load import config_from_dict
 from rather.config.redaction import looks_secret
-from rather.config.schema import DPOConfig, as_list
+from rather.config.run_config import DPOConfig
+from rather.config.schema import as_list
 from rather.config.values import MASK
 from rather.errors import ConfigError
 from rather.files import JsonObject

@@ -23,7 +23,8 @@ from rather.checkpoint.sharded_tensors import (
     safetensors_file,
 )
 from rather.config.redaction import redact
-from rather.config.schema import DPOConfig, ModelArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ModelArgs
 from rather.errors import ConfigError, DiskError
 from rather.files import sync
 from rather.model.files import (

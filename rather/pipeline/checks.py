@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.role import Role
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.cache import Cache
 from rather.data.prepare import Prepared
 from rather.errors import CheckpointError, ConfigError, DataError

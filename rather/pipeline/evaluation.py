@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from rather.cluster.launch import Roles
 from rather.cluster.role import Role, as_local
 from rather.cluster.worker import ActorWorker
-from rather.config.schema import DPOConfig, EvalPrompts
+from rather.config.run_config import DPOConfig
+from rather.config.schema import EvalPrompts
 from rather.data.batch import Columns, PairFacts
 from rather.data.formats import TextPair
 from rather.data.json_rows import DropReason

@@ -14,7 +14,7 @@ import torch
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Roles
 from rather.cluster.role import Role
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import Columns
 from rather.data.prepare import Prepared
 from rather.data.shares import PairRows

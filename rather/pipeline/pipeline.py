@@ -14,7 +14,7 @@ from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Roles, launch
 from rather.cluster.supervision import Supervision
 from rather.config.checks import device_problems, missing
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.hub import refuse_unknown_model
 from rather.data.prepare import prepare
 from rather.data.template import tokenizer_of

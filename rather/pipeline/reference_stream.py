@@ -17,7 +17,7 @@ import numpy as np
 
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Roles
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import Columns, PairBatch
 from rather.data.shares import TRAIN, Batches, PairRows
 from rather.losses.objective import PairLoss

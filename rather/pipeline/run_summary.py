@@ -17,7 +17,7 @@ import torch
 
 from rather.cluster.launch import Roles
 from rather.cluster.memory import free_memory
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.config.strategies import layout
 from rather.data.findings import beyond_positions, by_severity
 from rather.data.show import token_view

@@ -24,7 +24,8 @@ from rather.checkpoint.manifest import Written
 from rather.checkpoint.store import Store, Uploads
 from rather.cluster.launch import Roles, mappings
 from rather.cluster.role import Role
-from rather.config.schema import DPOConfig, SpikeArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import SpikeArgs
 from rather.errors import (
     CheckpointError,
     ConfigError,

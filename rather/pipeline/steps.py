@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rather.config.schema import DPOConfig, TrainingArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import TrainingArgs
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
 from rather.data.pairs import PairDataset

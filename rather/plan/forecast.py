@@ -13,7 +13,7 @@ import numpy as np
 
 from rather.config.inherit import set_at
 from rather.config.load import config_from_dict
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.config.strategies import layout
 from rather.data.batch import TokenPair
 from rather.errors import ConfigError

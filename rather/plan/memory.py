@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from rather.checkpoint.sharded_tensors import ShardedFiles
-from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs, RoleConfig, as_list
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ActorModelArgs, ModelArgs, RoleConfig, as_list
 from rather.config.strategies import Layout, layout, refuse_host_offload
 from rather.data.pack import pack
 from rather.errors import ConfigError, RatherError

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.model.budget import LADDER

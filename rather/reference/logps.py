@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import Columns, TokenPair, scored_lengths
 from rather.data.cache import Cache
 from rather.data.shares import Batches, PairRows

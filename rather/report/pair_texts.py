@@ -12,7 +12,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from rather.config.found import Trust
-    from rather.config.schema import DPOConfig
+    from rather.config.run_config import DPOConfig
     from rather.data.pairs import PairDataset
 
 MOST = 160  # characters of a text

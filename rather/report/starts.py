@@ -19,7 +19,7 @@ from rather.cluster.launch import mappings
 from rather.config.inherit import value_at
 from rather.config.keys import table
 from rather.config.redaction import redact
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.config.show import public_values
 from rather.files import JsonObject
 from rather.report.folder import STARTS

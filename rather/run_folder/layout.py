@@ -16,7 +16,7 @@ from rather.checkpoint.checkpoint import Checkpoint
 from rather.config.found import signed
 from rather.config.load import dump_yaml
 from rather.config.redaction import redact
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.errors import CheckpointError, ConfigError, DiskError
 from rather.files import own, parse_json, real_path, replace_own, write_own
 from rather.run_folder import control

@@ -14,7 +14,8 @@ from rather.checkpoint.checkpoint import Checkpoint
 from rather.config.found import NO_TRUST, OF_A_CHECKPOINT, OF_A_RESULT, Trust
 from rather.config.load import load_found
 from rather.config.paths import is_local
-from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.data.hub import refuse_unknown_model
 from rather.data.template import load_tokenizer, tokenizer_of
 from rather.errors import CheckpointError, ConfigError

@@ -28,7 +28,7 @@ from rather.tracking.ledger import LEDGER_SCHEMA, ledger_part
 from rather.tracking.trackers import TRACKERS, TrackedRun, Tracker
 
 if TYPE_CHECKING:
-    from rather.config.schema import DPOConfig
+    from rather.config.run_config import DPOConfig
     from rather.data.shares import PairRows
 
 log = logging.getLogger(__name__)

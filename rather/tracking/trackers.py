@@ -26,7 +26,7 @@ from rather.files import write_own
 from rather.tracking.json_lines import Record, flatten, read_object, read_records
 
 if TYPE_CHECKING:
-    from rather.config.schema import DPOConfig
+    from rather.config.run_config import DPOConfig
 
 log = logging.getLogger(__name__)
 

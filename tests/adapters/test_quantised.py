@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from rather.commands.export import merge
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import TokenPair
 from rather.pipeline.pipeline import DPOPipeline
 from tests.adapters.test_merge import difference_in

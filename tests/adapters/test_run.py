@@ -23,7 +23,8 @@ from rather.cluster.host import Host, Process
 from rather.cluster.memory import need_of
 from rather.cluster.worker import ActorWorker, RankInfo
 from rather.commands.compare_losses import measure
-from rather.config.schema import DPOConfig, ModelArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ModelArgs
 from rather.data.pack import pack
 from rather.data.prepare import prepare
 from rather.errors import CheckpointError

@@ -244,3 +244,18 @@ def test_an_optimizer_of_the_user_is_asked_for_weights_that_it_does_not_hold() -
     own = TorchOptimizer(model.named_parameters(), held, max_grad_norm=1.0, compute=torch.float32)
     assert own.named_gradients(["0.bias", "1.bias"]).keys() == {"0.bias"}
     assert own.gradient("1.bias") is None
+
+
+@pytest.mark.defect("U14")
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"learning_rate": 1e-5}, "did you mean 'actor_train.training_args.learning_rate'"),
+        ({"beta": -1}, "beta: -1 is not a number > 0"),
+        ({"save_best": True}, "save_best: needs"),
+        ({"actor_train": {"training_args": {"lr": 1}}}, "actor_train.training_args.lr: unknown"),
+    ],
+)
+def test_a_wrong_config_is_a_config_error(keys: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        DPOConfig(**keys)

@@ -15,7 +15,7 @@ import pytest
 
 from rather.board.inspector import Inspector
 from rather.board.serve import Board
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config
 

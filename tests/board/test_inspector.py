@@ -17,7 +17,7 @@ from rather.board.inspector import Inspector, Question
 from rather.board.session import Session
 from rather.checkpoint import checkpoint
 from rather.config.found import Trust
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError, DataError
 from rather.pipeline.pipeline import DPOPipeline
 from tests.padded import padded_logps

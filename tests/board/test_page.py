@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from rather.board.serve import Board
 from rather.board.session import Session
 from rather.commands.runs import private_page
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from tests.board.conftest import ANSWER, FINDING, add_line
 from tests.browser import (
     NARROW,

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from rather.board import runs as board_runs
 from rather.board.serve import ROUTES, Board
 from rather.cli import app
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.report.folder import MetricColumn, MetricsReader
 from rather.report.page import plotly_bundle
 from rather.run_folder import control

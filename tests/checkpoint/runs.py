@@ -14,7 +14,7 @@ import torch
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import open_checkpoint
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.errors import RatherError
 from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config

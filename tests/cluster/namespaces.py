@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from tests.house.source import ROOT
 from tests.tiny import metrics
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from tests.cells import cells
 from tests.tiny import make_config, metrics

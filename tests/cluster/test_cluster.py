@@ -20,7 +20,8 @@ from rather.cluster import resources
 from rather.cluster.cluster import Cluster
 from rather.cluster.health import Failure, first_cause
 from rather.cluster.resources import ResourceManager
-from rather.config.schema import DPOConfig, Timeouts
+from rather.config.run_config import DPOConfig
+from rather.config.schema import Timeouts
 from rather.errors import (
     ConfigError,
     HangError,

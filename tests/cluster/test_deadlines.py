@@ -21,7 +21,8 @@ from rather.cluster.resources import Seat
 from rather.cluster.role import SpmdCluster
 from rather.cluster.supervision import Watchdog
 from rather.commands.terminal import guarded
-from rather.config.schema import DPOConfig, Timeouts
+from rather.config.run_config import DPOConfig
+from rather.config.schema import Timeouts
 from rather.data.pack import pack
 from rather.errors import HangError
 from rather.pipeline.pipeline import DPOPipeline

@@ -27,7 +27,8 @@ from rather.cluster.supervision import (
     Watchdog,
     report_first_failure,
 )
-from rather.config.schema import DPOConfig, Timeouts
+from rather.config.run_config import DPOConfig
+from rather.config.schema import Timeouts
 from rather.errors import HangError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.layout import Incidents

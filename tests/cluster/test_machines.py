@@ -27,7 +27,8 @@ from rather.cluster.launch import Roles
 from rather.cluster.memory import Ledger, Need, Room
 from rather.cluster.resources import ResourceManager, Seat
 from rather.cluster.worker import ActorWorker, RankInfo
-from rather.config.schema import DPOConfig, Timeouts
+from rather.config.run_config import DPOConfig
+from rather.config.schema import Timeouts
 from rather.data.batch import Columns
 from rather.data.pack import pack
 from rather.data.shares import Batches

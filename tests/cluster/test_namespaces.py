@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rather.config.load import dump_yaml
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from tests.cluster.namespaces import ANSWERS, Machine, assert_close, machines, wait_until
 from tests.cluster.test_supervision import assert_same

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rather.checkpoint.checkpoint import open_checkpoint
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from tests.faults import inject
 from tests.tiny import make_config, metrics

@@ -13,7 +13,7 @@ import pytest
 from rather.checkpoint.checkpoint import newest_good
 from rather.cluster.cluster import Cluster
 from rather.cluster.worker import ActorWorker
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from tests.cells import cells
 from tests.checkpoint.runs import steps

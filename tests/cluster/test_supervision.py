@@ -29,7 +29,8 @@ from rather.cluster.launch import Roles, launch
 from rather.cluster.supervision import Peers, Supervision, Watchdog
 from rather.cluster.worker import ActorWorker
 from rather.commands.terminal import guarded
-from rather.config.schema import DPOConfig, Timeouts
+from rather.config.run_config import DPOConfig
+from rather.config.schema import Timeouts
 from rather.errors import DataError, HangError, RatherError, WorkerError, WorkerLost
 from rather.pipeline.pipeline import DPOPipeline
 from tests.cells import cells

@@ -18,7 +18,7 @@ from rather.cluster.launch import launch
 from rather.cluster.memory import Ledger
 from rather.cluster.remote import RemoteReference
 from rather.config.load import dump_yaml
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError, HangError, WorkerLost
 from rather.pipeline.pipeline import DPOPipeline
 from rather.report.pairs import read_ledger

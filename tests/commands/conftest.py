@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from rather.cli import app
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config
 

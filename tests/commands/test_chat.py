@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.commands.chat import Speaker
-from rather.config.schema import DPOConfig, ModelArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ModelArgs
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.generate import Decoding, GeneratedAnswer, generate

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rather.commands.compare import best, compare_curves
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from tests.commands.conftest import rather, told
 from tests.tiny import metrics
 

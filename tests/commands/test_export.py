@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.checkpoint import checkpoint
 from rather.commands.export import parse_size
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError
 from rather.optim.rounding import Rounding
 from tests.commands.conftest import rather

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rather.commands.terminal import guarded
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from tests.commands.conftest import rather
 
 DISK, MEMORY = 9, 8

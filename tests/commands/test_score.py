@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.commands.score import wilson
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import TokenPair
 from tests.commands.conftest import rather, told
 from tests.padded import padded_logps

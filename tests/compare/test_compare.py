@@ -18,7 +18,7 @@ from rather.commands.compare_losses import (
 )
 from rather.commands.models import compare_losses_command
 from rather.commands.score import LogProbs
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import PairFacts, PairLogps
 from rather.errors import ConfigError
 from rather.pipeline.pipeline import DPOPipeline

@@ -7,7 +7,7 @@ import pytest
 from rather.config.inherit import TASK_OF_LOSS
 from rather.config.keys import OTHER_NAMES, suggestion, table
 from rather.config.load import config_from_dict
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.config.show import explain
 from rather.errors import ConfigError
 from rather.losses.losses import LOSSES

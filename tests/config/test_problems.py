@@ -10,7 +10,7 @@ from textwrap import dedent
 import pytest
 
 from rather.config.load import config_from_dict, load, load_config
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError
 
 BASE = {"pretrain": "org/model", "actor_train": {"data_args": {"file_name": "pairs.json"}}}
@@ -145,7 +145,7 @@ OUT_OF_RANGE = [
     ("validation.data_args.split=0", "a fraction between 0 and 1"),
     ("sequence_length=1", "1 is not a whole number >= 2: prompt and response need a token each"),
     ("max_steps=0", "0 is not a whole number >= 1 or null"),
-    ("save_steps=0", "0 is not a whole number >= 1"),
+    ("save_steps=0", "it must be a whole number of steps >= 1 or a fraction of the run"),
     ("max_ckpt_to_keep=-1", "-1 is not a whole number >= 0"),
     ("max_bad_fraction=2", "2 is not a number >= 0 and <= 1"),
     ("exp_name=a/b", "1 to 128 of the characters"),
@@ -477,7 +477,7 @@ def test_missing_file_folder_wrong_name_and_encoding(tmp_path: Path, write) -> N
 def test_python_users_meet_the_same_checks() -> None:
     with pytest.raises(ConfigError, match="ipo: selects the loss ipo"):
         config_from_dict({**BASE, "ipo": True, "pref_loss": "simpo"})
-    with pytest.raises(ValueError, match="ipo: selects the loss ipo"):
+    with pytest.raises(ConfigError, match="ipo: selects the loss ipo"):
         DPOConfig(**BASE, ipo=True, pref_loss="simpo")
 
 

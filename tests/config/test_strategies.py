@@ -10,7 +10,7 @@ import pytest
 
 from rather.config.checks import device_problems
 from rather.config.load import config_from_dict
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.config.strategies import STAGES, Layout, layout
 from rather.errors import ConfigError
 from tests.house.source import ROOT

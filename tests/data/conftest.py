@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.template import TEMPLATES, ChatTemplate
 from rather.data.tokens import Encoder, TokenRecipe
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data import cache
 from rather.data.pairs import SCHEMA
 from rather.data.prepare import prepare

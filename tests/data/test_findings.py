@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data import cache
 from rather.data.findings import BARS, bar_labels, beyond_positions
 from rather.data.prepare import Prepared, prepare

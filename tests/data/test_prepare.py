@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from rather.config import plugins
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data import cache, pool
 from rather.data import prepare as module
 from rather.data.cache import Cache
@@ -408,7 +408,7 @@ def test_children_end_with_their_parent(
     setup = config(write([GOOD]), data={"template": str(tmp_path / "bomb.jinja")})
     (tmp_path / "config.json").write_text(setup.model_dump_json(exclude_unset=True))
     script = (
-        "import sys\nfrom rather.config.schema import DPOConfig\nfrom rather.data import pool\n"
+        "import sys\nfrom rather.config.run_config import DPOConfig\nfrom rather.data import pool\n"
         "from rather.data.prepare import prepare\npool.ROW_SECONDS = 1.0\n"
         "start = pool.Child.__init__\n"
         "def told(self, *a):\n    start(self, *a)\n    print(self.process.pid, flush=True)\n"

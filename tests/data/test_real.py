@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.formats import RowLayout, read_row
 from rather.data.prepare import prepare
 from rather.data.read import chunks, find_sources, parsed_rows

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rather.cli import app
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import TokenPair
 from rather.data.pairs import PairDataset
 from rather.data.prepare import BadRows, Prepared, prepare

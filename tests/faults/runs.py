@@ -17,7 +17,7 @@ from rather.checkpoint.checkpoint import newest_good
 from rather.cluster.supervision import report_first_failure
 from rather.cluster.worker import ActorWorker
 from rather.commands.terminal import guarded
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.losses.losses import sigmoid
 from rather.pipeline.pipeline import DPOPipeline
 from tests.faults import inject

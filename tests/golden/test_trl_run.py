@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rather.config.load import load_config
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import TokenPair
 from rather.data.prepare import prepare
 from rather.migrate.engine import migrate

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.errors import MemoryShortage
 from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config, make_model, make_pairs, metrics

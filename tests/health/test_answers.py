@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.commands.demo import make_tokenizer
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.formats import TextPair
 from rather.data.prepare import recipe_of
 from rather.data.tokens import Encoder

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rather.cli import app
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking.health import (
     AT_END,

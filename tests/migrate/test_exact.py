@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rather.cli import app
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError
 from rather.migrate.engine import Migrated, migrate
 from rather.migrate.peers import PEERS

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.commands.export import export
-from rather.config.schema import ActorModelArgs, DPOConfig, ModelArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.errors import DiskError
 from rather.model.export import LARGEST_FILE, export_model, export_run
 from rather.parallel.load import Start, load_policy

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from rather.cli import app
 from rather.cluster.worker import ActorWorker
 from rather.commands.verify import check_files
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.pairs import Correction, hex_id
 from rather.data.prepare import prepare
 from rather.data.template import load_tokenizer

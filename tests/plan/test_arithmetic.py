@@ -14,7 +14,8 @@ from transformers import AutoConfig
 
 from rather.cluster.worker import ActorWorker, RankInfo
 from rather.config.load import config_from_dict
-from rather.config.schema import DPOConfig, ModelArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ModelArgs
 from rather.config.strategies import layout
 from rather.data.batch import TokenPair
 from rather.data.pack import pack

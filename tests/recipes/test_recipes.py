@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rather.commands.prepare import recipes_app
 from rather.config.load import load_config
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError
 from rather.losses.losses import LOSSES
 from rather.losses.objective import from_config

@@ -18,7 +18,8 @@ from rather.checkpoint import checkpoint
 from rather.cluster.memory import Ledger, Room
 from rather.cluster.role import SpmdCluster
 from rather.cluster.worker import RankInfo
-from rather.config.schema import ActorModelArgs, DPOConfig
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ActorModelArgs
 from rather.config.strategies import Layout
 from rather.data.pack import pack
 from rather.data.template import load_tokenizer

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rather.cluster.worker import ActorWorker
-from rather.config.schema import DPOConfig, TrainingArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import TrainingArgs
 from rather.data.batch import PairFacts
 from rather.data.pack import pack
 from rather.errors import ConfigError

@@ -75,7 +75,7 @@ def takes_text(path: str) -> bool:
     section, _, name = path.rpartition(".")
     owner = table()[section].section if section else None
     if owner is None:
-        from rather.config.schema import DPOConfig
+        from rather.config.run_config import DPOConfig
 
         owner = DPOConfig
     kinds = accepted_types(owner.model_fields[name].annotation)

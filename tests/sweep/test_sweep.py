@@ -24,7 +24,7 @@ from rather.commands import sweep as sweep_runs
 from rather.commands.sweep import SweepRun, plan_sweep, run_children
 from rather.commands.terminal import settings
 from rather.config.load import dump_yaml
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config
 

@@ -16,7 +16,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rather.config.load import config_from_dict
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.tracking.json_lines import MetricsPosition
 from rather.tracking.run import ProgressView, RunTracker
 from rather.tracking.trackers import TRACKERS, TensorBoard

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rather.config.schema import ActorModelArgs, DPOConfig
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ActorModelArgs
 from rather.errors import ConfigError
 from rather.model.adapters import inject
 from rather.pipeline.checks import check_step_zero

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from rather.cli import app
 from rather.commands.terminal import guarded
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.saving import Progress
 from rather.report.folder import Folder

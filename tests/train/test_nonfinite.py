@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rather.checkpoint.checkpoint import open_checkpoint
-from rather.config.schema import DPOConfig, TrainingArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import TrainingArgs
 from rather.config.strategies import Layout
 from rather.data.batch import PairLogps
 from rather.data.pack import pack

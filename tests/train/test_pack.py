@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import best_fit, pack
 from rather.data.prepare import prepare

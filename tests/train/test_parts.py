@@ -13,7 +13,7 @@ import torch
 
 from rather.checkpoint import checkpoint
 from rather.cluster.launch import Roles, launch
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.prepare import prepare
 from rather.errors import CheckpointError, ConfigError
 from rather.pipeline.pipeline import DPOPipeline

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.memory import Peak
 from rather.cluster.worker import ActorWorker
-from rather.config.schema import DPOConfig, TrainingArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import TrainingArgs
 from rather.config.strategies import layout
 from rather.data.batch import Columns
 from rather.errors import ConfigError, MemoryShortage, NonFiniteError

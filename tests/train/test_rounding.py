@@ -18,7 +18,8 @@ from transformers import LlamaForCausalLM
 from rather.checkpoint import manifest
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.commands.export import export, merge
-from rather.config.schema import DPOConfig, ModelArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import ModelArgs
 from rather.errors import CheckpointError, ConfigError
 from rather.optim.rounding import Rounding
 from rather.parallel import load

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.pack import pack
 from rather.data.sampler import Order, Part
 from rather.errors import CheckpointError

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from rather.cluster.health import Failure
 from rather.cluster.memory import shortage, table
 from rather.cluster.worker import ActorWorker
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.data.batch import PairBatch
 from rather.data.pack import pack
 from rather.errors import MemoryShortage

@@ -17,7 +17,7 @@ import pytest
 from rather.checkpoint.checkpoint import newest_good, open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.load import dump_yaml
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.errors import Ended
 from rather.pipeline.loop import TrainingLoop
 from rather.pipeline.pipeline import DPOPipeline

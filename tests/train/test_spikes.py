@@ -11,7 +11,8 @@ import pytest
 
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
-from rather.config.schema import DPOConfig, SpikeArgs
+from rather.config.run_config import DPOConfig
+from rather.config.schema import SpikeArgs
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.saving import SpikeHistory
 from rather.train.nonfinite import StepLimits

@@ -10,7 +10,7 @@ import torch
 
 from rather.checkpoint.checkpoint import latest_name
 from rather.cluster.worker import ActorWorker
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from tests.checkpoint.runs import assert_same, incidents, steps
 from tests.faults import inject

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rather.config.schema import DPOConfig
+from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.timeline import TRACKS, Trace
 from tests.tiny import in_child, make_config
