@@ -1,5 +1,7 @@
 """`python -m rather` is the command `rather`."""
 
+from __future__ import annotations
+
 import os
 import sys
 

@@ -374,7 +374,7 @@ def _report(peers: Peers, found: Mapping[int, Any]) -> int:
     if failures[rank].is_echo and deaths:
         died, how = deaths[0]
         text = f"{peers.names(role)[died]} died{how}. {DIED}"
-        return _print(Failure(WorkerLost.__name__, text, "", time.time()), "")
+        return _print(Failure(WorkerLost.__name__, text, "", failures[rank].at), "")
     where = place_of(failures, peers.world, role, peers.names(role).__getitem__)
     return _print(failures[rank], where)
 
