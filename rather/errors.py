@@ -115,8 +115,9 @@ def user_error(error: BaseException) -> RatherError | None:
                 f"out of memory ({text or type(cause).__name__}). Free some, raise the limit of "
                 "this process (ulimit -v), or use a machine with more."
             )
-    is_path = isinstance(error, OSError) and error.filename is not None
-    if is_path and error.errno not in (errno.ENOENT, errno.EEXIST):
+    if not isinstance(error, OSError) or error.filename is None:
+        return None
+    if error.errno not in (errno.ENOENT, errno.EEXIST):
         return DiskError(f"{error.filename}: {error.strerror}.")
     return None
 

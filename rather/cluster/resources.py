@@ -484,7 +484,7 @@ class LocalRay:
         """Remember the processes that Ray starts, and mark them and all that they start."""
         from ray._private import services
 
-        starts: dict[str, Callable[..., Any]] = {
+        starts: dict[str, Any] = {
             "gcs_server": services.start_gcs_server,
             "raylet": services.start_raylet,
         }

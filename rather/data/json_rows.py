@@ -22,7 +22,7 @@ WIDE_MARKS = {  # that of UTF-32 begins like that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
-WIDE_ZEROS = {  # which of the first four bytes are zero: JSON begins with ASCII
+WIDE_ZEROS: dict[tuple[bool, ...], str] = {  # which of the first four bytes are zero: JSON begins with ASCII
     (False, True, True, True): "utf-32-le", (True, True, True, False): "utf-32-be",
     (False, True, False, True): "utf-16-le", (True, False, True, False): "utf-16-be",
 }  # fmt: skip

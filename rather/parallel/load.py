@@ -194,14 +194,9 @@ def load_policy(
         _begin_head(causal_lm, info, start.seed)
     _refuse_bad_weights(name, causal_lm, info, dtypes)
     kept: dict[str, Tensor] = {}  # the float32 weights
-    wide = re.compile("|".join(causal_lm._keep_in_fp32_modules_strict or ["$^"]))
-    for key, parameter in causal_lm.named_parameters() if rounds else ():
-        if wide.search(key):
-            continue
-        value = parameter.detach().to(device)  # one at a time: a whole float32 model may not fit
-        if exact and not args.has_adapter:
-            kept[f"causal_lm.{key}"] = value
-        parameter.data = rounding.cast(key, value, compute)
+    if rounds:
+        keeps = exact and not args.has_adapter
+        kept = _round_weights(causal_lm, rounding, compute, device, keeps=keeps)
     # `.to(dtype)` would round the rotary buffers as well.
     causal_lm = causal_lm if args.quantization else causal_lm.to(device)
     causal_lm.config.dtype = source_dtype
@@ -224,6 +219,25 @@ def load_policy(
         policy.rounding = replace(rounding, held=frozenset(half))
     check_model(policy)
     return policy
+
+
+def _round_weights(
+    causal_lm: Any, rounding: Rounding, compute: torch.dtype, device: str, *, keeps: bool
+) -> dict[str, Tensor]:
+    """Move a float32 model to its device in half precision; if it `keeps` them, return the weights.
+
+    One weight at a time: a whole float32 model may not fit.
+    """
+    kept: dict[str, Tensor] = {}
+    wide = re.compile("|".join(causal_lm._keep_in_fp32_modules_strict or ["$^"]))
+    for key, parameter in causal_lm.named_parameters():
+        if wide.search(key):
+            continue
+        value = parameter.detach().to(device)
+        if keeps:
+            kept[f"causal_lm.{key}"] = value
+        parameter.data = rounding.cast(key, value, compute)
+    return kept
 
 
 def load_divided(

@@ -140,6 +140,7 @@ STAMPS = {
     "rather/coati.py",
     "rather/tracking/trackers.py",
     "rather/report/starts.py",
+    "rather/cluster/supervision.py",
 }
 JUMPING = {"time.time", "datetime.now", "datetime.utcnow"}
 ASKING_FOR_NAMES = {
