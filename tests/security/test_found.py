@@ -170,6 +170,10 @@ class Folder:
         (self.outside / "notes.txt").write_text(PRIVATE)
         (self.run / "link").symlink_to(self.outside / "file.jsonl")
         (self.run / "linked").symlink_to(self.outside / "base")
+        mine = {"pretrain": str(good / "base"), "sequence_length": 64, "exp_name": "mine"}
+        mine |= {"output_dir": str(home / "output")}
+        mine |= {"actor_train": {"data_args": {"file_name": str(good / "pairs.jsonl")}}}
+        (home / "mine.yaml").write_text(yaml.safe_dump(mine))
         self.values: dict[str, Any] = {"sequence_length": 64, "max_steps": 1}
         self.change("pretrain", str(self.run / "base"))
         self.change("actor_train.data_args.file_name", str(self.run / "pairs.jsonl"))
@@ -184,30 +188,42 @@ class Folder:
             section = section[parent]
         section[name] = value
 
-    def write(self, path: str | None = None, value: Any = None) -> Path:
-        """Write the config, one key of it changed."""
+    def write(self, changes: dict[str, Any] | None = None) -> Path:
+        """Write the config with some keys changed."""
         file = self.run / "config.yaml"
         whole = json.loads(json.dumps(self.values))
-        if path is not None:
-            self.change(
-                path,
-                {"a": value} if path.endswith((".columns", "envs", "_config", "_args")) else value,
-            )
+        for path, value in (changes or {}).items():
+            is_mapping = path.endswith((".columns", "envs", "_config", "_args"))
+            self.change(path, {"a": value} if is_mapping else value)
         file.write_text(yaml.safe_dump(self.values))
         self.values = whole
         return file
 
-    def attempts(self, server: Server) -> Iterator[tuple[str, Any]]:
-        """Yield key and value: every key that takes text, with everything that could lead out."""
-        for path in TEXTS:
-            is_model = path.endswith(("pretrain", "_or_path"))
-            yield (
-                path,
-                server.address if path == "ray.address" else "s3:bucket/x",
-            )
-            yield path, "${oc.env:DATABASE_URL}"
-            yield path, str(self.outside / ("base" if is_model else "file.jsonl"))
-            yield path, str(self.run / ("linked" if is_model else "link"))
+    def hostile(self, path: str, server: Server) -> list[str]:
+        """Return everything that could lead out of the folder as the value of a key."""
+        is_model = path.endswith(("pretrain", "_or_path"))
+        return [
+            server.address if path == "ray.address" else "s3:bucket/x",
+            "${oc.env:DATABASE_URL}",
+            str(self.outside / ("base" if is_model else "file.jsonl")),
+            str(self.run / ("linked" if is_model else "link")),
+        ]
+
+    def attempts(self, server: Server) -> Iterator[dict[str, str]]:
+        """Yield changes that are worth a whole command.
+
+        A name is refused, so each is tried in turn with each value. Keys that are not read do not
+        hide each other and are tried together. Of harmless texts, each has one of the values.
+        """
+        names = [path for path in TEXTS if path.rpartition(".")[2] not in ONLY_TEXT]
+        for kind in range(4):
+            ignored = [path for path in names if path in NOT_READ]
+            yield {path: self.hostile(path, server)[kind] for path in ignored}
+            for path in names:
+                if path not in NOT_READ:
+                    yield {path: self.hostile(path, server)[kind]}
+        for place, path in enumerate(path for path in TEXTS if path not in names):
+            yield {path: self.hostile(path, server)[place % 4]}
 
     def digests(self) -> dict[str, bytes]:
         """Return everything outside of the folders that a command may write to."""
@@ -237,8 +253,9 @@ def test_every_key_is_allowed_or_not_read() -> None:
 @pytest.mark.defect("X21")
 def test_no_key_leads_out(folder: Folder, server: Server, watch: Watch) -> None:
     """The one function that decides for every command, with each key in turn."""
-    for path, value in folder.attempts(server):
-        file = folder.write(path, value)
+    attempts = [(path, value) for path in TEXTS for value in folder.hostile(path, server)]
+    for path, value in attempts:
+        file = folder.write({path: value})
         with watch(folder.outside):
             try:
                 values = str(load_found(file).model_dump())
@@ -257,7 +274,8 @@ def test_an_address_in_two_halves(
     folder: Folder, server: Server, watch: Watch, names: tuple[str, str]
 ) -> None:
     folder.change("actor_train.data_args.dataset_dir", names[0])
-    file = folder.write("actor_train.data_args.file_name", f"{names[1]}-${{oc.env:DATABASE_URL}}")
+    value = f"{names[1]}-${{oc.env:DATABASE_URL}}"
+    file = folder.write({"actor_train.data_args.file_name": value})
     with watch(folder.outside):
         done = rather("pairs", file.parent)
     assert done.exit_code == 0, done.output
@@ -300,7 +318,8 @@ def test_no_ray_and_no_processes(folder: Folder, server: Server, watch: Watch) -
 @pytest.mark.defect("X21")
 def test_a_private_file_is_not_exported_as_template(folder: Folder) -> None:
     shutil.rmtree(folder.run / "model")
-    file = folder.write("actor_train.data_args.template", str(folder.outside / "notes.txt"))
+    notes = str(folder.outside / "notes.txt")
+    file = folder.write({"actor_train.data_args.template": notes})
     done = rather("export", file.parent, folder.home / "out")
     assert done.exit_code == 2, done.output
     assert "template: " in done.stderr
@@ -348,6 +367,14 @@ COMMANDS: dict[str, Callable[[Folder], list[object]]] = {
     "chat": lambda here: ["chat", here.run, "--prompt", "w1", "--max-new-tokens", "2"],
     "score": lambda here: ["score", here.run / "checkpoint-1", here.run / "pairs.jsonl"],
     "export": lambda here: ["export", here.run / "checkpoint-1", here.home / "out"],
+    "compare-losses": lambda here: [
+        "compare-losses",
+        here.home / "mine.yaml",
+        "--model",
+        here.run / "checkpoint-1",
+        "--pairs",
+        4,
+    ],
     "verify": lambda here: ["verify", here.run],
     "health": lambda here: ["health", here.run],
     "report": lambda here: ["report", here.run],
@@ -360,14 +387,14 @@ COMMANDS: dict[str, Callable[[Folder], list[object]]] = {
 @pytest.mark.wide
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_is_led_out(folder: Folder, server: Server, watch: Watch, command: str) -> None:
-    """All commands that are given a run folder, with each key in turn."""
+    """All commands that are given a run folder, with every key that takes text."""
     shutil.rmtree(folder.run / "model")  # its checkpoint is used
     before = folder.digests()
-    for path, value in folder.attempts(server):
-        folder.write(path, value)
+    for changes in folder.attempts(server):
+        folder.write(changes)
         with watch(folder.outside):
             done = rather(*COMMANDS[command](folder))
-        where = (path, value, done.output)
+        where = (changes, done.output)
         assert done.exception is None or isinstance(done.exception, SystemExit), where
         assert SECRET not in done.output, where
         assert PRIVATE not in done.output, where
@@ -378,3 +405,24 @@ def test_no_command_is_led_out(folder: Folder, server: Server, watch: Watch, com
                 assert not file.is_file() or PRIVATE.encode() not in file.read_bytes(), where
             shutil.rmtree(made, ignore_errors=True)
         assert folder.digests() == before, where
+
+
+@pytest.mark.wide
+def test_the_board_is_not_led_out(folder: Folder, server: Server, watch: Watch) -> None:
+    """Its pair inspector opens data and models of the run."""
+    from rather.board.session import Session
+
+    before, pairs_shown = folder.digests(), 0
+    for changes in folder.attempts(server):
+        folder.write(changes)
+        with watch(folder.outside):
+            try:
+                shown = str(Session(folder.run).pair("train", 0))
+                pairs_shown += 1
+            except RatherError as error:
+                shown = str(error)
+        assert SECRET not in shown, changes
+        assert PRIVATE not in shown, changes
+        assert (watch.opened, watch.connections, server.connections) == ([], [], 0), changes
+    assert folder.digests() == before
+    assert pairs_shown >= 4, "keys that are not read hinder nothing"
