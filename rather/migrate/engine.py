@@ -65,6 +65,7 @@ ESSENTIAL = {
     "learning rate": (_TRAINING + "learning_rate",),
     "batch": ("train_batch_size", _TRAINING + "per_device_train_batch_size"),
     "adapter": tuple(_MODEL + key for key in ("lora_rank", "lora_config", "adapter_name_or_path")),
+    "layers of the adapter": tuple(_MODEL + key for key in ("lora_target", "lora_config")),
     "precision": (_MODEL + "dtype",),
     "scored turns": ("actor_train.data_args.score",),
     "router loss": (_MODEL + "moe_aux_loss_coef",),
@@ -313,6 +314,9 @@ def _missing(determined: set[str], config: DPOConfig, peer: Peer) -> Iterator[Ou
     """Yield what makes a training and is neither in the source nor a default of the tool."""
     needless = {
         "beta": config.loss_names == ["sft"] or config.task == "reward",
+        # PEFT's own choice depends on the model; other tools choose all layers, as Rather does.
+        "layers of the adapter": not config.actor_train.model_args.lora_rank
+        or "lora_target_modules" not in peer.defaults,
         "scored turns": config.task != "sft",
         "router loss": not MIXTURE.search(str(config.pretrain)),
     }

@@ -400,7 +400,7 @@ def test_a_fraction_needs_a_length() -> None:
     assert DPOConfig(save_steps=None).interval("save_steps", None) is None
     with pytest.raises(ConfigError, match=r"save_steps: 0\.5 is a fraction of the run"):
         DPOConfig(save_steps=0.5).interval("save_steps", None)
-    with pytest.raises(ValueError, match="a fraction of the run between 0 and 1"):
+    with pytest.raises(ConfigError, match="a fraction of the run between 0 and 1"):
         DPOConfig(save_steps=1.5)
 
 

@@ -225,9 +225,12 @@ def test_keys_the_loss_refuses_are_reported_and_left_out() -> None:
 
 def test_adapter_only_where_it_is_asked_for() -> None:
     assert of({"lora_r": 8}).config.actor_train.model_args.lora_rank is None
-    config = of({"use_peft": True, "lora_dropout": 0.05}).config
+    peft = {"use_peft": True, "lora_dropout": 0.05}
+    config = of({**peft, "model_name_or_path": "meta-llama/Llama-3.2-1B"}).config
     assert config.actor_train.model_args.lora_rank == 16
     assert config.actor_train.model_args.lora_target == ["q_proj", "v_proj"]
+    unknown = of({**peft, "model_name_or_path": "microsoft/phi-2"})
+    assert "(layers of the adapter)" in {row.key for row in unknown.rows if row.status == MISSING}
 
 
 # ---- command lines

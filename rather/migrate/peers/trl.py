@@ -410,16 +410,17 @@ PEER = Peer(
         "(loss)": lambda given: UNSET if TRAINER in given else None,
         **{key: versioned(key) for key in (*DECISIVE, "logging_steps", "f_alpha_divergence_coef")},
         "auto_insert_empty_system_msg": lambda given: True if "dataset_mixer" in given else UNSET,
-        # Before 0.29, and in orpo.py and cpo.py, the router loss depends on config.json. PEFT chooses q_proj and v_proj
-        # for most families.
+        # Before 0.29, and in orpo.py and cpo.py, the router loss depends on config.json: it is on with output_router_logits,
+        # which is false in Mixtral's. PEFT chooses q_proj and v_proj for these families, and other layers for others.
         **defaults("""
             loss_type=kto if (trainer)=kto
             loss_type=sigmoid if (trainer)=dpo|cpo
             router_aux_loss_coef=0.001 if (trainer)=dpo|kto|sft if (old)=false if mixture model_name_or_path
+            router_aux_loss_coef=0.0 if (trainer)=orpo|cpo if model_name_or_path~Mixtral|mixtral
             cpo_alpha=1.0 simpo_gamma=0.5 if (trainer)=cpo
             beta=2.0 gamma_beta_ratio=0.25 if (trainer)=simpo
             beta=0.1 use_peft=false lora_r=16 lora_alpha=32
-            lora_target_modules=[q_proj,v_proj]
+            lora_target_modules=[q_proj,v_proj] if model_name_or_path~Llama|llama|istral|ixtral|Qwen|qwen|emma|SmolLM|ephyr
         """),
     },
     marks=f"{' '.join(key for key, own in trl_versions.unique_keys().items() if own in TRAINERS)} dataset_mixture dataset_mixer gamma_beta_ratio max_prompt_length "
