@@ -103,8 +103,7 @@ def _wide_encoding(start: bytes) -> str | None:
     """Return the UTF-16 or UTF-32 that a text is in: by its mark, or by zeros in its first letters."""
     if found := next((name for mark, name in WIDE_MARKS.items() if start.startswith(mark)), None):
         return found
-    zeros = [not byte for byte in start[:4]]
-    return WIDE_ZEROS.get(tuple(zeros))
+    return WIDE_ZEROS.get(tuple(not byte for byte in start[:4]))
 
 
 def row_too_large() -> DropReason:

@@ -168,8 +168,7 @@ def load_policy(
     with _opening(name, "weights"):
         folder = model_folder(name, args.revision)
         files = weight_files(folder) if folder else []
-        dtypes = _dtype_of_each(files)
-        is_wider = bool({*dtypes.values()} - {compute})
+        is_wider = bool(_dtypes(files) - {compute})
     rounds = is_wider and compute == torch.bfloat16 and not args.quantization
     rounds |= is_wider and exact and not args.has_adapter
     if args.quantization:
@@ -192,7 +191,7 @@ def load_policy(
     hf_logging.set_verbosity(shown)
     if reward:
         _begin_head(causal_lm, info, start.seed)
-    _refuse_bad_weights(name, causal_lm, info, dtypes)
+    _refuse_bad_weights(name, causal_lm, info, _dtype_of_each(files))
     kept: dict[str, Tensor] = {}  # the float32 weights
     if rounds:
         keeps = exact and not args.has_adapter

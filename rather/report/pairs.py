@@ -55,7 +55,7 @@ def read_ledgers(run_dir: Path) -> tuple[Any, Any]:
         table = pa.Table.from_batches(read_batches(file), LEDGER_SCHEMA)
         is_held_out = table.column("gradient_weight").is_null()
         return table.filter(pa.compute.invert(is_held_out)), table.filter(is_held_out)
-    except (OSError, ValueError) as error:  # of Arrow, too
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{file}: cannot be read ({error}). Runs with task: preference write it unless pair_ledger is false."
         ) from error

@@ -50,7 +50,7 @@ def _digest(batch: Any) -> str:
 
 
 def read_batches(file: Path) -> Iterator[Any]:
-    """Yield the batches of a ledger; raise ValueError, OSError or ArrowInvalid if it is damaged.
+    """Yield the batches of a ledger; raise OSError or ValueError if it is damaged.
 
     A run that writes, or was killed, may leave half a batch at the end, which is left out. Batches
     of earlier versions have no digest.
@@ -58,9 +58,12 @@ def read_batches(file: Path) -> Iterator[Any]:
     os.close(own(file, os.O_RDONLY))  # raises if it is a link or a pipe
     with pa.memory_map(str(file)) as mapped:
         size, read = mapped.size(), 0
-        reader = pa.ipc.open_stream(mapped)
+        try:
+            reader = pa.ipc.open_stream(mapped)
+        except pa.ArrowException as error:
+            raise ValueError(str(error)) from error
         if reader.schema != LEDGER_SCHEMA:
-            raise pa.ArrowInvalid("it has other columns than a ledger")
+            raise ValueError("it has other columns than a ledger")
         one_row = pa.RecordBatch.from_pylist([dict.fromkeys(LEDGER_SCHEMA.names, 0)], LEDGER_SCHEMA)
         mark = ledger_part(one_row, is_first=False)[:MARK]
         while True:
@@ -73,7 +76,7 @@ def read_batches(file: Path) -> Iterator[Any]:
                 break
             except MemoryError:  # compressed: a ledger never is
                 raise ValueError("its numbers are larger than the file") from None
-            except (OSError, pa.ArrowInvalid) as error:
+            except (OSError, pa.ArrowException) as error:
                 reason = str(error).partition("\n")[0]
                 break
             read += batch.nbytes

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -26,8 +27,10 @@ from rather import cli, errors
 from rather.board.serve import ROUTES, Board
 from rather.config import load as load_module
 from rather.config.load import load
+from rather.data import cache as cache_module
 from rather.data.save import DATA
-from rather.tracking.json_lines import flatten
+from rather.report.pairs import read_ledger
+from rather.tracking.json_lines import LEDGER, flatten
 from tests.fuzz.harness import STDERR, STDOUT, Case, Kind, command
 from tests.fuzz.mutators import BYTES, TEXT, damage, replace, swap
 from tests.tiny import WORDS, make_config
@@ -74,6 +77,7 @@ class World:
         assert command(["train", str(self.config)]) == 0
         self.run = folder / "output" / "run"
         self.results = {name: self._saved(folder / name) for name in self.files}
+        self._printed(*self.preparing(folder / "rows.jsonl", folder / "inputs" / "cached" / "out"))
         self.score = self._printed("score", *self.scoring(self.model))
         self.unchanged = self._printed("compare", str(self.run), str(self.run), "--json")
         longer = shutil.copytree(self.run, folder / "inputs" / "longer" / "run")
@@ -325,6 +329,100 @@ def tensors_of(file: Path) -> dict[str, tuple[Any, bytes]]:
     }
 
 
+def model_configs(world: World, draw: Random, folder: Path) -> Case:
+    """A config.json of the same values gives the same scores; others are judged by no one here."""
+    model = Path(shutil.copytree(world.model, folder / "model"))
+    file = model / "config.json"
+    before = json.loads(file.read_bytes())
+    what = damage(file, draw, TEXT)
+
+    def judge(code: int) -> str | None:
+        if code or json.loads(file.read_bytes()) != before:
+            return None
+        text = (folder / STDOUT).read_text().replace(str(model), str(world.model))
+        return None if text == world.score else "the same config gives other scores"
+
+    return Case(what, ["score", *world.scoring(model)], judge)
+
+
+def tokenizers(world: World, draw: Random, folder: Path) -> Case:
+    """A tokenizer of the same content gives the same pairs."""
+    model = Path(shutil.copytree(world.model, folder / "model"))
+    file = model / draw.choice(["tokenizer.json", "tokenizer.json", "tokenizer_config.json"])
+    before = json.loads(file.read_bytes())
+    what = damage(file, draw, TEXT)
+    rows, out = world.folder / "rows.jsonl", folder / "out"
+
+    def judge(code: int) -> str | None:
+        if code or json.loads(file.read_bytes()) != before:
+            return None
+        return same_pairs(world.results[rows.name], (row["id"] for row in ROWS), out)
+
+    arguments = [*world.preparing(rows, out), f"pretrain={model}"]
+    return Case(what, arguments, judge, forks=draw.random() < 0.9)
+
+
+def token_caches(world: World, draw: Random, folder: Path) -> Case:
+    """A damaged entry is built again: the pairs are those of the rows. Some have a good checksum."""
+    rows, out = world.folder / "rows.jsonl", folder / "out"
+    place = Path(shutil.copytree(world.folder / "inputs" / "cached" / "cache", folder / "cache"))
+    (entry,) = place.glob("*.arrow")
+    file = draw.choice([entry, entry.with_suffix(".json"), place / "files.json"])
+    crafted = file != place / "files.json" and draw.random() < 0.7
+    if crafted and file == entry:
+        what = f"crafted {damage(file, draw, BYTES)}"
+    elif crafted:
+        report = folder / "report"
+        report.write_text(json.dumps(json.loads(file.read_bytes())["report"]))
+        what = f"crafted {damage(report, draw, TEXT)}"
+    else:
+        what = damage(file, draw, TEXT)
+    if crafted:
+        _sign(entry, folder / "report")
+
+    def judge(code: int) -> str | None:
+        if code:
+            return "a damaged cache ended the command"
+        if crafted:  # a stranger may write other tokens with a good checksum
+            return None
+        return same_pairs(world.results[rows.name], (row["id"] for row in ROWS), out)
+
+    return Case(what, world.preparing(rows, out), judge)
+
+
+def _sign(entry: Path, report: Path) -> None:
+    """Give an entry of the token cache the checksum of what it holds."""
+    known = json.loads(entry.with_suffix(".json").read_bytes())["report"]
+    with suppress(ValueError, RecursionError):
+        known = json.loads(report.read_bytes()) if report.exists() else known
+    text = json.dumps({"sha256": cache_module._sha(entry, known), "report": known})
+    entry.with_suffix(".json").write_text(text, errors="surrogateescape")
+
+
+def ledgers(world: World, draw: Random, folder: Path) -> Case:
+    """Findings of a ledger that has changed are those of the good one, or there are none."""
+    run = Path(shutil.copytree(world.run, folder / "run"))
+    file = run / LEDGER
+    what = replace(file, draw, world.canary) if draw.random() < 0.1 else damage(file, draw, BYTES)
+    arguments: Sequence[str] = draw.choice([["verify", str(run)], ["pairs", str(run), "--json"]])
+
+    def judge(code: int) -> str | None:
+        if code:
+            return None
+        if arguments[0] == "verify":
+            # What follows the last checkpoint may be half a step of a run that was killed.
+            good = (world.run / LEDGER).read_bytes()
+            same = not os.path.lexists(file) or file.read_bytes().startswith(good)
+            return None if same else "a damaged ledger is called good"
+        # Half a step at the end may be missing.
+        found = read_ledger(run).to_pylist()
+        whole = read_ledger(world.run).to_pylist()
+        return None if found[: len(whole)] == whole[: len(found)] else "other numbers than those of the run"
+
+    # `pairs` also says that it does not read the texts of a folder that came from elsewhere.
+    return Case(what, arguments, judge, own_message=True)
+
+
 def checkpoints(world: World, draw: Random, folder: Path) -> Case:
     """A damaged checkpoint is never called good, and a run that resumes has the same bits."""
     run = Path(shutil.copytree(world.run, folder / "output" / "run"))
@@ -467,6 +565,10 @@ KINDS: dict[str, Kind] = {
     "arrow": _table("rows.arrow", lambda file: pa.ipc.open_file(pa.BufferReader(file.read_bytes())).read_all()),
     "parquet": _table("rows.parquet", lambda file: pq.read_table(file)),
     "safetensors": safetensors,
+    "model configs": model_configs,
+    "tokenizers": tokenizers,
+    "token caches": token_caches,
+    "ledgers": ledgers,
     "checkpoints": checkpoints,
     "run folders": run_folders,
     "board requests": board_requests,

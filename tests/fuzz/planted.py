@@ -26,15 +26,15 @@ class Bug(NamedTuple):
 
 
 def _loses_the_row_before_a_bad_one() -> list[Any]:
-    chunks = prepare.chunks
+    chunks_of = prepare.chunks_of
 
     def losing(*given: Any) -> Iterator[Any]:
-        for chunk in chunks(*given):
+        for chunk in chunks_of(*given):
             ends = [str(raw).rstrip("'").endswith("}") for _, raw in chunk.rows]
             kept = zip(chunk.rows, [*ends[1:], True], ends, strict=True)
             yield replace(chunk, rows=tuple(row for row, *good in kept if all(good)))
 
-    return [patch.object(prepare, "chunks", losing)]
+    return [patch.object(prepare, "chunks_of", losing)]
 
 
 def _hashes_nothing() -> list[Any]:
