@@ -15,6 +15,7 @@ from typing import Any
 
 from rather.data.json_rows import MAX_ROW_BYTES, DropReason, RawRow
 from rather.errors import DataError
+from rather.files import parse_json
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 NUMBERS = ("weight", "margin", "soft_label", "score", "label", "kto_tag")
@@ -95,6 +96,6 @@ def _value(name: str, cell: str) -> Any:
 
 def _parsed(text: str, otherwise: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return otherwise

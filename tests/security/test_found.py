@@ -62,7 +62,7 @@ NOT_READ = """
 ONLY_TEXT = """
     pref_loss chosen_key rejected_key metric_for_best_model revision format columns separator
     encoding lora_target modules_to_save additional_target lr_scheduler_kwargs loss_args
-    init_lora_weights
+    init_lora_weights default_system
 """.split()  # noqa: SIM905
 
 

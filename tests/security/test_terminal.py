@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 TITLE = "\x1b]0;another title\x07\x9b2J[/red]"  # also markup of rich, which may not be closed
 # These print numbers and texts of Rather, or redact what they print.
 DIRECT = {"cli.py", "commands/terminal.py", "run_folder/control.py", "tracking/run.py"}
-DIRECT |= {"tracking/logs.py", "cluster/supervision.py", "data/show.py"}
+DIRECT |= {"tracking/logs.py", "cluster/supervision.py", "cluster/resources.py", "data/show.py"}
 
 
 def refuse_control(text: str) -> None:
