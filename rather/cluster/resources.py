@@ -580,6 +580,9 @@ def connected(
     _read_environment_again()
     options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "num_cpus": 1}
     options["resources"] = {SLOT: float(devices)}
+    # Else this process is accepted only once a worker that nobody has asked for has started; on a
+    # busy machine that worker misses a deadline, and this process waits for ever.
+    options["_system_config"] = {"prestart_worker_first_driver": False}
     # Ray lets every user change what is in its own folder in /tmp.
     options["_temp_dir"] = str(folder / "ray")
     local, began = local or LocalRay(folder), time.monotonic()
