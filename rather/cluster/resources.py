@@ -86,6 +86,8 @@ def name_of(role: str, rank: int, seats: Sequence[Seat]) -> str:
 class ResourceManager:
     """Places one process on each device of a mapping; roles with equal mappings share processes."""
 
+    _local: LocalRay | None = None  # the Ray that this process started
+
     def __init__(
         self,
         num_nodes: int = 1,
@@ -105,7 +107,6 @@ class ResourceManager:
         self.is_stopped = self._closed = False
         self._placed: Any = None
         self._ray: Any = None
-        self._local: LocalRay | None = None
         self._server = ""  # address of Ray's own server; unknown behind a ray:// proxy
         self._heard = time.monotonic()  # from the server
         # For the token and Ray's own files.

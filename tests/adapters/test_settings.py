@@ -47,7 +47,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"lora_rank": 4, "lora_dropout": 0.1},
         {},
-        "lora_dropout: 0.1 is not a number >= 0 and <= 0: preference training",
+        "lora_dropout: 0.1 is not 0: both answers of a pair must see the same weights",
     ),
     ({"lora_alpha": 4}, {}, "lora_alpha: needs actor_train.model_args.lora_rank"),
     ({"use_dora": True}, {}, "use_dora: needs actor_train.model_args.lora_rank"),

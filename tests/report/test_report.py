@@ -249,7 +249,7 @@ def test_findings_answers_and_incidents(text: str) -> None:
 
 def test_pairs_of_the_ledger_are_shown(text: str) -> None:
     assert "Margins of the pairs" in text
-    assert "The most suspicious pairs" in text
+    assert "The pairs with the highest flip score" in text
     assert "cannot be shown" not in text
 
 

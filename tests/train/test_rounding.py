@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 from rather.checkpoint import manifest
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.commands.export import export, merge
+from rather.config.found import signed
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ModelArgs
 from rather.errors import CheckpointError, ConfigError
@@ -246,7 +247,9 @@ def older(nearest: DPOConfig, name: str) -> Path:
     (folder / ".finished").unlink()
     (folder / "LATEST").write_text("checkpoint-3\n")
     text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace("rounding: nearest\n", ""))
+    # Signed again, as its own run would have.
+    text = text.partition("\n")[2].replace("rounding: nearest\n", "")
+    (folder / "config.yaml").write_text(signed(text))
     path = folder / "checkpoint-3"
     state = json.loads((path / "state.json").read_text())
     assert state["identity"].pop("rounding") == "nearest"
