@@ -533,7 +533,9 @@ class HealthWatch(Tracker):
     ) -> None:
         self.file = run_dir / HEALTH
         before = read_findings(run_dir) if start_step else []
-        kept = [one for one in before if one.step <= start_step and one.name not in AT_END]
+        # The rules read all lines again, below: a longer run is not over where a shorter one was.
+        again = {*AT_END, *RULES}
+        kept = [one for one in before if one.step <= start_step and one.name not in again]
         self.health = Health(total_steps, unit, known={one.name for one in kept})
         kept += [one for one in data_findings(run_dir) if one.name not in self.health.known]
         # Do not log again what the log has already: findings after the checkpoint come back, and
