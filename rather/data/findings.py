@@ -135,7 +135,7 @@ RULES: dict[str, Rule] = {
     ),
     "length_bias": (
         0,
-        0.8,
+        2.0,  # never serious: many good sets prefer longer answers
         (),
         'accuracy of "pick the {which} answer": {percent} (median difference {difference:+.0f} '
         "tokens, correlation {correlation:+.2f}): a model may learn only that.",
