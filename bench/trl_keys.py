@@ -4,7 +4,7 @@
 
 TRL_GIT_DIRECTORY has the history and the tags of huggingface/trl. Of each minor version since 0.8
 the last patch is read, and HEAD. The other arguments are `training_args.py` of several versions of
-transformers: every config of TRL inherits these fields, so none of them tells trainers apart.
+transformers: every config of TRL inherits these fields, so none of them identifies a trainer.
 The sources are parsed, never imported.
 
 The table has, for each trainer, its keys by the versions that had them ("0.9 0.28": from the first

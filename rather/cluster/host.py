@@ -57,7 +57,7 @@ class Process:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether it has ended, even if its parent has not been told yet."""
+        """Return whether it has ended, even if its parent has not collected it yet."""
         if not self.is_here:
             return False
         fields = _stat(self.pid)
@@ -65,7 +65,7 @@ class Process:
 
     @property
     def signal(self) -> int | None:
-        """Return the signal that ended it; None if another one did, or its parent was told."""
+        """Return the signal that ended it; None if unknown, as after its parent collected it."""
         fields = _stat(self.pid)
         is_ended = len(fields) > EXIT_STATUS and fields[STARTED] == self.started
         return int(fields[EXIT_STATUS]) & 0x7F or None if is_ended and fields[0] == "Z" else None

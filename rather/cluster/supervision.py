@@ -358,8 +358,8 @@ def report_first_failure(work: Callable[[], int]) -> int:
                 code = int(peers.store.get("code"))
             else:
                 peers.write("process", asdict(Process.this()))
-                told = [asdict(own), role, death]
-                code = peers.settle("failure", told, GRACE, partial(_report, peers))
+                report = [asdict(own), role, death]
+                code = peers.settle("failure", report, GRACE, partial(_report, peers))
         except dist.DistError:  # torchrun's store is gone, or not there yet
             code = _print(own, "")
     raise SystemExit(code)

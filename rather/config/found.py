@@ -178,7 +178,7 @@ class _Names:
         return value
 
     def _located(self, key: str, value: Any, folder: Any) -> Any:
-        """Return file names, also in lists and named sets, as paths that are no addresses."""
+        """Return file names, also in lists and named sets, as local paths; refuse addresses."""
         if isinstance(value, list):
             return [self._located(key, item, folder) for item in value]
         if isinstance(value, dict):

@@ -37,7 +37,7 @@ double_eos: several end tokens became one
 duplicate_pair: the same one again
 empty_prompt: nothing is asked
 empty_response: an answer of white space
-end_as_text: the template ends answers with text that is no token
+end_as_text: the template ends answers with text instead of a token
 eos_lost: a cut answer without its end token
 eos_text_removed: EOS written as text at the end of an answer
 glued_boundary: prompt and answer run together; set data_args.separator

@@ -390,7 +390,7 @@ def _outcome(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
 
 
 def _without_rule(peer: Peer, key: str, value: Any) -> Outcome:
-    """Say whether the tool has a setting at all; only a list of its settings can tell."""
+    """Say whether the tool has a setting at all; decided by the list of its settings."""
     if value is None:
         return Outcome(NEEDLESS, note="empty")
     if key in peer.settings:
