@@ -412,7 +412,7 @@ MUTATIONS = (
     ),
     Mutation(
         "health: any part of the gain that is given back is overfitting",
-        "rather/tracking/health.py",
+        "rather/tracking/health/rules.py",
         "GIVEN_BACK = 0.25",
         "GIVEN_BACK = 0.0",
         ("tests/health/test_health.py::test_a_held_out_loss_that_rises_counts_if_a_quarter_of_the_gain_is_given_back",),

@@ -89,6 +89,6 @@ def test_one_step_is_a_few_files(traced: dict[str, dict[str, set[int]]]) -> None
 def test_the_loop_is_a_few_files(traced: dict[str, dict[str, set[int]]]) -> None:
     loop = traced["loop"]
     assert {"pipeline/loop.py", "pipeline/saving.py", "checkpoint/checkpoint.py"} <= set(loop)
-    assert len(loop) <= 37, "\n".join(sorted(loop))
+    assert len(loop) <= 39, "\n".join(sorted(loop))
     sizes = {name: (PACKAGE / name).read_text(encoding="utf-8").count("\n") for name in loop}
-    assert max(sizes.values()) <= 660, sizes
+    assert max(sizes.values()) <= 500, sizes
