@@ -49,8 +49,8 @@ from rather.losses.objective import from_config
 from rather.pipeline.loop import TrainingLoop
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import PreparedSteps
-from rather.report.write import LiveReport
 from rather.run_folder.control import StopRequest
+from rather.tools.report.write import LiveReport
 from rather.tracking.run import RunTracker
 from rather.train.rank_trainer import StepResult
 

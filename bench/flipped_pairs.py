@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 from common import RESULTS, machine
 
-from rather.commands import demo
 from rather.config.load import config_from_dict, load
 from rather.data.pairs import hex_id
 from rather.data.prepare import prepare
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report.folder import FINISHED
-from rather.report.pairs import UNDECIDED, Doctor, Flags, Floats, PairHistory, auc
+from rather.run_folder.names import FINISHED
+from rather.tools import demo
+from rather.tools.report.pairs import UNDECIDED, Doctor, Flags, Floats, PairHistory, auc
 
 SHARES, SEEDS = (0.1, 0.2, 0.3), (0, 1, 2, 3)
 BARS = {"politeness": 0.80, "stories": 0.70}  # AUC at 20 %

@@ -32,11 +32,11 @@ import torch
 from common import RESULTS, machine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather.commands.demo import queries, write_base, write_run
 from rather.config.load import config_from_dict
 from rather.config.run_config import DPOConfig
 from rather.model.generate import Decoding, generate
 from rather.pipeline.pipeline import DPOPipeline
+from rather.tools.demo import queries, write_base, write_run
 from rather.tracking.health import (
     AT_END,
     Health,

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from rather.data.batch import TokenPair
 from rather.data.prepare import prepare
-from rather.report.pairs import PairHistory, auc, read_ledger
+from rather.tools.report.pairs import PairHistory, auc, read_ledger
 
 SHARE, SIDE = 0.2, 8
 MATTERS = 0.01  # of the AUC: a smaller gain is not worth the code

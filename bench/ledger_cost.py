@@ -26,7 +26,7 @@ from common import machine
 
 from rather.config.load import config_from_dict
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report.pairs import read_ledger
+from rather.tools.report.pairs import read_ledger
 
 
 class Alternating(DPOPipeline):

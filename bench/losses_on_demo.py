@@ -23,7 +23,12 @@ from typing import Any
 import torch
 import yaml
 
-from rather.commands.demo import (
+from rather.config.load import config_from_dict, load
+from rather.config.run_config import DPOConfig
+from rather.losses.losses import LOSSES
+from rather.pipeline.pipeline import DPOPipeline
+from rather.recipes import find_recipe
+from rather.tools.demo import (
     ACCURACY,
     SEED,
     Query,
@@ -34,11 +39,6 @@ from rather.commands.demo import (
     write_base,
     write_run,
 )
-from rather.config.load import config_from_dict, load
-from rather.config.run_config import DPOConfig
-from rather.losses.losses import LOSSES
-from rather.pipeline.pipeline import DPOPipeline
-from rather.recipes import find_recipe
 
 RECIPES = {
     "sigmoid": "dpo",

@@ -38,10 +38,10 @@ from rather.cli import app
 from rather.config.run_config import DPOConfig
 from rather.config.schema import as_list
 from rather.errors import ConfigError
-from rather.migrate.engine import Migrated, migrate, with_program
-from rather.migrate.peers import PEERS
-from rather.migrate.rules import INCOMPLETE
-from rather.migrate.source import SourceSettings, read_file, read_line
+from rather.tools.migrate.engine import Migrated, migrate, with_program
+from rather.tools.migrate.peers import PEERS
+from rather.tools.migrate.rules import INCOMPLETE
+from rather.tools.migrate.source import SourceSettings, read_file, read_line
 
 HERE = Path(__file__).parent
 RESULTS, EXPECTED = HERE / "results" / "migrate_examples.json", HERE / "migrate_expected.json"

@@ -5,7 +5,7 @@
 FOLDER has a git checkout of LLaMA-Factory, axolotl, ms-swift, OpenRLHF and ColossalAI. Nothing of
 them is run: fields of classes and calls of add_argument are read from the syntax trees. Tools that
 take the arguments of transformers' Trainer get the fields of the installed version as well. Writes
-rather/migrate/keys/TOOL.txt: names, and defaults where they are literals. Only of a tool with such a
+rather/tools/migrate/keys/TOOL.txt: names, and defaults where they are literals. Only of a tool with such a
 list may a message say that it has no such setting.
 """
 

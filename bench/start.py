@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from common import RESULTS, SHAPES, table, write_facts
 
-from rather.commands.demo import make_tokenizer, pair, queries
+from rather.tools.demo import make_tokenizer, pair, queries
 
 PAIRS = 64
 

@@ -1,4 +1,4 @@
-"""Make rather/migrate/peers/trl_keys.json: which settings each config of TRL had, by version.
+"""Make rather/tools/migrate/peers/trl_keys.json: which settings each config of TRL had, by version.
 
     python bench/trl_keys.py TRL_GIT_DIRECTORY TRAINING_ARGS.py...
 

@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 from common import RESULTS, machine
 
-from rather.commands.demo import run_demo
 from rather.commands.score import score
-from rather.commands.sweep import combinations, train_here
 from rather.commands.terminal import settings
-from rather.commands.tune import AROUND, BETA, RANGE, RATE, Tuning, seconds_of, tune
 from rather.config.run_config import DPOConfig
+from rather.tools.demo import run_demo
+from rather.tools.sweep import combinations, train_here
+from rather.tools.tune import AROUND, BETA, RANGE, RATE, Tuning, seconds_of, tune
 
 TEST = "compared.jsonl"
 NO_EVALUATION = ["validation.data_args.file_name=null"]  # it is scored at the end

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rather.board.serve import Board
-from rather.commands.demo import queries, write_base, write_run
 from rather.config.load import load
 from rather.data.pairs import hex_id
 from rather.data.prepare import prepare
+from rather.tools.board.serve import Board
+from rather.tools.demo import queries, write_base, write_run
 from rather.tracking.json_lines import strict_json
 from tests.browser import ARGUMENTS, MISSING, NAMES, NARROW, WIDE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from contextlib import closing, nullcontext, redirect_stdout
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,9 +15,7 @@ from typer.core import TyperGroup
 
 from rather.commands import models, prepare, runs
 from rather.commands.doctor import doctor_command
-from rather.commands.pairs import pairs_command
 from rather.commands.terminal import (
-    AsJson,
     ConfigPath,
     Imports,
     Overrides,
@@ -25,10 +23,10 @@ from rather.commands.terminal import (
     echo,
     print_json,
     settings,
-    writable,
 )
 from rather.config.redaction import redact
 from rather.errors import ConfigError, user_error
+from rather.registry import tool
 from rather.run_folder.control import PATIENCE, StopRequest, leave_within
 
 
@@ -121,65 +119,6 @@ def train(
 
 
 @command
-def sweep(
-    config: ConfigPath,
-    values: list[str],
-    by: str | None = None,
-    overwrite: bool = False,
-    as_json: AsJson = False,
-    imports: Imports = None,
-) -> int:
-    """Train every combination of some values. Run the same command again to resume.
-
-    Runs share one pass of the reference. With more GPUs than one run needs, several runs train
-    side by side. A run that fails does not stop the others; the sweep exits with its code.
-
-    values: Keys with several values, such as beta=0.01,0.05; or with one.
-    by: Held-out metric that decides; default: eval/rewards/accuracies, or eval/loss.
-    overwrite: Start an existing sweep from scratch.
-    """
-    from rather.commands.sweep import choose_metric, plan_sweep, print_results, results
-
-    planned = plan_sweep(config, values, overwrite=overwrite)
-    metric = choose_metric(planned.base, by)
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what the runs print
-        planned.run()
-    found = results(planned, metric)
-    print_json(found) if as_json else print_results(planned, found)
-    return planned.exit_code
-
-
-@command
-def tune(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    budget: str = "20m",
-    losses: str | None = None,
-    out: Annotated[Path, typer.Option(callback=writable)] = Path("tuned.yaml"),
-    as_json: AsJson = False,
-    imports: Imports = None,
-) -> None:
-    """Choose learning rate and beta on held-out pairs within a time budget.
-
-    A learning-rate range test, then successive halving. Run the same command again to resume.
-
-    budget: Time to use, such as 90s, 20m or 1.5h.
-    losses: Also compare these losses: sigmoid,ipo.
-    out: Write the YAML of the best setting here.
-    """
-    from rather.commands import tune as tuning
-
-    seconds = tuning.seconds_of(budget)
-    with redirect_stdout(sys.stderr):  # what the runs print
-        done = tuning.tune(config, overrides or [], seconds, losses.split(",") if losses else [])
-    found = done.result()
-    tuning.write_best(done, found, out)
-    print_json(found) if as_json else tuning.print_result(found)
-    if not as_json:
-        typer.echo(f"Best: {found['best']}; written to {out}")
-
-
-@command
 def evaluate(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -203,39 +142,26 @@ def evaluate(
         print_json(pipeline.evaluate())
 
 
-@command
-def demo(
-    out: Path = Path("rather-demo"),
-) -> int:
-    """Build a tiny model, train it, and show its answers before and after. Needs no network.
-
-    out: Folder for everything the demo writes.
-    """
-    from rather.commands.demo import run_demo
-
-    return run_demo(out)
-
-
 COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "Train": (
         ("train", train, "dpo.yaml beta=0.05 actor_train.training_args.learning_rate=1e-6"),
-        ("sweep", sweep, "dpo.yaml beta=0.01,0.05,0.1"),
-        ("tune", tune, "dpo.yaml --budget 20m --out tuned.yaml"),
+        ("sweep", tool("sweep"), "dpo.yaml beta=0.01,0.05,0.1"),
+        ("tune", tool("tune"), "dpo.yaml --budget 20m --out tuned.yaml"),
         ("eval", evaluate, "dpo.yaml --model output/dpo/model"),
-        ("demo", demo, "--out rather-demo"),
+        ("demo", tool("demo"), "--out rather-demo"),
     ),
     "Prepare": (
         ("data", prepare.data_command, "dpo.yaml --html data.html"),
         ("plan", prepare.plan_command, "dpo.yaml --gpus 8 --gpu h100"),
         ("doctor", doctor_command, "dpo.yaml"),
-        ("migrate", prepare.migrate_command, "trl.yaml --out dpo.yaml"),
+        ("migrate", tool("migrate"), "trl.yaml --out dpo.yaml"),
     ),
     "Watch and manage runs": (
-        ("board", runs.board_command, "output"),
-        ("pairs", pairs_command, "output/dpo --write corrections.jsonl"),
+        ("board", tool("board"), "output"),
+        ("pairs", tool("pairs"), "output/dpo --write corrections.jsonl"),
         ("health", runs.health_command, "output/dpo"),
-        ("report", runs.report_command, "output/dpo"),
-        ("compare", runs.compare_command, "output/a output/b"),
+        ("report", tool("report"), "output/dpo"),
+        ("compare", tool("compare"), "output/a output/b"),
         ("stop", runs.stop_command, "output/dpo"),
         ("save-now", runs.save_now_command, "dpo.yaml"),
         ("verify", runs.verify_command, "output/dpo"),

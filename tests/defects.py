@@ -24,7 +24,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Modules that a name has moved to since: an old commit gets them, so that tests run there.
-MOVED = {"rather/config/run_config.py": "from rather.config.schema import FOR_A_RUN, DPOConfig\n"}
+MOVED = {
+    "rather/config/run_config.py": "from rather.config.schema import FOR_A_RUN, DPOConfig\n",
+    "rather/pipeline/starts.py": "from rather.report.starts import *\n",
+    "rather/run_folder/names.py": "from rather.report.folder import *\n",
+    "rather/tools/__init__.py": "",
+    "rather/tools/commands.py": "from rather.commands.runs import *\n",
+}
+ROOMS = {"migrate": "rather.migrate", "board": "rather.board", "report": "rather.report"}
+COMMANDS = ("sweep", "tune", "compare", "pairs", "demo")
+SAME_MODULE = "import sys, {old}\nsys.modules[__name__] = sys.modules['{old}']\n"
 PATIENCE = 1800  # seconds for the tests of one file
 
 
@@ -107,10 +116,27 @@ def old_tree(commit: str, folder: Path) -> Path:
     shutil.rmtree(tree / "tests")
     shutil.copytree(ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tree)
-    for name, text in MOVED.items():
+    for name, text in (MOVED | moved_tools(tree)).items():
         if not (tree / name).exists():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
             (tree / name).write_text(text, encoding="utf-8")
     return tree
+
+
+def moved_tools(tree: Path) -> dict[str, str]:
+    """Return modules of `rather.tools` that are those of an old commit under their new names."""
+    olds = {name: f"rather.commands.{name}" for name in COMMANDS}
+    moved = {}
+    for room, old in ROOMS.items():
+        folder = tree / old.replace(".", "/")
+        moved[f"rather/tools/{room}/__init__.py"] = f"from {old} import *\n"
+        for file in folder.rglob("*.py"):
+            name = file.relative_to(folder).with_suffix("").as_posix()
+            if file.name != "__init__.py":
+                olds[f"{room}/{name}"] = f"{old}.{name.replace('/', '.')}"
+    moved["rather/tools/migrate/peers/__init__.py"] = "from rather.migrate.peers import *\n"
+    moved |= {f"rather/tools/{new}.py": SAME_MODULE.format(old=old) for new, old in olds.items()}
+    return moved
 
 
 def main() -> int:

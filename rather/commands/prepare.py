@@ -1,4 +1,4 @@
-"""Commands before a run: `data`, `migrate`, `config`, `recipes`, and the arguments of `plan`."""
+"""Commands before a run: `data`, `config`, `recipes`, and the arguments of `plan`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from rather.commands.terminal import (
     print_table,
     settings,
 )
-from rather.errors import ConfigError
-from rather.migrate import NAMES
 from rather.recipes import copy_recipe, find_recipe, list_recipes
+from rather.registry import tool
 
 if TYPE_CHECKING:
     from rather.config.run_config import DPOConfig
@@ -69,7 +68,6 @@ def data_command(
     from rather.data.save import save as save_pairs
     from rather.data.show import print_report, show_pairs, token_view
     from rather.data.template import tokenizer_of
-    from rather.report.sections import data_page
 
     prepared = prepare(given)
     report, console = dict(prepared.report), Console(stderr=as_json)
@@ -92,7 +90,7 @@ def data_command(
     for folder in save_pairs(prepared, save) if save else ():
         echo(f"tokenised pairs are in {folder}", err=as_json)
     if html:
-        html.write_text(data_page(report, given.exp_name), encoding="utf-8")
+        html.write_text(tool("data_page")(report, given.exp_name), encoding="utf-8")
         echo(f"the page is in {html}", err=as_json)
 
 
@@ -129,60 +127,6 @@ def plan_command(
     from rather.commands.plan import plan
 
     plan(config, overrides or [], gpus, gpu, as_json=as_json)
-
-
-@command
-def migrate_command(
-    source: MaybeFile = None,
-    line: str | None = None,
-    peer: Annotated[
-        str | None, typer.Option("--from", help=f"The tool: {' | '.join(NAMES)}.")
-    ] = None,
-    out: Path = Path("dpo.yaml"),
-    trainer: str | None = None,
-    devices: Annotated[int | None, typer.Option(min=1)] = None,
-    force: Force = False,
-    as_json: AsJson = False,
-) -> int | None:
-    """Convert a config of TRL, LLaMA-Factory, Axolotl and others, and list every difference.
-
-    A conversion that is not complete is written as `*.incomplete.yaml`, with exit code 2.
-
-    line: The command line itself.
-    out: The YAML to write.
-    source: YAML or JSON file, or a text file with a command line or shell script.
-    trainer: The tool's trainer or program that reads the file, such as dpo, kto or orpo of TRL.
-    devices: Number of devices, if no launcher sets it.
-    """
-    from rather.files import write_new
-    from rather.migrate.engine import guess, migrate, summary, with_program
-    from rather.migrate.peers import PEERS
-    from rather.migrate.source import read_file, read_line
-
-    if (source is None) == (line is None):
-        raise ConfigError("Pass either a file or a command line with --line.")
-    given = read_file(source.expanduser()) if source else read_line(line or "")
-    if peer is not None and peer not in NAMES:
-        raise ConfigError(f"--from {peer}: unknown; choose one of {', '.join(NAMES)}.")
-    tool = PEERS[peer] if peer else guess(given, PEERS)
-    result = migrate(with_program(given, tool, trainer) if trainer else given, tool, devices)
-    if not result.is_complete:
-        out = out.with_suffix(f".incomplete{out.suffix}")
-    write_new(out, result.yaml(), force=force)
-    if as_json:
-        pairs = result.config.global_batch()
-        print_json(summary(result) | {"file": str(out), "pairs_per_step": pairs})
-        return None if result.is_complete else 2
-    echo("\n".join(row.line for row in result.rows))
-    echo("\n".join(f"- {sentence}" for sentence in (result.step, *result.peer.always)))
-    if not result.is_complete:
-        echo(f"Written: {out}. It is incomplete: first settle the lines at the top.")
-        return 2
-    echo(
-        f"Written: {out}. Check the pairs with `rather data {out} --show 3`, then run "
-        f"`rather train {out}`."
-    )
-    return None
 
 
 @config_app.command("show", epilog="Example: `rather config show dpo.yaml beta=0.05`")

@@ -13,8 +13,7 @@ from rather.errors import CheckpointError, ConfigError
 from rather.files import own, parse_json, read_bytes
 from rather.reference.logprob_cache import BlockFile
 from rather.reference.logps import SEGMENTS
-from rather.report.folder import METRICS
-from rather.run_folder.layout import REFERENCE_LOG
+from rather.run_folder.names import METRICS, REFERENCE_LOG
 from rather.tracking.json_lines import LEDGER
 from rather.tracking.ledger import read_batches
 

@@ -36,11 +36,11 @@ from rather.model.generate import GeneratedAnswer
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import EVALUATION_CHUNK
+from rather.run_folder.names import ANSWERS
 from rather.tracking.json_lines import read_lines, strict_json
 
 log = logging.getLogger(__name__)
 
-ANSWERS = "answers.jsonl"
 METRICS = "eval/answers/"
 COMPARED = 64  # held-out pairs that are computed with the exported model
 AT_ONCE = 16  # prompts; fewer if memory runs out

@@ -30,7 +30,7 @@ from rather.pipeline.run_summary import RunSummary
 from rather.pipeline.saving import Progress, Saving
 from rather.pipeline.steps import Packing, Step, StepSource, ahead
 from rather.pipeline.timeline import Timeline, Times
-from rather.report.write import LiveReport
+from rather.registry import LiveReport
 from rather.run_folder import control
 from rather.run_folder.layout import Incidents, metrics_position
 from rather.tracking.json_lines import MetricsPosition

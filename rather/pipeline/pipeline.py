@@ -41,7 +41,7 @@ from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.run_summary import RunSummary
 from rather.pipeline.saving import Progress, Saving
 from rather.pipeline.steps import NO_LIMIT, PreparedSteps, StepSource, log_length
-from rather.report.write import LiveReport
+from rather.registry import tool
 from rather.run_folder import control
 from rather.run_folder.layout import (
     RESULTS,
@@ -256,7 +256,7 @@ class DPOPipeline(TrainingLoop):
             if writes:
                 mark_unfinished(config.run_dir)
             wanted = writes and self.summary and config.report_html
-            with LiveReport(config.run_dir, wanted=wanted) as self.page:
+            with tool("live_report")(config.run_dir, wanted=wanted) as self.page:
                 trace, self.tracker = None, NoTracker()
                 if writes:
                     trace = trace_file(config, newest)

@@ -25,12 +25,12 @@ from rather.errors import HangError, RayGone, WorkerLost
 from rather.model.files import model_folder
 from rather.model.sizes import sizes_of
 from rather.pipeline.reference_stream import ReferenceStream
+from rather.pipeline.starts import record_start
 from rather.pipeline.steps import PreparedSteps
 from rather.pipeline.timeline import Timeline
 from rather.plan.forecast import SAMPLE, Forecast, PairSample, compiles
 from rather.plan.memory import Device
 from rather.plan.speed import GPUS, listed_speed
-from rather.report.starts import record_start
 from rather.run_folder.layout import DATA_REPORT, PLAN, RUN_REPORT, write_config, write_run_report
 from rather.tracking.health import counts
 from rather.tracking.json_lines import read_object

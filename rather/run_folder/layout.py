@@ -20,6 +20,21 @@ from rather.config.run_config import DPOConfig
 from rather.errors import CheckpointError, ConfigError, DiskError
 from rather.files import own, parse_json, real_path, replace_own, write_own
 from rather.run_folder import control
+from rather.run_folder.names import (
+    ANSWERS,
+    CONFIG,
+    DATA_REPORT,
+    FINISHED,
+    HEALTH,
+    INCIDENTS,
+    METRICS,
+    PLAN,
+    REFERENCE_LOG,
+    REPORT_PAGE,
+    RUN_REPORT,
+    STARTS,
+    TRACE,
+)  # fmt: skip
 from rather.tracking.json_lines import (
     LEDGER,
     LONGEST_LINE,
@@ -33,21 +48,10 @@ from rather.tracking.trackers import TRACKER_IDS
 
 log = logging.getLogger(__name__)
 
-INCIDENTS = "incidents.jsonl"
-REFERENCE_LOG = "reference.log"  # the reference log-probs that the run used
-RUN_REPORT = "report.json"
-PLAN = "plan.json"  # the forecast next to the measurements
-DATA_REPORT = "data_report.json"
-TRACE = "trace.json"
-STARTS = "starts.jsonl"
-REPORT_PAGE = "report.html"
-# The step of the exported model: written after the export, removed before training.
-FINISHED = ".finished"
 OWN_FILES = (
-    "metrics.jsonl", "config.yaml", DATA_REPORT, "LATEST", REFERENCE_LOG, RUN_REPORT, TRACE,
-    TRACKER_IDS, FINISHED, INCIDENTS, PLAN, STARTS, REPORT_PAGE,
-    "health.jsonl", "answers.jsonl", LOST_METRICS, LEDGER, LOST_LEDGER,
-    "pairs.json",
+    METRICS, CONFIG, DATA_REPORT, "LATEST", REFERENCE_LOG, RUN_REPORT, TRACE,
+    TRACKER_IDS, FINISHED, INCIDENTS, PLAN, STARTS, REPORT_PAGE, HEALTH, ANSWERS,
+    LOST_METRICS, LEDGER, LOST_LEDGER, "pairs.json",
 )  # fmt: skip
 RESULTS = ("model", "best_model", "adapter", "best_adapter")
 OWN_NAMES = (*OWN_FILES, *RESULTS, "checkpoint-*", ".tmp-*", ".old-*", ".pieces-*")
@@ -171,7 +175,7 @@ def metrics_position(config: DPOConfig, newest: Checkpoint | None) -> MetricsPos
     """Return the position in metrics.jsonl at the checkpoint; 0 for one of another run."""
     if newest is None:
         return MetricsPosition()
-    folder, file = newest.path.parent.resolve(), config.run_dir / "metrics.jsonl"
+    folder, file = newest.path.parent.resolve(), config.run_dir / METRICS
     is_own = folder == config.run_dir.resolve()
     if folder == config.checkpoint_copy_dir.resolve() and file.exists():
         try:  # a copy elsewhere belongs to these metrics, unless they begin later
@@ -219,7 +223,7 @@ def trace_file(config: DPOConfig, newest: Checkpoint | None) -> Path | None:
 
 def write_config(config: DPOConfig) -> None:
     resumable = config.model_copy(update={"overwrite": False})  # training with this file resumes
-    file = config.run_dir / "config.yaml"
+    file = config.run_dir / CONFIG
     try:
         write_own(file, signed(dump_yaml(resumable)))
     except OSError as error:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from rather.board.inspector import Inspector
-from rather.board.serve import Board
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
+from rather.tools.board.inspector import Inspector
+from rather.tools.board.serve import Board
 from tests.tiny import make_config
 
 STATS = {"tokens": 4, "repetition": 0.25, "ended": True}

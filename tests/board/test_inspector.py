@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rather.board import session as sessions
-from rather.board.inspector import Inspector, Question
-from rather.board.session import Session
 from rather.checkpoint import checkpoint
 from rather.config.found import Trust
 from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError, DataError
 from rather.pipeline.pipeline import DPOPipeline
+from rather.tools.board import session as sessions
+from rather.tools.board.inspector import Inspector, Question
+from rather.tools.board.session import Session
 from tests.padded import padded_logps
 from tests.tiny import make_config, make_model
 

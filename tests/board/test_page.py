@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rather.board.serve import Board
-from rather.board.session import Session
-from rather.commands.runs import private_page
 from rather.config.run_config import DPOConfig
+from rather.tools.board.serve import Board
+from rather.tools.board.session import Session
+from rather.tools.commands import private_page
 from tests.board.conftest import ANSWER, FINDING, add_line
 from tests.browser import (
     NARROW,

@@ -22,13 +22,13 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from typer.testing import CliRunner
 
-from rather.board import runs as board_runs
-from rather.board.serve import ROUTES, Board
 from rather.cli import app
 from rather.config.run_config import DPOConfig
-from rather.report.folder import MetricColumn, MetricsReader
-from rather.report.page import plotly_bundle
 from rather.run_folder import control
+from rather.tools.board import runs as board_runs
+from rather.tools.board.serve import ROUTES, Board
+from rather.tools.report.folder import MetricColumn, MetricsReader
+from rather.tools.report.page import plotly_bundle
 from rather.tracking.json_lines import JsonLines
 from tests.board.conftest import FINDING, INCIDENT, add_line, asked, get, rows
 from tests.house.source import ROOT
@@ -534,7 +534,7 @@ def test_points_are_counted_while_another_thread_adds_a_metric(tmp_path: Path) -
 
 
 def test_the_server_needs_no_torch() -> None:
-    probe = "import sys, rather.board.serve; print(*{'torch', 'transformers', 'plotly'} & set(sys.modules))"
+    probe = "import sys, rather.tools.board.serve; print(*{'torch', 'transformers', 'plotly'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -552,8 +552,8 @@ def test_command(board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert re.search(r"url=http://127\.0\.0\.1:\d+/\?token=[\w-]{43}\"", page.read_text())
         opened.append(page)
 
-    monkeypatch.setattr("rather.commands.runs.webbrowser.open", look)
-    monkeypatch.setattr("rather.commands.runs.has_display", lambda: True)
+    monkeypatch.setattr("rather.tools.commands.webbrowser.open", look)
+    monkeypatch.setattr("rather.tools.commands.has_display", lambda: True)
     monkeypatch.setattr(
         Board, "serve_forever", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
     )

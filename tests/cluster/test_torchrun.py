@@ -21,7 +21,7 @@ from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError, HangError, WorkerLost
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report.pairs import read_ledger
+from rather.tools.report.pairs import read_ledger
 from tests.house.source import ROOT
 from tests.tiny import make_config, metrics
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rather.commands.compare import best, compare_curves
 from rather.config.run_config import DPOConfig
+from rather.tools.compare import best, compare_curves
 from tests.commands.conftest import rather, told
 from tests.tiny import metrics
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rather.cli import app
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report.sections import data_page, data_section
+from rather.tools.report.sections import data_page, data_section
 from tests.browser import NARROW, OpenPage, accessibility_findings, overflow, screenshot
 from tests.tiny import make_config, make_model
 

@@ -20,7 +20,7 @@ from rather.data.findings import BARS, bar_labels, beyond_positions
 from rather.data.prepare import Prepared, prepare
 from rather.data.show import print_report, token_texts
 from rather.data.template import TEMPLATES, load_tokenizer
-from rather.report.sections import data_page
+from rather.tools.report.sections import data_page
 
 Config = Callable[..., DPOConfig]
 Write = Callable[..., Path]

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from rather.commands.demo import (
+from rather.errors import ConfigError
+from rather.tools.demo import (
     MADE,
     MARKER,
     answer,
@@ -22,7 +23,6 @@ from rather.commands.demo import (
     sample,
     yaml_text,
 )
-from rather.errors import ConfigError
 
 
 def texts() -> list[str]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rather.commands.demo import (
+from rather.tools.demo import (
     FACTS,
     MARKS,
     Query,

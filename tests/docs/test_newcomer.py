@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather.commands.demo import manner_of
+from rather.tools.demo import manner_of
 from tests.docs.test_snippets import BLOCK
 from tests.house.source import ROOT
 

@@ -24,12 +24,12 @@ import typer.main
 import yaml
 
 from rather import cli, errors
-from rather.board.serve import ROUTES, Board
 from rather.config import load as load_module
 from rather.config.load import load
 from rather.data import cache as cache_module
 from rather.data.save import DATA
-from rather.report.pairs import read_ledger
+from rather.tools.board.serve import ROUTES, Board
+from rather.tools.report.pairs import read_ledger
 from rather.tracking.json_lines import LEDGER, flatten
 from tests.fuzz.harness import STDERR, STDOUT, Case, Kind, command
 from tests.fuzz.mutators import BYTES, TEXT, damage, replace, swap

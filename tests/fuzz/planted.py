@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from rather.board.serve import Board
 from rather.checkpoint import manifest
 from rather.commands import verify
 from rather.config import load
 from rather.data import prepare
 from rather.errors import ConfigError
+from rather.tools.board.serve import Board
 from rather.tracking import json_lines
 from tests.fuzz.harness import Fuzzer
 

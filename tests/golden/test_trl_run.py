@@ -16,10 +16,10 @@ from rather.config.load import load_config
 from rather.config.run_config import DPOConfig
 from rather.data.batch import TokenPair
 from rather.data.prepare import prepare
-from rather.migrate.engine import migrate
-from rather.migrate.peers import PEERS
-from rather.migrate.source import SourceSettings
 from rather.pipeline.pipeline import DPOPipeline
+from rather.tools.migrate.engine import migrate
+from rather.tools.migrate.peers import PEERS
+from rather.tools.migrate.source import SourceSettings
 from tests.golden.trl_run import SETTINGS, SHAPES, STEPS, make_data, make_model
 from tests.tiny import metrics
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather.commands.demo import make_tokenizer
 from rather.config.run_config import DPOConfig
 from rather.data.formats import TextPair
 from rather.data.prepare import recipe_of
 from rather.data.tokens import Encoder
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.model.generate import GeneratedAnswer
-from rather.pipeline.evaluation import ANSWERS, Answers, read_prompts, repetition
+from rather.pipeline.evaluation import Answers, read_prompts, repetition
 from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder.names import ANSWERS
+from rather.tools.demo import make_tokenizer
 from tests.health.tiny_runs import RATE, Case, TinyRuns, kind
 from tests.tiny import make_config, metrics
 

@@ -139,7 +139,7 @@ STAMPS = {
     "rather/run_folder/layout.py",
     "rather/coati.py",
     "rather/tracking/trackers.py",
-    "rather/report/starts.py",
+    "rather/pipeline/starts.py",
     "rather/cluster/supervision.py",
 }
 JUMPING = {"time.time", "datetime.now", "datetime.utcnow"}

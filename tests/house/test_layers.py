@@ -9,29 +9,30 @@ from pathlib import Path
 
 import pytest
 
+from rather.registry import TOOLS, tool
 from tests.house.source import ROOT, imports, module_name, python_files, where
 from tests.tiny import in_child
 
 # From the roof to the ground. Rooms on one floor may import each other as long as no circle closes.
 FLOORS = [
+    {"tools"},
     {"rather", "__main__"},
     {"cli"},
     {"commands"},
     {"coati"},
-    {"api", "board"},
+    {"api"},
     {"pipeline"},
-    {"report"},
     {"cluster"},
     {"plan"},
     {"train", "run_folder", "reference"},
     {"parallel"},
-    {"model", "migrate"},
+    {"model"},
     {"losses", "optim"},
     {"data", "tracking"},
     {"checkpoint"},
     {"config", "faults", "recipes"},
     {"files"},
-    {"errors"},
+    {"errors", "registry"},
 ]
 
 DOORS = {
@@ -42,7 +43,7 @@ DOORS = {
         "rather/model/",
         "rather/parallel/load.py",
         "rather/data/template.py",
-        "rather/commands/demo.py",
+        "rather/tools/demo.py",
     ),
     "tensorboard": ("rather/tracking/",),
     "torch.utils.tensorboard": ("rather/tracking/",),
@@ -54,7 +55,7 @@ DOORS = {
     "boto3": ("rather/checkpoint/store.py",),
     "botocore": ("rather/checkpoint/store.py",),
     "peft": ("rather/model/adapters.py",),
-    "plotly": ("rather/report/",),
+    "plotly": ("rather/tools/report/",),
 }
 
 
@@ -111,6 +112,29 @@ def test_there_are_no_import_cycles() -> None:
 
     for module in graph:
         visit(module, ())
+
+
+def test_the_core_never_imports_tools() -> None:
+    """`rather.registry` names them in strings and imports them when they are called."""
+    core = [file for file in python_files("rather") if room(module_name(file)) != "tools"]
+    importers = [
+        f"{where(file, node)}: imports {name}"
+        for file in core
+        for name, node in ours(file)
+        if room(name) == "tools"
+    ]
+    assert not importers, "\n".join(importers)
+    named = [
+        where(file)
+        for file in core
+        if "rather.tools." in file.read_text(encoding="utf-8") and file.name != "registry.py"
+    ]
+    assert not named, f"name tools in rather/registry.py only: {named}"
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_every_tool_of_the_registry_exists(name: str) -> None:
+    assert callable(tool(name))
 
 
 @pytest.mark.parametrize("library", DOORS)

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from rather.cli import app
 from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError
-from rather.migrate.engine import Migrated, migrate
-from rather.migrate.peers import PEERS
-from rather.migrate.rules import IMPOSSIBLE, MISSING, NEEDLESS, UNKNOWN
-from rather.migrate.source import read_file, read_line
+from rather.tools.migrate.engine import Migrated, migrate
+from rather.tools.migrate.peers import PEERS
+from rather.tools.migrate.rules import IMPOSSIBLE, MISSING, NEEDLESS, UNKNOWN
+from rather.tools.migrate.source import read_file, read_line
 
 DATA, HELD_OUT = "actor_train.data_args", "validation.data_args"
 SECRET = "0123456789abcdef0123456789abcdef01234567"

@@ -14,10 +14,10 @@ from rather.config.inherit import value_at
 from rather.config.keys import table
 from rather.config.load import load
 from rather.errors import ConfigError
-from rather.migrate import NAMES
-from rather.migrate.engine import Migrated, guess, migrate
-from rather.migrate.peers import PEERS
-from rather.migrate.rules import (
+from rather.tools.migrate import NAMES
+from rather.tools.migrate.engine import Migrated, guess, migrate
+from rather.tools.migrate.peers import PEERS
+from rather.tools.migrate.rules import (
     CHANGED,
     IMPOSSIBLE,
     KEPT,
@@ -28,7 +28,7 @@ from rather.migrate.rules import (
     UNKNOWN,
     WRITTEN,
 )
-from rather.migrate.source import SourceSettings, read_file, read_line
+from rather.tools.migrate.source import SourceSettings, read_file, read_line
 from rather.tracking.json_lines import flatten
 
 SOURCES = {path.stem: path for path in (Path(__file__).parent / "sources").iterdir()}

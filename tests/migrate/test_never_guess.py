@@ -14,11 +14,11 @@ from rather.cli import app
 from rather.config.inherit import value_at
 from rather.config.load import load
 from rather.errors import ConfigError
-from rather.migrate.engine import Migrated, guess, migrate
-from rather.migrate.peers import PEERS
-from rather.migrate.rules import CHANGED, IMPOSSIBLE, LEFT_OUT, MISSING, NEEDLESS, UNKNOWN
-from rather.migrate.shell import commands
-from rather.migrate.source import read_file, read_line
+from rather.tools.migrate.engine import Migrated, guess, migrate
+from rather.tools.migrate.peers import PEERS
+from rather.tools.migrate.rules import CHANGED, IMPOSSIBLE, LEFT_OUT, MISSING, NEEDLESS, UNKNOWN
+from rather.tools.migrate.shell import commands
+from rather.tools.migrate.source import read_file, read_line
 
 LR, RANK = "actor_train.training_args.learning_rate", "actor_train.model_args.lora_rank"
 DTYPE = "actor_train.model_args.dtype"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rather.config.inherit import value_at
-from rather.migrate.engine import Migrated, migrate
-from rather.migrate.peers import PEERS
-from rather.migrate.rules import CHANGED, IMPOSSIBLE, MISSING, OPEN, UNKNOWN
-from rather.migrate.source import SourceSettings, read_line
+from rather.tools.migrate.engine import Migrated, migrate
+from rather.tools.migrate.peers import PEERS
+from rather.tools.migrate.rules import CHANGED, IMPOSSIBLE, MISSING, OPEN, UNKNOWN
+from rather.tools.migrate.source import SourceSettings, read_line
 
 TRL = PEERS["trl"]
 BASIC = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "learning_rate": 1e-6, "bf16": True}

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from rather.cli import app
 from rather.config.inherit import value_at
 from rather.errors import ConfigError
-from rather.migrate.engine import Migrated, guess, migrate
-from rather.migrate.peers import PEERS
-from rather.migrate.rules import IMPOSSIBLE, MISSING, UNKNOWN
-from rather.migrate.source import read_file, read_line
+from rather.tools.migrate.engine import Migrated, guess, migrate
+from rather.tools.migrate.peers import PEERS
+from rather.tools.migrate.rules import IMPOSSIBLE, MISSING, UNKNOWN
+from rather.tools.migrate.source import read_file, read_line
 
 TRAINING, MODEL = "actor_train.training_args", "actor_train.model_args"
 START = """

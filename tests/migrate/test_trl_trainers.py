@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from rather.cli import app
 from rather.errors import ConfigError
-from rather.migrate.engine import Migrated, migrate, with_program
-from rather.migrate.peers import PEERS, trl, trl_versions
-from rather.migrate.rules import IMPOSSIBLE, MISSING, UNKNOWN, UNSET
-from rather.migrate.source import SourceSettings
+from rather.tools.migrate.engine import Migrated, migrate, with_program
+from rather.tools.migrate.peers import PEERS, trl, trl_versions
+from rather.tools.migrate.rules import IMPOSSIBLE, MISSING, UNKNOWN, UNSET
+from rather.tools.migrate.source import SourceSettings
 
 TRL = PEERS["trl"]
 CELLS = [

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rather.report.page import (
+from rather.tools.report.page import (
     as_json,
     chart,
     downsample,

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rather.report import pairs
-from rather.report.pairs import Doctor, PairHistory
+from rather.tools.report import pairs
+from rather.tools.report.pairs import Doctor, PairHistory
 
 PAIRS = 800
 

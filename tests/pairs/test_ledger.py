@@ -26,8 +26,8 @@ from rather.data.prepare import prepare
 from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report import pairs
-from rather.report.pairs import Doctor, PairHistory, auc, calibrate, read_ledger
+from rather.tools.report import pairs
+from rather.tools.report.pairs import Doctor, PairHistory, auc, calibrate, read_ledger
 from rather.tracking.ledger import LEDGER_SCHEMA
 from tests.tiny import make_config
 
@@ -301,7 +301,7 @@ def test_corrections_are_written_for_likely_flipped_pairs(
 ) -> None:
     flags = np.arange(40) < 3
     monkeypatch.setattr(Doctor, "findings", {"likely_flipped": flags})
-    monkeypatch.setattr("rather.report.pairs.MEANINGS", {"likely_flipped": "wrong"})
+    monkeypatch.setattr("rather.tools.report.pairs.MEANINGS", {"likely_flipped": "wrong"})
     file = tmp_path / "corrections.jsonl"
     arguments = ["pairs", str(run.run_dir), "--write", str(file), "--action", "flip"]
     result = CliRunner().invoke(app, arguments)

@@ -10,9 +10,9 @@ import yaml
 from typer.testing import CliRunner
 
 from rather.cli import app
-from rather.commands import tune
 from rather.config.load import load
 from rather.errors import ConfigError, NonFiniteError
+from rather.tools import tune
 from tests.tiny import make_config
 
 

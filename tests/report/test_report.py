@@ -20,15 +20,14 @@ from typer.testing import CliRunner, Result
 from rather.cli import app
 from rather.config.redaction import HIDDEN
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report import folder as folder_names
-from rather.report import sections, write
-from rather.report.folder import Folder, MetricColumns, MetricsReader, without_secrets
-from rather.report.page import plotly_bundle
-from rather.report.pairs import PairHistory, read_ledger
-from rather.report.sections import report_page
-from rather.report.starts import command, record_start
-from rather.report.write import LiveReport, write_report
-from rather.run_folder import control, layout
+from rather.pipeline.starts import command, record_start
+from rather.run_folder import control
+from rather.tools.report import sections, write
+from rather.tools.report.folder import Folder, MetricColumns, MetricsReader, without_secrets
+from rather.tools.report.page import plotly_bundle
+from rather.tools.report.pairs import PairHistory, read_ledger
+from rather.tools.report.sections import report_page
+from rather.tools.report.write import LiveReport, write_report
 from tests.browser import (
     NARROW,
     WIDE,
@@ -423,12 +422,6 @@ def test_the_old_name_of_a_metric_is_read(tmp_path: Path) -> None:
     ]
 
 
-def test_file_names_are_those_of_the_run_folder() -> None:
-    """The reader has its own constants, because the board must start without torch."""
-    for name in ("FINISHED", "RUN_REPORT", "DATA_REPORT", "PLAN", "REPORT_PAGE", "STARTS"):
-        assert getattr(folder_names, name) == getattr(layout, name)
-
-
 def test_without_plotly_no_report_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -492,7 +485,7 @@ def test_an_unwritable_report_gives_one_warning(
     def full_disk(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rather.report.write.replace_own", full_disk)
+    monkeypatch.setattr("rather.tools.report.write.replace_own", full_disk)
     with caplog.at_level(logging.WARNING):
         assert DPOPipeline(config).run() == 0
     assert [each.getMessage()[:40] for each in caplog.records] == [

@@ -410,7 +410,7 @@ def test_no_command_is_led_out(folder: Folder, server: Server, watch: Watch, com
 @pytest.mark.wide
 def test_the_board_is_not_led_out(folder: Folder, server: Server, watch: Watch) -> None:
     """Its pair inspector opens data and models of the run."""
-    from rather.board.session import Session
+    from rather.tools.board.session import Session
 
     before, pairs_shown = folder.digests(), 0
     for changes in folder.attempts(server):

@@ -21,13 +21,13 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from rather.board.serve import ROUTES, Board, RequestRefused
 from rather.cli import app
-from rather.commands import tune
 from rather.config.found import Trust
 from rather.config.load import load_found
 from rather.errors import ConfigError
 from rather.run_folder.layout import OWN_FILES
+from rather.tools import tune
+from rather.tools.board.serve import ROUTES, Board, RequestRefused
 from rather.tracking.json_lines import LEDGER
 from tests.security.conftest import Bait, rather
 

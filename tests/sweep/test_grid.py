@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from rather.commands.sweep import combinations, read_grid, split
 from rather.errors import ConfigError
+from rather.tools.sweep import combinations, read_grid, split
 
 
 def test_commas_make_an_axis() -> None:

@@ -20,12 +20,12 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from rather.cli import app
-from rather.commands import sweep as sweep_runs
-from rather.commands.sweep import SweepRun, plan_sweep, run_children
 from rather.commands.terminal import settings
 from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
+from rather.tools import sweep as sweep_runs
+from rather.tools.sweep import SweepRun, plan_sweep, run_children
 from tests.tiny import make_config
 
 Writer = Callable[..., Path]
@@ -254,7 +254,7 @@ def test_runs_side_by_side_share_one_pass_of_the_reference(
             run.console.parent.mkdir(parents=True, exist_ok=True)
             modules.append(module)
             code = 0
-            if module == "rather.commands.sweep":
+            if module == "rather.tools.sweep":
                 with pytest.raises(typer.Exit):
                     sweep_runs.fill_cache(Path(rest[0]), rest[1:])
             else:
@@ -268,7 +268,7 @@ def test_runs_side_by_side_share_one_pass_of_the_reference(
     done = sweep(yaml_file(), "beta=0.01,0.05", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert modules == ["rather.commands.sweep", "rather", "rather"]
+    assert modules == ["rather.tools.sweep", "rather", "rather"]
     assert [run["reference_forwards"] for run in found["runs"]] == [0, 0]
 
 
@@ -313,7 +313,7 @@ def start_sweep(child: str, folder: Path) -> subprocess.Popen[bytes]:
 from pathlib import Path
 from types import SimpleNamespace
 from rather.errors import Ended
-from rather.commands.sweep import run_children
+from rather.tools.sweep import run_children
 from rather.run_folder.control import StopRequest
 try:
     with StopRequest(patience=None):

@@ -20,9 +20,9 @@ from rather.commands.terminal import guarded
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.saving import Progress
-from rather.report.folder import Folder
-from rather.report.sections import health
 from rather.run_folder.layout import RUN_REPORT, write_run_report
+from rather.tools.report.folder import Folder
+from rather.tools.report.sections import health
 from rather.tracking.health import read_findings
 from tests.faults import inject
 from tests.tiny import make_config, make_model, metrics

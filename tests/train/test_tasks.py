@@ -22,7 +22,6 @@ from rather.commands.compare_losses import measure
 from rather.commands.export import export
 from rather.commands.plan import plan
 from rather.commands.score import score
-from rather.commands.sweep import choose_metric
 from rather.config.load import config_from_dict, dump_yaml
 from rather.config.schema import ModelArgs
 from rather.config.show import public_values
@@ -33,7 +32,8 @@ from rather.errors import ConfigError, DataError
 from rather.losses.objective import from_config
 from rather.parallel.load import load_policy
 from rather.pipeline.pipeline import DPOPipeline
-from rather.report.pairs import read_ledger
+from rather.tools.report.pairs import read_ledger
+from rather.tools.sweep import choose_metric
 from tests.commands.conftest import rather
 from tests.tiny import make_config, make_model, metrics
 

@@ -1,0 +1,35 @@
+"""What the core calls in `rather.tools`, by name. It is imported when it is first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Protocol, Self
+
+TOOLS = {
+    "board": "rather.tools.commands:board_command",
+    "compare": "rather.tools.commands:compare_command",
+    "demo": "rather.tools.commands:demo_command",
+    "migrate": "rather.tools.commands:migrate_command",
+    "pairs": "rather.tools.pairs:pairs_command",
+    "report": "rather.tools.commands:report_command",
+    "sweep": "rather.tools.commands:sweep_command",
+    "tune": "rather.tools.commands:tune_command",
+    "live_report": "rather.tools.report.write:LiveReport",
+    "data_page": "rather.tools.report.sections:data_page",
+}
+
+
+def tool(name: str) -> Any:
+    """Import a tool and return the function or class that the core calls."""
+    module, _, attribute = TOOLS[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+class LiveReport(Protocol):
+    """The report that is written while a run trains, and when it ends."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: object, *_: object) -> None: ...
+
+    def log(self, *, evaluated: bool) -> None: ...

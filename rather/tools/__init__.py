@@ -1,0 +1,5 @@
+"""Tools around training: migrate, board, report, sweep, tune, compare, pairs, demo.
+
+They read and write run folders and call commands. The core finds them through `rather.registry`
+and never imports them.
+"""
