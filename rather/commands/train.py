@@ -14,7 +14,8 @@ from rather.data.prepare import BadRows
 from rather.data.show import print_report
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.control import StopRequest
-from rather.run_folder.layout import DATA_REPORT, locked, write_run_report
+from rather.run_folder.layout import locked, write_run_report
+from rather.run_folder.names import DATA_REPORT
 from rather.tracking.logs import close_logging, setup_logging, worker_log
 
 

@@ -31,7 +31,8 @@ from rather.pipeline.timeline import Timeline
 from rather.plan.forecast import SAMPLE, Forecast, PairSample, compiles
 from rather.plan.memory import Device
 from rather.plan.speed import GPUS, listed_speed
-from rather.run_folder.layout import DATA_REPORT, PLAN, RUN_REPORT, write_config, write_run_report
+from rather.run_folder.layout import write_config, write_run_report
+from rather.run_folder.names import DATA_REPORT, PLAN, RUN_REPORT
 from rather.tracking.health import counts
 from rather.tracking.json_lines import read_object
 

@@ -41,13 +41,13 @@ from rather.pipeline.checks import refuse_other_run
 from rather.plan.forecast import checkpoint_bytes
 from rather.plan.memory import known_shapes
 from rather.run_folder.layout import (
-    FINISHED,
     RESULTS,
     STORED_FILES,
     Incidents,
     checkpoint_to_resume,
     named_checkpoint,
 )
+from rather.run_folder.names import FINISHED
 from rather.tracking.json_lines import FALLS, MetricsPosition, current_name
 from rather.tracking.outcome import skipped_text
 from rather.train.nonfinite import StepLimits

@@ -20,7 +20,7 @@ from rather.config.schema import ActorModelArgs
 from rather.data import prepare
 from rather.files import text_sha
 from rather.pipeline.checks import GUARDS
-from rather.run_folder import control, layout
+from rather.run_folder import control, names
 from tests.checkpoint.runs import config_of, train
 
 STATE = {
@@ -126,8 +126,8 @@ def test_headers_and_manifest(saved: Path) -> None:
 def test_names_of_files(saved: Path) -> None:
     assert (saved.parent / "LATEST").read_text() == "checkpoint-2\n"
     assert (control.LOCK, control.CONTROL, control.TAKEN) == (".lock", ".control", ".taken")
-    assert (layout.INCIDENTS, layout.FINISHED) == ("incidents.jsonl", ".finished")
-    assert layout.REFERENCE_LOG == "reference.log"
+    assert (names.INCIDENTS, names.FINISHED) == ("incidents.jsonl", ".finished")
+    assert names.REFERENCE_LOG == "reference.log"
     assert {
         "metrics.jsonl", "config.yaml", "data_report.json", "LATEST", "model",
         "report.json", "starts.jsonl", "plan.json", ".finished",

@@ -382,7 +382,7 @@ def _wrap_loop() -> None:
 
 
 def _cache(file: Any) -> str:
-    from rather.run_folder.layout import REFERENCE_LOG
+    from rather.run_folder.names import REFERENCE_LOG
 
     return "cache.own" if file.path.name == REFERENCE_LOG else "cache.shared"
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rather.run_folder.layout import INCIDENTS, Incidents
+from rather.run_folder.layout import Incidents
+from rather.run_folder.names import INCIDENTS
 from rather.tracking.json_lines import append_line, strict_json
 
 

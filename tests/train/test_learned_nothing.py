@@ -20,7 +20,8 @@ from rather.commands.terminal import guarded
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.saving import Progress
-from rather.run_folder.layout import RUN_REPORT, write_run_report
+from rather.run_folder.layout import write_run_report
+from rather.run_folder.names import RUN_REPORT
 from rather.tools.report.folder import Folder
 from rather.tools.report.sections import health
 from rather.tracking.health import read_findings

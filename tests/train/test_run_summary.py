@@ -13,7 +13,8 @@ import pytest
 from rather.errors import WorkerLost
 from rather.pipeline import run_summary as notes
 from rather.pipeline.pipeline import DPOPipeline
-from rather.run_folder.layout import DATA_REPORT, FINISHED, PLAN, RUN_REPORT, write_run_report
+from rather.run_folder.layout import write_run_report
+from rather.run_folder.names import DATA_REPORT, FINISHED, PLAN, RUN_REPORT
 from tests.tiny import make_config
 
 
