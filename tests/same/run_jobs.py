@@ -17,7 +17,6 @@ import os
 import runpy
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,6 @@ def main() -> None:
 
     from rather import DPOPipeline  # noqa: F401
 
-    if find_spec("rather.parallel.load"):  # the older version always multiplies in bfloat16
-        from rather.parallel import load
-
-        load.cpu_has_bf16 = lambda: True
     # Its value is read at import, so it must be imported by each rank, with the rank's environment.
     assert "rather.cli" not in sys.modules
     torch.set_num_threads(1)
