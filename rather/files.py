@@ -127,13 +127,17 @@ def memory_limit(extra: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def make_folder(path: Path) -> None:
-    """Create a folder and those around it. /proc and others refuse it as a missing file."""
+def make_folder(path: Path, key: str = "") -> None:
+    """Create a folder and those around it. /proc and others refuse it as a missing file.
+
+    An error names the key of the config that it comes from.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        where = f"{key}: {path}" if key else str(path)
         raise DiskError(
-            f"{path}: cannot be created ({error.strerror}); choose another folder."
+            f"{where}: cannot be created ({error.strerror}); choose another folder."
         ) from error
 
 

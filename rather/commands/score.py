@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from rather.commands.terminal import print_table, settings
+from rather.commands.terminal import echo, print_table, settings
 from rather.config.found import NO_TRUST, Trust
 from rather.config.run_config import DPOConfig
 from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS
@@ -41,6 +41,7 @@ DATA_KEYS = (
     "template", "format", "columns", "score", "overlong", "separator", "special_tokens", "encoding",
     "preprocessing_num_workers", "cache_dir",
 )  # fmt: skip
+NOTHING = "-"  # in a cell without a number
 LOSS_KEYS = ("pref_loss", "loss_weights", *LOSS_NUMBERS, *LOSS_MODIFIERS)
 ALLOWED = (  # keys that influence tokens, rewards or speed here
     *LOSS_KEYS, "sequence_length", "global_template", "chosen_key", "rejected_key", "ranked_pairs",
@@ -303,10 +304,27 @@ def print_scores(scores: JsonObject) -> None:
     for kind in kinds:
         rows = []
         for name, numbers in list(slices.items())[:MOST_SLICES]:
-            own = {key.removeprefix(f"{kind}/"): value for key, value in numbers.items()}
-            (low, high), (least, most) = own["accuracies_interval"], own["margins_interval"]
-            accuracy = f"{own['accuracies']:.1%} ({low:.1%} to {high:.1%})"
-            margin = f"{own['margins']:.4g} ({least:.4g} to {most:.4g})"
-            means = f"{own['chosen']:.4g}", f"{own['rejected']:.4g}"
-            rows.append((name, own["pairs"], accuracy, f"{own['ties']:.1%}", margin, *means))
+            of_kind = {key.removeprefix(f"{kind}/"): value for key, value in numbers.items()}
+            accuracy = _with_interval(of_kind, "accuracies", ".1%")
+            margin = _with_interval(of_kind, "margins", ".4g")
+            ties = _cell(of_kind["ties"], ".1%")
+            means = [_cell(of_kind[side], ".4g") for side in ("chosen", "rejected")]
+            rows.append((name, of_kind["pairs"], accuracy, ties, margin, *means))
         print_table(headings, rows, f"{scores['model']}: {kind}")
+    shown = list(slices.values())[:MOST_SLICES]
+    if any(math.isnan(numbers[f"{kinds[0]}/margins"]) for numbers in shown):
+        echo("-: all pairs of this slice have weight 0.")
+    if any(math.isnan(numbers[f"{kinds[0]}/margins_interval"][0]) for numbers in shown):
+        echo("(-): an interval of margins needs two pairs with a weight.")
+
+
+def _cell(value: float, form: str) -> str:
+    return NOTHING if math.isnan(value) else f"{value:{form}}"
+
+
+def _with_interval(numbers: JsonObject, name: str, form: str) -> str:
+    value, (low, high) = numbers[name], numbers[f"{name}_interval"]
+    if math.isnan(value):
+        return NOTHING
+    interval = NOTHING if math.isnan(low) else f"{low:{form}} to {high:{form}}"
+    return f"{value:{form}} ({interval})"

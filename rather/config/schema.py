@@ -38,6 +38,7 @@ from rather.config.values import (
     Section,
     Seed,
     Share,
+    SystemMessage,
     Text,
     TwoOrMore,
     UpToOne,
@@ -191,9 +192,9 @@ class DataArgs(Section):
     template: Text | None = None
     """Chat template: a name (qwen2_5, chatml, llama3, native, ...) or a local Jinja file; default:
     `global_template`, otherwise the tokenizer's own."""
-    default_system: Text | None = None
-    """System message of rows that have none; needs a chat template. Default: what the template does
-    without one."""
+    default_system: SystemMessage | None = None
+    """System message of rows that have none; needs a chat template and is not empty. Default: what
+    the template does without one."""
     format: Text = "auto"
     """Format of the rows, see docs/data.md; `auto` detects it."""
     columns: dict[str, str] = {}

@@ -212,6 +212,14 @@ OnOffAuto = Annotated[
     BeforeValidator(lambda value: {"True": "on", "False": "off"}.get(str(value), value)),
 ]
 Text = Annotated[str, Field(min_length=1)]
+SystemMessage = Annotated[
+    str,
+    _check(
+        bool,
+        "it must not be empty, because templates differ in what they write then; null leaves it to "
+        "the template, and a template without a system message writes none",
+    ),
+]
 Initialization = Annotated[
     bool | Text,
     _check(

@@ -248,13 +248,18 @@ def _blocks(file: Path, start: int, end: int, spots: int | None) -> Iterator[byt
             yield opened.read(min(length, end - place))
 
 
+def has_other_weights(base: str, revision: str | None, trained_on: str | None) -> bool:
+    """Return whether a model is known to have other weights than those with this digest."""
+    folder = model_folder(base, revision) if trained_on else None
+    digest = weights_digest(folder) if folder else None
+    return digest is not None and digest != trained_on
+
+
 def refuse_other_base(
     source: str | Path, base: str, revision: str | None, trained_on: str | None
 ) -> None:
     """Refuse a base that has other weights than the one an adapter was trained on, if known."""
-    folder = model_folder(base, revision) if trained_on else None
-    now = weights_digest(folder) if folder else None
-    if now is not None and now != trained_on:
+    if has_other_weights(base, revision, trained_on):
         raise ConfigError(
             f"{source}: was trained on other weights than {base} has now; restore that base, or "
             "accept another one with --any-base (chat, score, export, merge, compare-losses)."

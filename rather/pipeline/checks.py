@@ -22,6 +22,7 @@ from rather.losses.objective import PairLoss
 from rather.model.files import (
     BASE_WEIGHTS,
     config_digest,
+    has_other_weights,
     model_digest,
     model_folder,
     weights_digest,
@@ -32,6 +33,24 @@ log = logging.getLogger(__name__)
 
 # Of a log-prob, per token.
 ROUNDING = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}
+
+
+def refuse_other_bases(config: DPOConfig) -> None:
+    """Refuse an adapter to start from that was trained on other weights than the model has."""
+    for role, section in config.roles.items():
+        adapter, base = section.model_args.adapter_name_or_path, section.model_path
+        if adapter is None:
+            continue
+        from rather.model.adapters import adapter_folder, base_of  # PEFT takes seconds to import
+
+        trained_on = base_of(adapter_folder(adapter)).weights
+        if has_other_weights(base, section.model_args.revision, trained_on):
+            raise ConfigError(
+                f"{role}.model_args.adapter_name_or_path: {adapter} was trained on other weights "
+                f"than {base} has now; train on the base that it was made for, or merge it onto "
+                f"this one (`rather merge {adapter} --base {base} --any-base --out MERGED`) and "
+                "use MERGED as pretrain."
+            )
 
 
 def refuse_missing_columns(config: DPOConfig, objective: PairLoss, data: Prepared) -> None:

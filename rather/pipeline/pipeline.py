@@ -34,7 +34,12 @@ from rather.losses.own import METRICS
 from rather.losses.trial import try_own_losses, try_own_metrics
 from rather.model.export import model_card
 from rather.pipeline.callbacks import Callback, Callbacks, RunView, registered_callbacks
-from rather.pipeline.checks import identity_of, refuse_foreign_tokens, refuse_missing_columns
+from rather.pipeline.checks import (
+    identity_of,
+    refuse_foreign_tokens,
+    refuse_missing_columns,
+    refuse_other_bases,
+)
 from rather.pipeline.evaluation import Answers, Evaluation
 from rather.pipeline.loop import Record, TrainingLoop
 from rather.pipeline.reference_stream import ReferenceStream
@@ -150,7 +155,9 @@ class DPOPipeline(TrainingLoop):
         config, roles = self.config, self.roles
         if problems := device_problems(config, roles.kind):
             raise ConfigError(problems)
-        if not roles.is_main:
+        if roles.is_main:
+            refuse_other_bases(config)
+        else:
             roles.broadcast(None)  # one driver tokenises; the others find the result in the cache
         self.data = prepare(config)
         if roles.is_main:

@@ -18,7 +18,7 @@ from rather.config.load import dump_yaml
 from rather.config.redaction import redact
 from rather.config.run_config import DPOConfig
 from rather.errors import CheckpointError, ConfigError, DiskError
-from rather.files import own, parse_json, real_path, replace_own, write_own
+from rather.files import make_folder, own, parse_json, real_path, replace_own, write_own
 from rather.run_folder import control
 from rather.run_folder.names import (
     ANSWERS,
@@ -75,12 +75,7 @@ def claim(config: DPOConfig) -> None:
         raise ConfigError(
             f"output_dir/exp_name: {run_dir} is a symbolic link; use the folder it points to"
         )
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir: {run_dir} cannot be created ({error.strerror}); choose another folder"
-        ) from error
+    make_folder(run_dir, "output_dir")
     for file in (run_dir / name for name in (*OWN_FILES, control.LOCK)):
         if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
             raise ConfigError(

@@ -106,6 +106,17 @@ def test_a_resumed_run_compares_as_well(replaced: Path) -> None:
     assert "model weights" in done.stderr
 
 
+@pytest.mark.defect("X5")
+def test_a_run_that_starts_from_it_compares_as_well(replaced: Path, tmp_path: Path) -> None:
+    adapter = replaced / "output" / "run" / "adapter"
+    words = ["exp_name=next", f"output_dir={tmp_path}", "actor_train.model_args.lora_rank=null"]
+    words += [f"actor_train.model_args.adapter_name_or_path={adapter}"]
+    done = rather("train", replaced / "output" / "run" / "config.yaml", *words)
+    assert done.exit_code == 2, done.output
+    assert f"actor_train.model_args.adapter_name_or_path: {adapter} was trained on" in done.stderr
+    assert "--any-base" in done.stderr
+
+
 def test_what_the_digest_covers(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,20 @@ def test_slices_and_log_probs_alone(team_data: Path, real: dict[str, Any], tmp_p
     assert "95 %" in table.stdout
 
 
+def test_a_slice_without_weight_has_a_dash(tmp_path: Path) -> None:
+    make_model(tmp_path / "base")
+    row = '{"prompt": "w%d", "chosen": " w2", "rejected": " w3", "weight": %d, "source": "%s"}\n'
+    (tmp_path / "pairs.jsonl").write_text(row % (1, 1, "a") + row % (4, 0, "b"))
+    words = ("score", tmp_path / "base", tmp_path / "pairs.jsonl", "--by", "source")
+    done = rather(*words, f"output_dir={tmp_path}", "sequence_length=64")
+    assert done.exit_code == 0, done.output
+    assert "nan" not in done.stdout
+    assert "all pairs of this slice have weight 0" in done.stdout
+    assert "an interval of margins needs two pairs" in done.stdout
+    lines = [line.split() for line in done.stdout.splitlines() if "source: b" in line]
+    assert lines == [["source:", "b", "1", *"-----"]] * 2
+
+
 def test_a_run_scores_as_it_evaluated(run: DPOConfig, folder: Path) -> None:
     rest = (folder / "held_out.jsonl", f"output_dir={folder}", "--reference", folder / "base")
     found = told("score", run.run_dir, *rest)

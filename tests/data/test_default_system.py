@@ -8,7 +8,7 @@ import pytest
 
 from rather.config.load import config_from_dict
 from rather.data.prepare import prepare
-from rather.errors import DataError
+from rather.errors import ConfigError, DataError
 from tests.tiny import make_model, make_pairs
 
 
@@ -40,3 +40,5 @@ def test_it_is_the_system_turn_of_rows_without_one(tmp_path: Path) -> None:
     assert all(len(new) > len(old) for new, old in zip(after, before, strict=True))
     with pytest.raises(DataError, match="default_system: there is no chat template"):
         prompts(tmp_path, plain, default_system="w9")
+    with pytest.raises(ConfigError, match="it must not be empty"):
+        prompts(tmp_path, plain, default_system="")

@@ -123,14 +123,14 @@ def test_three_problems_are_one_message_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["dpo.yaml"]
 
 
-@pytest.mark.parametrize(("command", "code"), [("train", 2), ("data", 9)])
+@pytest.mark.parametrize("command", ["train", "data"])
 def test_a_folder_that_cannot_be_made_is_one_line(
-    command: str, code: int, yaml_file: Callable[..., Path], tmp_path: Path
+    command: str, yaml_file: Callable[..., Path], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     file = yaml_file(output_dir=str(tmp_path / "file" / "out"))
     done = rather(command, file, "actor_train.data_args.cache_dir=null")
-    assert done.exit_code == code, done.output
+    assert done.exit_code == 9, done.output
     assert done.stderr.splitlines()[-1].startswith("rather: ")
     assert "Not a directory" in done.stderr
 
