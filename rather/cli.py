@@ -29,9 +29,19 @@ from rather.errors import ConfigError, user_error
 from rather.registry import tool
 from rather.run_folder.control import PATIENCE, StopRequest, leave_within
 
+REMOVED_COMMANDS = {
+    "compare-losses": "it was removed. To compare losses, train with each: `rather sweep dpo.yaml "
+    "pref_loss=sigmoid,ipo`.",
+}
+
 
 class CommandGroup(TyperGroup):
     """The commands, with a hint for config keys that were typed as options."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if reason := REMOVED_COMMANDS.get(args[0]):
+            ctx.fail(f"No such command '{args[0]}': {reason}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         ctx_args = list(ctx.args)
@@ -171,7 +181,6 @@ COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("score", models.score_command, "output/dpo pairs.jsonl --reference base --by lang"),
         ("export", models.export_command, "output/dpo out --dtype bf16 --shard-size 5GB"),
         ("merge", models.merge_command, "output/lora/adapter --out merged"),
-        ("compare-losses", models.compare_losses_command, "dpo.yaml --pairs 200"),
     ),
 }
 for panel, commands in COMMANDS.items():

@@ -149,7 +149,6 @@ WIDE = {
         "the other tests of reference/test_resume.py"
     ),
     "reference/test_resume.py::test_killed_.*[(6|7)]": "the other cells",
-    "same/test_canonical.py": "same/test_shard.py::test_the_canonical_run",
     "security/test_secrets.py::test_the_console_shows_none_when_a_run_crashes": (
         "a failing run writes none, in the same file"
     ),

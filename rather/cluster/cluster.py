@@ -202,12 +202,10 @@ def _config_around(name: str, worker_config: RoleConfig) -> DPOConfig:
     if (
         not isinstance(worker_config, kinds.get(name, ()))
         or worker_config.model_args.model_name_or_path is None
-        or worker_config.is_canonical
     ):
         raise ConfigError(
             f"worker_config: must be the config of role '{name}' (of {' and '.join(kinds)}) with "
-            "model_args.model_name_or_path and without determinism: canonical; or pass "
-            "pipeline_config."
+            "model_args.model_name_or_path; or pass pipeline_config."
         )
     log.warning(
         "%s: loss and seed are the defaults; pass pipeline_config= for those of a run", name

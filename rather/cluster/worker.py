@@ -36,7 +36,6 @@ from rather.model.layers import Recompute, arrange_layers, plain_layers
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
 from rather.optim.rounding import Rounding
-from rather.parallel.canonical import Canonical, RowOptimizer
 from rather.parallel.load import (
     Start,
     compute_dtype,
@@ -57,11 +56,6 @@ RECOMPUTED = {
     "selective": "in part recomputed",
     "full": "recomputed",
 }
-
-CANONICAL_SHORTAGE = (
-    "determinism: canonical keeps a run's micro-batches as they are, and memory ran out: {} Set "
-    "actor_train.max_tokens_per_microbatch_in_train to less, on every number of devices alike."
-)
 
 
 @dataclass(frozen=True)
@@ -147,9 +141,7 @@ class ActorWorker:
         except torch.OutOfMemoryError as error:
             raise MemoryShortage(f"{sentence(error)}\n{explanation(self, 0)}") from error
         runner: Runner | None = None
-        if isinstance(policy, PolicyModel) and self.layout.canonical:
-            runner = Canonical(policy, self.mesh, self.device)
-        elif isinstance(policy, PolicyModel):
+        if isinstance(policy, PolicyModel):
             runner = WholeModelRunner(policy, STAGES[self.layout.stage])
         actor = self.config.actor_train
         self.trainer = RankTrainer(
@@ -163,7 +155,7 @@ class ActorWorker:
     @property
     def is_divided(self) -> bool:
         """Return whether this rank uses the multi-rank code, as even a mesh of one rank does."""
-        return bool(self.mesh.sizes) and not self.layout.canonical
+        return bool(self.mesh.sizes)
 
     @property
     def _recompute(self) -> Recompute:
@@ -198,10 +190,6 @@ class ActorWorker:
                 policy.requires_grad_(False)
             if self.compiled or not self.is_divided:
                 arrange_layers(policy, compiled=self.compiled, alone=not self.is_divided)
-        elif isinstance(policy, PolicyModel) and shape.canonical:
-            # A policy's layers are arranged by what fits, which may differ with the ranks.
-            options = {"offload": shape.offload, "compiled": self.compiled}
-            arrange_layers(policy, recompute=self._recompute, **options)
         self.part = parts_of(policy)[0]
         check_length(self.part.causal_lm.config, config.sequence_length)
         compute = compute_dtype(args, self.device)
@@ -228,11 +216,7 @@ class ActorWorker:
             "seed": self.config.seed,
             "compute": compute_dtype(self.source[1], self.device) if self.is_divided else None,
         }
-        if self.layout.canonical and self.layout.stage:
-            trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-            optimizer: Optimizer = RowOptimizer(trained, self.mesh, training, **options)
-        else:
-            optimizer = Optimizer(policy.named_parameters(), training, **options)
+        optimizer = Optimizer(policy.named_parameters(), training, **options)
         policy.exact = {}  # the optimizer holds them as masters now
         return optimizer
 
@@ -254,8 +238,7 @@ class ActorWorker:
         }
         if self.fitted.get("narrow_gradients"):
             self.has_narrow_gradients = self.trainer.narrow_gradients()
-        is_measured = not shape.canonical and isinstance(policy, PolicyModel)
-        if not is_measured or (self.is_divided and (shape.host or not self.on_gpu)):
+        if not isinstance(policy, PolicyModel) or (self.is_divided and (shape.host or not self.on_gpu)):
             budget = Budget(tokens or TOKENS[self.device.split(":")[0]], self._recompute)
         while budget is None:
             assert isinstance(policy, PolicyModel)
@@ -306,8 +289,6 @@ class ActorWorker:
         try:
             result = self.trainer.train_step(own.batches, reference, own.facts, limits)
         except torch.OutOfMemoryError as error:
-            if self.layout.canonical:
-                raise ConfigError(CANONICAL_SHORTAGE.format(error)) from error
             error.add_note(explanation(self, largest(own.batches)))  # not shown if a retry succeeds
             raise
         policy = result.policy if own.number in (None, 1) else result.policy.new_empty(0, 2)
@@ -463,8 +444,6 @@ class ActorWorker:
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        if self.config.determinism:
-            torch.set_num_threads(self.config.threads(self.worker_config))
         if self.on_gpu:
             torch.cuda.set_device(self.device)
         roles = (self.config.actor_train, self.config.reference)

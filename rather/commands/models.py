@@ -10,8 +10,6 @@ import typer
 
 from rather.commands.terminal import (
     AsJson,
-    ConfigPath,
-    Imports,
     OutFile,
     Overrides,
     TrustPaths,
@@ -19,7 +17,6 @@ from rather.commands.terminal import (
     echo,
     known_model,
     print_json,
-    settings,
 )
 from rather.errors import ConfigError
 from rather.files import JsonObject
@@ -174,27 +171,3 @@ def merge_command(
     options: JsonObject = {"dtype": dtype, "trust": trust}
     options["rounding"] = Rounding(rounding) if rounding else None
     echo(f"{out}: {merge(adapter, out, base, **options)}")
-
-
-@command
-def compare_losses_command(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    model: str | None = None,
-    pairs: Annotated[int, typer.Option(min=1)] = 512,
-    imports: Imports = None,
-    trust_paths: TrustPaths = False,
-    any_base: AnyBase = False,
-) -> None:
-    """Evaluate every loss on the log-probs of a trained model: value, gradient, saturation.
-
-    model: Weights to compare on; default: the run's model or checkpoint.
-    pairs: Most pairs, evenly spread over the held-out pairs.
-    """
-    given = settings(config, overrides)
-    from rather.commands.compare_losses import compare_rows, measure, print_rows
-    from rather.config.found import Trust
-
-    trust = Trust(given.actor_train.model_args.trust_remote_code, trust_paths, any_base)
-    x = measure(given, model, pairs, trust)
-    print_rows(compare_rows(given, x), x)

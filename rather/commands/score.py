@@ -61,16 +61,10 @@ class LogProbs(NamedTuple):
     policy: Columns
     reference: Columns | None
 
-    @property
-    def margins(self) -> Tensor:
-        """[P]: log-ratio of the chosen answer minus that of the rejected one, in nats."""
-        assert self.reference is not None
-        return gap(self.policy["sum"] - self.reference["sum"])
-
-    def for_loss(self, policy: Columns | None = None) -> PairLogps:
-        """Return what a training step would pass to the loss, for these policy log-probs."""
+    def for_loss(self) -> PairLogps:
+        """Return what a training step would pass to the loss."""
         lengths = self.facts.mean_chosen_length
-        return self.facts.with_logps(policy or self.policy, self.reference, lengths)
+        return self.facts.with_logps(self.policy, self.reference, lengths)
 
     def at(self, rows: Tensor) -> LogProbs:
         policy, reference = (

@@ -12,7 +12,6 @@ from rather.config.inherit import value_at
 from rather.config.plugins import did_you_mean
 from rather.config.schema import DETAILS_OF_ADAPTER, RunConfig
 from rather.config.strategies import (
-    LANES,
     SCHEDULES,
     data_parallel,
     possible_layout,
@@ -65,7 +64,6 @@ EXCLUDES = [
     (("use_ref_model=True",), ("disable_reference_model=True",)),
     (("use_ref_model=False",), ("disable_reference_model=False",)),
     (("precision=lean",), (f"{DTYPE}=fp16", f"{DTYPE}=fp32")),
-    ((f"{DTYPE}=fp16", f"{DTYPE}=bf16"), ("determinism",)),  # it sums gradients in fp32
     ((*NEW_ADAPTER, *OF_ADAPTER), (OLD_ADAPTER,)),  # which has its own settings
     (("sync_ref_model",), (*NEW_ADAPTER, OLD_ADAPTER)),  # no second model to update
     (("reference.offload=on",), ("sync_ref_model",)),
@@ -111,7 +109,6 @@ def problems(config: RunConfig) -> Problems:
                 yield path, f"{value} cannot be combined with {other}; keep one of them".strip()
     for check in (
         _evaluation, _loss, _tracking, _data, _adapter, _schedule, _layouts, _devices, _reference,
-        _determinism,
     ):  # fmt: skip
         yield from check(config)
     if config.parity:
@@ -132,30 +129,26 @@ def missing(config: RunConfig) -> Problems:
 
 def device_problems(config: RunConfig, kind: str) -> list[str]:
     """Return settings that the device kind ("cpu" or "cuda") does not support."""
-    no_dtype = config.actor_train.model_args.dtype is None
-    given = [
+    memory_shares = [
         f"{name}.strategy_args.gpu_memory_utilization: {share}"
         for name, role in config.roles.items()
         if (share := role.strategy_args.gpu_memory_utilization) is not None
     ]
-    if kind == "cpu":
-        given += ["reference.offload: on"] * (config.reference.offload == "on")
-        given += ["compile: on"] * (config.compile == "on")
-        found = {f"{each} is for a GPU, and this is a CPU; remove the key": True for each in given}
-        text = f"precision: lean needs bf16 weights, and a CPU uses fp32; set {DTYPE}=bf16"
-        found[text] = config.precision == "lean" and no_dtype
-    else:
-        canonical = "determinism: canonical needs"
-        found = {
-            f"{given and given[0]}: both roles share one GPU; set it for each": len(given) == 1,
-            f"{canonical} deterministic GPU kernels; set deterministic=true": (
-                config.determinism is not None and not config.deterministic
-            ),
-            f"{canonical} fp32, and a GPU uses bf16; set {DTYPE}=fp32": (
-                config.determinism is not None and no_dtype
-            ),
-        }
-    return [text for text, applies in found.items() if applies]
+    if kind != "cpu":
+        if len(memory_shares) == 1:
+            return [f"{memory_shares[0]}: both roles share one GPU; set it for each"]
+        return []
+    for_a_gpu = memory_shares
+    if config.reference.offload == "on":
+        for_a_gpu.append("reference.offload: on")
+    if config.compile == "on":
+        for_a_gpu.append("compile: on")
+    problems = [f"{key} is for a GPU, and this is a CPU; remove the key" for key in for_a_gpu]
+    if config.precision == "lean" and config.actor_train.model_args.dtype is None:
+        problems.append(
+            f"precision: lean needs bf16 weights, and a CPU uses fp32; set {DTYPE}=bf16"
+        )
+    return problems
 
 
 def _evaluation(config: RunConfig) -> Problems:
@@ -342,20 +335,3 @@ def _reference(config: RunConfig) -> Problems:
     if cache.enabled and cache.per_token is False and config.ld_alpha not in (None, 1):
         text = "ld_alpha needs the log-probs of tokens; set it to true or remove it"
         yield "reference.cache.per_token", text
-
-
-def _determinism(config: RunConfig) -> Problems:
-    """Yield everything that would make the bits of `canonical` depend on the layout."""
-    if config.determinism is None:
-        return
-    for name, role in config.roles.items():
-        found = possible_layout(role)
-        whole = found and found.devices == found.dp and found.ep == 1
-        if found and (not whole or LANES % found.dp or found.stage > 1):
-            text = f"canonical needs ddp or zero1 on 1, 2 or {LANES} devices; {name} has"
-            yield "determinism", f"{text} {found.describe()}"
-            break  # the reference inherits its layout
-    threads = {config.envs(role).get("OMP_NUM_THREADS", "1") for role in config.roles.values()}
-    if len(threads) > 1 or not all(text.isdecimal() and int(text) for text in threads):
-        text = "determinism: canonical needs one whole number for both roles"
-        yield "system_envs.OMP_NUM_THREADS", f"{text}, not {sorted(threads)}"

@@ -85,7 +85,13 @@ DROPS = "no token of an expert is dropped or padded; remove it"
 REPLAY = "every pass chooses experts itself (docs: Mixture of experts); remove it"
 MORE = "additional_configs"
 CONFIG = "strategy_args.strategy_config"
+# Keys of earlier versions of Rather.
+REMOVED = {
+    "determinism": "was removed; runs on the same devices are reproducible, on GPUs with "
+    "deterministic: true; remove it",
+}
 TOP_REFUSED = {
+    **REMOVED,
     "profiler_memory": "is not supported; remove it",
     "response_length": "set sequence_length, the length of prompt and response",
 }
@@ -121,7 +127,8 @@ IGNORED, REFUSED = _for_roles(TOP_IGNORED, ROLE_IGNORED), _for_roles(TOP_REFUSED
 
 
 def roll_keys(data: JsonObject) -> tuple[dict[Names, str], dict[Names, str]]:
-    """Return (ignored key path -> warning, refused key path -> reason) for keys that only ROLL has.
+    """Return (ignored key path -> warning, refused key path -> reason) for keys that only ROLL has, or
+    that Rather had once.
 
     A value that requests nothing (false, 0, null, empty) is ignored without a warning.
     """

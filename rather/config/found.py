@@ -49,7 +49,7 @@ DATA_KEYS = (
 # Numbers, switches, words from a fixed list and names of columns. A key that is missing here is
 # not read from a found config: add one only if no value of it opens, writes or starts anything.
 TOP_KEYS = (
-    "seed", "deterministic", "determinism", "platform",
+    "seed", "deterministic", "platform",
     "max_steps", "eval_steps", "metric_for_best_model", "early_stopping_patience", "on_nonfinite",
     "max_nonfinite_steps", "spike",
     "pretrain", "task", "pref_loss", "loss_weights", "loss_type", "parity", "ipo", "loss_args",

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from rather.config.compat import Names
+from rather.config.compat import REMOVED, Names
 from rather.config.plugins import did_you_mean
 from rather.config.redaction import looks_secret
 from rather.config.schema import RunConfig
@@ -253,7 +253,7 @@ def field_problems(error: ValidationError, data: JsonObject) -> dict[Names, str]
             names, value = (*names, str(name)), value[name]
         path = ".".join(names)
         if item["type"] == "extra_forbidden":
-            text = f"unknown key{suggestion(path)}"
+            text = REMOVED.get(path) or f"unknown key{suggestion(path)}"
         else:
             key = table().get(path) or table()[path.rpartition(".")[0]]
             reason = item["ctx"]["error"] if item["type"] == "value_error" else ""

@@ -51,8 +51,6 @@ class DPOConfig(RunConfig):
 
     def _complete_and_check(self, *, named: bool) -> list[tuple[str, str]]:
         """Fill in unset keys; return the problems. `named`: model and pairs must be there."""
-        for role in self.roles.values():
-            role._canonical = self.determinism == "canonical"
         self._followed.update(inherit.complete(self))
         return [*checks.problems(self), *(checks.missing(self) if named else ())]
 

@@ -321,15 +321,9 @@ class RoleConfig(Section):
     system_envs: Environment = {}
     """Environment variables of this role; take precedence over the top level."""
 
-    _canonical: bool = PrivateAttr(default=False)  # determinism, which the layout depends on
-
     @property
     def devices(self) -> list[int]:
         return self.device_mapping or [0]
-
-    @property
-    def is_canonical(self) -> bool:
-        return self._canonical
 
     @property
     def model_path(self) -> str:
@@ -455,9 +449,6 @@ class RunKeys(Section):
     it."""
     deterministic: bool = False
     """Use deterministic kernels on a GPU, which are slower. CPU runs are always deterministic."""
-    determinism: Literal["canonical"] | None = None
-    """canonical: identical bits on 1, 2 and 4 devices, for ddp and zero1 in fp32; needs memory for
-    4 gradients."""
 
 
 class SpikeArgs(Section):
@@ -860,10 +851,6 @@ class RunConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
 
     def envs(self, role: RoleConfig) -> dict[str, str]:
         return self.system_envs | role.system_envs
-
-    def threads(self, role: RoleConfig) -> int:
-        """Return the threads of a worker; their number changes the last bit of sums."""
-        return int(self.envs(role).get("OMP_NUM_THREADS", "1"))
 
     def data_cache_dir(self, data: DataArgs) -> Path:
         return Path(data.cache_dir or f"{self.output_dir}/.cache/data").expanduser()

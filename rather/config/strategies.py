@@ -37,8 +37,6 @@ STAGES: dict[str, int | None] = {
 }
 Recompute = Literal["none", "half", "selective", "full"]
 DEFAULT = "zero2"  # on several devices; one device has nothing to shard
-# determinism: canonical sums gradients in so many partial sums on any number of ranks.
-LANES = 4
 SHARDED = (
     "",
     "optimizer state",
@@ -173,8 +171,7 @@ class Layout:
 
     `recompute` trades time for memory; None decides by the available memory. `offload` moves
     activations to the host. The dp ranks are `dp // shard` replicas of `shard` ranks, over which
-    `stage` says what is sharded. `host` keeps the shards in host memory. `canonical`: the bits of
-    the results do not depend on dp.
+    `stage` says what is sharded. `host` keeps the shards in host memory.
     """
 
     dp: int
@@ -191,7 +188,6 @@ class Layout:
     sequence_parallel: bool = False
     schedule: str = "1f1b"  # of a pipeline
     virtual: int = 1  # stages of a pipeline rank
-    canonical: bool = False
 
     @property
     def pipeline(self) -> Pipeline:
@@ -204,8 +200,6 @@ class Layout:
     @property
     def bins(self) -> int:
         """A step has a multiple of so many micro-batches."""
-        if self.canonical:
-            return LANES
         return self.dp * (self.pipeline.multiple if self.pp > 1 else 1)
 
     def dp_rank(self, rank: int) -> int:
@@ -226,7 +220,6 @@ class Layout:
             f"experts divided over {self.ep} of the dp ranks": self.ep > 1,
             f"{self.pipeline.stages} stages with schedule '{self.schedule}'": self.pp > 1,
             "norms by sequence": self.sequence_parallel,
-            "gradients summed in canonical order": self.canonical,
             "shards in host memory": self.host,
             "run by torch.distributed": self.name.startswith(
                 ("megatron", "deepspeed", "gemini", "3d")
@@ -341,7 +334,7 @@ def layout(role: RoleConfig, devices: int | None = None) -> Layout:
         dp, tp, pp, cp, ep, recompute, details.offload_activations, name,
         stage=stage if shard > 1 else 0, shard=shard, host=host,
         sequence_parallel=details.sequence_parallel, schedule=pipeline.schedule,
-        virtual=pipeline.virtual, canonical=role.is_canonical,
+        virtual=pipeline.virtual,
     )  # fmt: skip
 
 

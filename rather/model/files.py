@@ -262,7 +262,7 @@ def refuse_other_base(
     if has_other_weights(base, revision, trained_on):
         raise ConfigError(
             f"{source}: was trained on other weights than {base} has now; restore that base, or "
-            "accept another one with --any-base (chat, score, export, merge, compare-losses)."
+            "accept another one with --any-base (chat, score, export, merge)."
         )
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
 from rather.optim.adamw import GradientSums, ParameterState, Update, local, update_parameters
@@ -49,9 +48,6 @@ class Optimizer:
     rounded. `lean` (`seed` decides its rounding) is for bfloat16 parameters, whose micro-batches it
     also sums in bfloat16. `compute` is the dtype that float32 parameters are computed in.
     """
-
-    # The rows of each parameter whose moments are on this rank; None if these are all rows.
-    rows: Mapping[str, ShardSpec] | None = None
 
     def __init__(
         self,

@@ -118,9 +118,8 @@ def role_state(
     """
     found, compute = layout(role), stored_dtype(args, kind).itemsize
     is_rounded = compute_dtype(args, kind) == torch.bfloat16  # and has the low bits of a master
-    # In a step zero1 and zero2 hold all weights, zero1 also all gradients; those that are summed in
-    # lanes are counted elsewhere.
-    gathered = compute * (0, 1 if found.canonical else 2, 1, 0)[found.stage]
+    # In a step zero1 and zero2 hold all weights, zero1 also all gradients.
+    gathered = compute * (0, 2, 1, 0)[found.stage]
     if not role.trains:
         each = WeightBytes(compute, 0, 2 if is_rounded and config.sync_ref_model else 0)
     elif config.precision == "lean":
@@ -473,7 +472,7 @@ class MemoryForecast:
         may_park = on_gpu and found.devices == 1 and not self.config.sync_ref_model
         may_park = may_park and self.config.shares_devices and self.reference_bytes > 0
         parked = offload == "on" and may_park
-        if not on_gpu or found.devices > 1 or found.canonical:
+        if not on_gpu or found.devices > 1:
             chosen = Chosen(wanted, level or ("full" if on_gpu else "none"), False, parked)
             peak = self.peak(chosen, self.work(chosen, steps))
             return replace(chosen, fits=peak.total <= SHARE * self.device.memory)

@@ -27,7 +27,6 @@ from rather.model.layers import HostOffloaded
 from rather.model.policy import START, PolicyModel, pair_columns
 from rather.optim.adamw import local
 from rather.optim.optimizer import Optimizer
-from rather.parallel.canonical import Canonical
 from rather.parallel.mesh import Mesh, max_over_ranks
 from rather.parallel.routers import balance_of
 from rather.parallel.shard import Stage, announce, counted, places, settle
@@ -117,7 +116,7 @@ class WholeModelRunner:
 
 Sums = Mapping[str, Tensor]  # metrics of a micro-batch
 Limits = StepLimits | None
-Runner = WholeModelRunner | Canonical | Stages  # plain, in a fixed order, or through stages
+Runner = WholeModelRunner | Stages
 
 
 class RankTrainer:
@@ -433,7 +432,7 @@ class RankTrainer:
         masters = {name: master.cpu() for name, master in optimizer.masters.items()}
         groups = {
             "model": self._pieces(masters),
-            "optimizer": self._pieces(optimizer.moments(), optimizer.rows),
+            "optimizer": self._pieces(optimizer.moments()),
             "rng": rng,
         }
         return groups, self.numbers()
@@ -457,18 +456,16 @@ class RankTrainer:
         if torch.cuda.is_available() and "cuda" in groups["rng"]:
             torch.cuda.set_rng_state(groups["rng"]["cuda"])
 
-    def _pieces(
-        self, tensors: Mapping[str, Tensor], rows: Mapping[str, ShardSpec] | None = None
-    ) -> dict[str, Tensor | Shard]:
-        """Return what this rank stores; `rows` are the specs if parameters are not sharded."""
+    def _pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Shard]:
+        """Return what this rank stores."""
         if self._is_alone:
             return dict(tensors)
-        own = rows or places(self.policy, self.mesh)
+        own = places(self.policy, self.mesh)
         found: dict[str, Tensor | Shard] = {}
         for key, tensor in tensors.items():
             name = key if key in own else key.rpartition(".")[0]
             whole = tensor.ndim == len(own[name].whole)
-            if (rows or name in self._counted) and tensor.numel():
+            if name in self._counted and tensor.numel():
                 found[key] = Shard(tensor, own[name] if whole else ShardSpec.full(tensor.shape))
         return found
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rather.checkpoint.checkpoint import open_checkpoint
+from rather.checkpoint.checkpoint import newest_good, open_checkpoint
 from rather.cluster.host import Host, Process
 from rather.cluster.memory import need_of
 from rather.cluster.worker import ActorWorker, RankInfo
-from rather.commands.compare_losses import measure
+from rather.commands import score
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ModelArgs
 from rather.data.pack import pack
@@ -35,6 +35,7 @@ from rather.optim.rounding import Rounding
 from rather.parallel.load import load_policy
 from rather.pipeline.checks import identity_of, refuse_other_run
 from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder.model_source import Weights, weights_of
 from tests.tiny import in_child, make_config, metrics
 
 STEPS = 3
@@ -266,7 +267,7 @@ def test_the_cache_distinguishes_adapters(shared: Path, tuned: Path) -> None:
 
 
 def test_the_merged_model_and_the_checkpoint_are_evaluated_as_the_run_was(shared: Path) -> None:
-    """`rather eval` and `rather compare-losses` load them without the policy that trained them."""
+    """`rather eval` and `rather score` load them without the policy that trained them."""
     config = config_of(shared, "evaluated", VARIANTS["pissa"])
     trained(config)
     pipeline = DPOPipeline(config)
@@ -275,7 +276,12 @@ def test_the_merged_model_and_the_checkpoint_are_evaluated_as_the_run_was(shared
     assert pipeline.evaluate()["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
     assert pipeline.reference is not None
     assert not any("lora" in name for name, _ in policy_of(pipeline).named_parameters())
-    found = measure(config, most=9)
+    saved = newest_good(config.run_dir)
+    assert saved
+    policy, base = weights_of(str(saved.path)), config.reference
+    reference = Weights("base", base.model_path, base.tokenizer_path, base.model_args)
+    (held_out,) = prepare(config).evals.values()
+    found = score.log_probs(policy, reference, None, config, [(held_out, range(len(held_out)))])
     margins = (found.policy["sum"] - found.reference["sum"]) @ torch.tensor(
         [1.0, -1.0], dtype=torch.float64
     )

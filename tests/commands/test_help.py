@@ -36,6 +36,13 @@ def test_a_config_key_as_an_option_gets_a_hint(option: tuple[str, ...], hint: st
     assert hint in done.output
 
 
+def test_a_removed_command_says_what_to_use() -> None:
+    done = rather("compare-losses", "dpo.yaml")
+    assert done.exit_code == 2
+    assert "it was removed" in done.output
+    assert "rather sweep" in done.output
+
+
 @pytest.mark.parametrize("name", ["-h", "--help"])
 def test_both_names_of_help(name: str) -> None:
     assert "Usage: rather plan" in rather("plan", name).stdout

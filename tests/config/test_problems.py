@@ -90,6 +90,19 @@ def test_unknown_key_says_what_was_meant(judged, typo: str, meant: str) -> None:
     assert judged(f"{typo}=1") == [f"{typo}: unknown key; did you mean '{meant}'?"]
 
 
+def test_a_removed_key_says_so_and_what_to_use(judged) -> None:
+    (line,) = judged("determinism=canonical")
+    assert line.startswith("determinism: was removed")
+    assert "deterministic: true" in line
+    with pytest.raises(ConfigError, match="determinism: was removed"):
+        DPOConfig(determinism="canonical")
+
+
+def test_a_removed_key_without_a_value_is_read() -> None:
+    """Configs in run folders of earlier versions have every key."""
+    assert config_from_dict({**BASE, "determinism": None}).pretrain == "org/model"
+
+
 def test_unknown_key_like_no_other_lists_the_keys_there(problems) -> None:
     (line,) = problems("validation.zzz=1")
     assert line == "validation.zzz (command line): unknown key; known: data_args"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rather.config.checks import device_problems
 from rather.config.load import config_from_dict
 from rather.config.run_config import DPOConfig
 from rather.config.strategies import STAGES, Layout, layout
@@ -196,88 +195,6 @@ def test_deepspeeds_json_is_read(tmp_path: Path) -> None:
         ConfigError, match=r"ds\.json: scheduler\.type: 'WarmupLR' is not supported"
     ):
         config_of(named("deepspeed_train", config_file=str(file)))
-
-
-CANONICAL = {"determinism": "canonical"}
-
-
-def test_canonical_order_packs_alike_for_any_number_of_devices() -> None:
-    for devices in (1, 2, 4):
-        for name, stage in {"ddp": 0, "zero1": 1}.items():
-            config = config_of(named(name), devices, **CANONICAL)
-            found = layout(config.actor_train)
-            assert (found.bins, layout(config.reference).bins) == (4, 4)
-            assert found.stage == (stage if devices > 1 else 0)
-    assert "canonical order" in found.describe()
-    assert layout(config_of(named("ddp"), 2).actor_train).bins == 2
-
-
-@pytest.mark.parametrize(
-    ("strategy", "devices", "changes", "said"),
-    [
-        (
-            None,
-            2,
-            {},
-            "determinism: canonical needs ddp or zero1 on 1, 2 or 4 devices; actor_train has zero2",
-        ),
-        (named("zero3"), 2, {}, "4 devices; actor_train has zero3"),
-        (
-            named("ddp"),
-            3,
-            {},
-            "4 devices; actor_train has ddp on 3 devices",
-        ),
-        (named("ddp"), 8, {}, "4 devices; actor_train has ddp on 8 devices"),
-        (named("ddp", tp_size=2), 2, {}, "4 devices; actor_train has ddp on 2 devices: tp 2"),
-        (
-            named("ddp", pp_size=2, cp_size=2),
-            4,
-            {},
-            "4 devices; actor_train has ddp on 4 devices: pp 2 x cp 2",
-        ),
-        (
-            named("ddp"),
-            2,
-            {"reference": {"strategy_args": {"strategy_name": "zero3"}}},
-            "4 devices; reference has zero3",
-        ),
-        (
-            named("ddp"),
-            1,
-            {"reference": {"device_mapping": [1], "system_envs": {"OMP_NUM_THREADS": "2"}}},
-            "system_envs.OMP_NUM_THREADS: determinism: canonical needs one whole number for both roles",
-        ),
-        (
-            named("ddp"),
-            1,
-            {"system_envs": {"OMP_NUM_THREADS": "4,2"}},
-            "needs one whole number for both roles, not ['4,2']",
-        ),
-    ],
-)
-def test_what_has_no_canonical_order_is_refused_by_name(
-    strategy: dict[str, Any] | None, devices: int, changes: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError) as refused:
-        config_of(strategy, devices, **CANONICAL, **changes)
-    assert said in str(refused.value)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_canonical_order_is_for_float32(dtype: str) -> None:
-    config = config_of(named("ddp"), 2, **CANONICAL)
-    assert device_problems(config, "cpu") == []
-    found = device_problems(config, "cuda")
-    assert [text.partition(";")[2] for text in found] == [
-        " set deterministic=true",
-        " set actor_train.model_args.dtype=fp32",
-    ]
-    with pytest.raises(
-        ConfigError,
-        match=rf"actor_train\.model_args\.dtype: {dtype} cannot be combined with determinism",
-    ):
-        config_of(named("ddp"), 2, {"model_args": {"dtype": dtype}}, **CANONICAL)
 
 
 def test_ref_tp_is_the_references_degree() -> None:

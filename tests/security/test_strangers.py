@@ -92,7 +92,6 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["{adapter}", "--out", "merged-1"],
         ["{adapter}", "--base", "{model}", "--out", "merged-2"],
     ],
-    "compare-losses": [[*words, "--model", "{run}"] for words in EACH],
     "config show": EACH,
     "config explain": [["beta", *words] for words in EACH],
     "config schema": [[]],  # these have no input

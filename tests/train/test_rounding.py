@@ -20,12 +20,8 @@ from rather.checkpoint.checkpoint import open_checkpoint
 from rather.commands.export import export, merge
 from rather.config.found import signed
 from rather.config.run_config import DPOConfig
-from rather.config.schema import ModelArgs
 from rather.errors import CheckpointError, ConfigError
 from rather.optim.rounding import Rounding
-from rather.parallel import load
-from rather.parallel.canonical import Canonical
-from rather.parallel.mesh import Mesh
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.model_source import weights_of
 from tests.tiny import make_config, make_model, metrics
@@ -116,7 +112,7 @@ def test_every_file_holds_the_weights_of_the_last_forward_pass(
     said = export(str(config.run_dir / "checkpoint-6"), tmp_path / "out")
     assert_equal(file_of(tmp_path / "out"), forward)
     assert "the file keeps" in said
-    for name in ("checkpoint-6", "model"):  # as chat, score, board and compare-losses do
+    for name in ("checkpoint-6", "model"):  # as chat, score and board do
         loaded = weights_of(str(config.run_dir / name)).load("cpu")
         assert_equal({n: p.bfloat16() for n, p in loaded.named_parameters()}, forward)
 
@@ -299,13 +295,3 @@ def test_the_cache_is_shared_if_rounding_changes_nothing(
     expected = json.loads((trained[source][0].run_dir / "report.json").read_text())["reference"]
     assert (told["cache"] == expected["cache"]) == (source == "bfloat16")
     assert (told["pairs_computed"] == 0) == (source == "bfloat16")
-
-
-@pytest.mark.parametrize("has_bf16", [True, False])
-def test_canonical_sums_are_float32(
-    folders: Any, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
-) -> None:
-    monkeypatch.setattr(load, "cpu_has_bf16", lambda: has_bf16)
-    half = load.load_policy(str(folders["bfloat16"] / "base"), ModelArgs(dtype="bf16"), "cpu")
-    with pytest.raises(ConfigError, match="canonical adds up float32 gradients"):
-        Canonical(half, Mesh(), "cpu")

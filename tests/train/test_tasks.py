@@ -18,7 +18,6 @@ from transformers import (
 
 from rather.checkpoint.checkpoint import newest_good
 from rather.commands.chat import Speaker
-from rather.commands.compare_losses import measure
 from rather.commands.export import export
 from rather.commands.plan import plan
 from rather.commands.score import score
@@ -328,7 +327,5 @@ def test_what_a_task_cannot_have_is_refused(tmp_path: Path) -> None:
     assert choose_metric(make_config(tmp_path, task="reward"), None) == "eval/rewards/accuracies"
     with pytest.raises(ConfigError, match="Runs with task: preference write it"):
         read_ledger(config.run_dir)
-    with pytest.raises(ConfigError, match="only losses of pairs can be compared"):
-        measure(config)
     with pytest.raises(ConfigError, match="only pairs are saved as tokens"):
         save(prepare(config), tmp_path / "saved")
