@@ -2,7 +2,8 @@
 
 Registered with transformers under the name `rather`, so the model files stay Hugging Face's own.
 CUDA in half precision runs one variable-length kernel (FlashAttention 4 if it is installed, else
-torch's own); everything else (CPU, float32, soft-capped families) loops over segments.
+torch's own), also with attention sinks; everything else (CPU, float32, soft-capped families) loops
+over segments.
 
 If ranks divide the tokens of a micro-batch, each gathers all keys and values for its own queries.
 """
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rather.data.batch import Segments
-from rather.errors import ConfigError
 from rather.model.collectives import Group, gather
 
 IMPLEMENTATION = "rather"
@@ -54,17 +54,13 @@ def segment_attention(
     **_unused: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, N, D], key [1, Hkv, N, D], value [1, Hkv, N, V] -> [1, N, H, V]."""
-    if s_aux is not None:
-        raise ConfigError(
-            f"{type(module).__name__}: attention sinks are not supported; use another model"
-        )
     if isinstance(segments, SpreadSegments):  # one message; backward sums the ranks' gradients
         both = gather(torch.cat([key, value], dim=-1), 2, segments.group)
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not softcap:
-        return _varlen(query, key, value, segments, scale, sliding_window), None
-    return _one_by_one(query, key, value, segments, scale, sliding_window, softcap), None
+        return _varlen(query, key, value, segments, scale, sliding_window, s_aux), None
+    return _one_by_one(query, key, value, segments, scale, sliding_window, softcap, s_aux), None
 
 
 # --- CPU, float32, soft-caps: one segment after another ---
@@ -80,41 +76,61 @@ def _one_by_one(
     scale: float,
     window: int | None,
     cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     parts = [query.split(segments.q_lens, dim=2)]
     for gathered in (key, value):
         parts.append(gathered.index_select(2, segments.key_index_K).split(segments.k_lens, dim=2))
-    out = [_attend(q, k, v, scale, window, cap) for q, k, v in zip(*parts, strict=True)]
+    out = [_attend(q, k, v, scale, window, cap, sinks) for q, k, v in zip(*parts, strict=True)]
     return torch.cat(out, dim=2).transpose(1, 2)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
+    """Attend with one segment. `sinks` [H] are scores of a key without a value, one for each head."""
     queries, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    if not cap and queries == keys and (window is None or window >= keys):
+    is_plain = not cap and sinks is None
+    if is_plain and queries == keys and (window is None or window >= keys):
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1
         )
-    # Whether query i sees key j. Both end at the same token.
     behind = torch.arange(keys - queries, keys, device=q.device)[:, None]
     behind = behind - torch.arange(keys, device=q.device)
     mask = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-    if not cap:
+    if is_plain:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=group > 1
         )
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.tanh(q @ k.transpose(2, 3) * scale / cap) * cap
-    scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+    logits = q @ k.transpose(2, 3) * scale
+    if cap:
+        logits = torch.tanh(logits / cap) * cap
+    logits = logits.masked_fill(~mask, float("-inf"))
+    weights = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    if sinks is not None:
+        total = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+        weights = weights * torch.sigmoid(total - sinks.float().view(1, -1, 1, 1))
+    return weights.to(q.dtype) @ v
 
 
 # --- CUDA: one kernel for all segments ---
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, s: Segments, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    s: Segments,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     # The kernels take one width for all three, but with multi-head latent attention keys are wider
     # than values. Zeros add nothing to a score, and further columns of the output are cut off.
@@ -122,7 +138,7 @@ def _varlen(
     by_token = [_widened(x[0].transpose(0, 1), width) for x in (query, key, value)]
     places = (s.key_index_K, s.order_K, s.start_N, s.cu_q, s.cu_k, s.max_q, s.max_k)
     left = -1 if window is None else window - 1
-    out: Tensor = _SegmentAttention.apply(*by_token, *places, scale, left)
+    out: Tensor = _SegmentAttention.apply(*by_token, sinks, *places, scale, left)
     own_width = value.shape[-1]
     return (out if own_width == width else out[..., :own_width])[None]
 
@@ -277,21 +293,38 @@ for _name, _real, _fake in (
 
 
 class _SegmentAttention(torch.autograd.Function):
-    """The operators with their gradient: `torch.library.register_autograd` takes longer to call."""
+    """The operators with their gradient: `torch.library.register_autograd` takes longer to call.
+
+    A sink is one more key without a value. It enters the sum over all keys, so the output is scaled
+    by the share of the others. Given that sum, the kernel's gradients are right as they are.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *places: Any) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *places: Any
+    ) -> Tensor:
         out, lse = torch.ops.rather.segment_attention(query, key, value, *places)
-        ctx.save_for_backward(query, key, value, out, lse, *places[:5])
+        if sinks is not None:
+            score = sinks.float()[:, None]
+            share = torch.sigmoid(lse - score)
+            out = (out.float() * share.t()[..., None]).to(out.dtype)
+            lse = torch.logaddexp(lse, score)
+        ctx.save_for_backward(query, key, value, out, lse, sinks, *places[:5])
         ctx.numbers = places[5:]
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        query, key, value, out, lse, sinks, *places = ctx.saved_tensors
         gradients = torch.ops.rather.segment_attention_backward(
-            grads[0], *ctx.saved_tensors, *ctx.numbers
+            grads[0], query, key, value, out, lse, *places, *ctx.numbers
         )
-        return (*gradients, *[None] * 9)
+        of_sinks = None
+        if sinks is not None:
+            along = (grads[0].float() * out.float()).sum(-1).t()
+            weight = torch.exp(sinks.float()[:, None] - lse)
+            of_sinks = -(weight * along).sum(1).to(sinks.dtype)
+        return (*gradients, of_sinks, *[None] * 9)
 
 
 AttentionInterface.register(IMPLEMENTATION, segment_attention)

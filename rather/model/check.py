@@ -245,6 +245,21 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,
+        # Linear attention (Qwen3.5, OLMo hybrid) and Mamba-2 (Nemotron-H, Falcon-H1, Granite 4).
+        "linear_num_key_heads": few,
+        "linear_num_value_heads": 2 * few,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "mamba_num_heads": 4 * few,
+        "mamba_n_heads": 4 * few,
+        "mamba_head_dim": 16,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64 * few,
+        "mamba_d_state": 16,
+        "ssm_state_size": 16,
+        "mamba_expand": 2,
+        "n_groups": few,
+        "mamba_n_groups": few,
         # lists with one entry per layer must fit the fewer layers
         "no_rope_layers": [1, 0, 1, 0],
     }

@@ -24,7 +24,9 @@ from torch import Tensor
 
 from rather.data.batch import PairBatch, Segments
 from rather.data.pack import FILLER_SEGMENT
+from rather.errors import ConfigError
 from rather.model.attention import SpreadSegments
+from rather.model.mixers import has_scans
 from rather.model.policy import PolicyModel
 from rather.parallel.mesh import Mesh
 
@@ -35,6 +37,12 @@ def spread_tokens(policy: PolicyModel, mesh: Mesh) -> None:
     """Make this policy compute its share of each micro-batch; called after the split over tp."""
     multiple = policy.token_parts
     if group := mesh.group("cp"):
+        if has_scans(policy):
+            raise ConfigError(
+                f"cp_size: {mesh.size('cp')}: layers of '{policy.causal_lm.config.model_type}' "
+                "carry a state from token to token, so ranks cannot divide the tokens of a "
+                "sequence; set cp_size to 1"
+            )
         policy.context = group.group_name
         place: Any = {"rank": mesh.rank("cp"), "ranks": mesh.size("cp")}
         policy.divide = partial(share_of, **place, group=group.group_name, multiple=multiple)

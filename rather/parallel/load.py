@@ -32,6 +32,7 @@ from rather.files import inspect_folder
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
 from rather.model.files import ModelFiles, model_folder, weight_files
+from rather.model.mixers import report_scan
 from rather.model.policy import PolicyModel
 from rather.model.reward import HEAD, RewardFiles, auto_class, new_head
 from rather.optim.rounding import Rounding
@@ -216,6 +217,7 @@ def load_policy(
         for parameter in half.values():
             parameter.data = parameter.data.to(stored_in)
         policy.rounding = replace(rounding, held=frozenset(half))
+    report_scan(policy, device)
     check_model(policy)
     return policy
 
@@ -297,6 +299,7 @@ def load_divided(
                 module._buffers[key] = None if buffer is None else buffer.to(device)
 
     policy = PolicyModel(causal_lm).eval()
+    report_scan(policy, device)
     for parameter in policy.parameters():
         parameter.requires_grad_(trains and parameter.requires_grad)
         if not parameter.requires_grad:

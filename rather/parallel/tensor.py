@@ -8,7 +8,8 @@ between works on this rank's columns.
 
 Outside regions every rank computes the same from the same numbers, because a region ends with a sum
 over ranks and its gradient begins with one: replicated weights get equal gradients everywhere, and
-nothing has to be summed. With sequence parallel the ranks divide the tokens there, and a replicated
+nothing has to be summed. A module whose plan only gathers columns (Qwen3.5's linear attention) is not
+a region: between its projections every rank computes the same on all tokens. With sequence parallel the ranks divide the tokens there, and a replicated
 weight's gradient is a part of a sum over tp; so it is for a norm inside a region, which sees the
 heads of one rank, and for keys and values if there are fewer heads of them than ranks: each rank
 computes all and takes the one it needs. PolicyModel.tp_partial names them.
@@ -16,9 +17,10 @@ computes all and takes the one it needs. PolicyModel.tp_partial names them.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +54,8 @@ VOCABULARY = "embedding_rowwise"  # embedding and head are cut whatever the plan
 EXPERTS = ("moe_tp_experts", "packed_colwise")  # stacked experts stay whole: ep divides them
 TOLERANCE = 1e-3  # between a divided twin and a whole one, relative to the largest of each tensor
 TOKENS = 1  # the dimension of hidden states [1, N, D]
+
+log = logging.getLogger(__name__)
 
 
 class _Ranks(NamedTuple):
@@ -87,7 +91,12 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
     ranks = _Ranks(mesh.rank("tp"), mesh.size("tp"), group.group_name, sequence_parallel)
     cutter = _Cutter(policy, ranks)
     regions: set[nn.Module] = set()
-    for place, module, style in list(_planned(policy.causal_lm, ranks.of)):
+    whole_regions: set[nn.Module] = set()
+    planned = list(_planned(policy.causal_lm, ranks.of))
+    ending = {place.rpartition(".")[0] for place, _, style in planned if style in ROW}
+    for module, key in list(_planned_heads(policy.causal_lm)):
+        cutter.cut(module, key, 0)
+    for place, module, style in planned:
         if style in (SUMMED, SHARED):
             cutter.sum_gradients(module.parameters())
             if style == SHARED:
@@ -98,7 +107,8 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
             policy.causal_lm.get_submodule(above),
             getattr(module, "base_layer", module),
         )
-        regions.add(region)
+        is_whole = above not in ending
+        (whole_regions if is_whole else regions).add(region)
         # A low-rank product is cut where the weight next to it is; the gradient of its other half
         # is a part of a sum.
         cut, other, dim = ("lora_A", "lora_B", 1) if style in ROW else ("lora_B", "lora_A", 0)
@@ -108,6 +118,8 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
         cutter.cut(linear, "weight", dim)
         if style in COLUMN:
             cutter.cut(linear, "bias", 0)
+            if is_whole:
+                module.register_forward_pre_hook(partial(_enter, ranks))
             if style == "colwise_gather_output":
                 module.register_forward_hook(partial(_gather_columns, ranks))
             continue
@@ -122,11 +134,20 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
         module.register_forward_hook(partial(_sum, ranks, row))
     for region in regions:
         region.register_forward_pre_hook(partial(_begin, ranks), with_kwargs=True)
+    if whole_regions:
+        _report_whole(policy.causal_lm.config.model_type, type(next(iter(whole_regions))).__name__)
     cutter.cut_vocabulary()
     if sequence_parallel:
+        for region in whole_regions:
+            region.register_forward_pre_hook(partial(_take_all_tokens, ranks), with_kwargs=True)
+            region.register_forward_hook(partial(_keep_own_tokens, ranks))
         # Whole here, but seeing only this rank's tokens: all outside regions, and what a region's
         # last linear adds to its sum.
-        inside = {id(parameter) for region in regions for parameter in region.parameters()}
+        inside = {
+            id(parameter)
+            for region in (*regions, *whole_regions)
+            for parameter in region.parameters()
+        }
         inside -= {id(module.bias) for module in policy.modules() if isinstance(module, _RowLinear)}
         policy.token_parts, policy.tp_group = ranks.of, ranks.group
         policy.tp_partial |= {
@@ -220,6 +241,26 @@ def _planned(causal_lm: Any, tp: int) -> Iterator[tuple[str, Any, str]]:
         yield name, module, style
 
 
+def _planned_heads(causal_lm: Any) -> Iterator[tuple[nn.Module, str]]:
+    """Yield (module, key) of parameters with a number for each head, such as attention sinks."""
+    plan = causal_lm.tp_plan or {}
+    for name, module in causal_lm.named_modules():
+        for key, parameter in module._parameters.items():
+            style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{key}"))
+            if style == "colwise" and parameter is not None and parameter.ndim == 1:
+                yield module, key
+
+
+@cache
+def _report_whole(family: str, module: str) -> None:
+    log.info(
+        "tp_size: '%s': %s runs whole on each rank, by transformers' plan; its projections are "
+        "divided",
+        family,
+        module,
+    )
+
+
 class _Cutter:
     """Replaces parameters by what one rank holds of them, and records where each was cut."""
 
@@ -270,6 +311,23 @@ def _begin(ranks: _Ranks, _module: nn.Module, args: tuple[Any, ...], kwargs: dic
     if args:
         return (ranks.begin(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": ranks.begin(kwargs["hidden_states"])}
+
+
+def _enter(ranks: _Ranks, _module: nn.Module, args: tuple[Any, ...]) -> Any:
+    return (enter(args[0], ranks.group), *args[1:])
+
+
+def _take_all_tokens(
+    ranks: _Ranks, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if args:
+        return (gather_same(args[0], TOKENS, ranks.group), *args[1:]), kwargs
+    hidden = gather_same(kwargs["hidden_states"], TOKENS, ranks.group)
+    return args, {**kwargs, "hidden_states": hidden}
+
+
+def _keep_own_tokens(ranks: _Ranks, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return own_part(output, TOKENS, ranks.group)
 
 
 def _gather_columns(ranks: _Ranks, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:

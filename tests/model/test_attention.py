@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from rather.data.batch import Segments
 from rather.data.pack import pack
-from rather.errors import ConfigError
 from rather.model import attention
 from rather.model.attention import segment_attention
 from tests.padded import random_pairs
@@ -155,6 +154,69 @@ def test_the_path_of_a_gpu_takes_values_of_another_width_than_keys(
         assert torch.allclose(found, expected, atol=1e-5)
 
 
+def dense_scores(query: Tensor, key: Tensor, rest: Sequence[Any]) -> Tensor:
+    """The scores [H, N, keys] of all queries and gathered keys; -inf for what a query cannot see."""
+    key_index, _order, _start, cu_q, cu_k, _max_q, _max_k, scale, left = rest
+    seen = torch.zeros(len(query), len(key_index), dtype=torch.bool)
+    ends = [cu[i : len(cu) - 1 + i].tolist() for cu in (cu_q, cu_k) for i in (0, 1)]
+    for q, q_end, k, k_end in zip(*ends, strict=True):
+        behind = torch.arange(k_end - (q_end - q), k_end)[:, None] - torch.arange(k, k_end)
+        seen[q:q_end, k:k_end] = (behind >= 0) & ((behind <= left) | (left < 0))
+    key = key[key_index].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = torch.einsum("nhd,khd->hnk", query, key) * scale
+    return scores.masked_fill(~seen, float("-inf"))
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    scores = dense_scores(query, key, rest)
+    value = value[rest[0]].repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    out = torch.einsum("hnk,khd->nhd", scores.softmax(-1), value)
+    return out.contiguous(), scores.logsumexp(-1)
+
+
+def flash_backward(grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    """As the kernels compute it: from the output and the log-sum-exp that they are given."""
+    query, key, value, out, lse, *rest = tensors
+    index, scale, groups = rest[0], rest[-2], query.shape[1] // key.shape[1]
+    weights = (dense_scores(query, key, rest) - lse[..., None]).exp()
+    wide_key, wide_value = (x[index].repeat_interleave(groups, dim=1) for x in (key, value))
+    slope = torch.einsum("nhd,khd->hnk", grad, wide_value) - (grad * out).sum(-1).t()[..., None]
+    slope = weights * slope * scale
+    d_query = torch.einsum("hnk,khd->nhd", slope, wide_key)
+    wide = torch.einsum("hnk,nhd->khd", slope, query), torch.einsum("hnk,nhd->khd", weights, grad)
+    by_key = [x.unflatten(1, (-1, groups)).sum(2) for x in wide]
+    return d_query, *(torch.zeros_like(key).index_add(0, index, x) for x in by_key)
+
+
+@pytest.fixture
+def flash_on_the_cpu() -> Iterator[None]:
+    library = torch.library.Library("rather", "IMPL")
+    library.impl("segment_attention", flash, "CPU")
+    library.impl("segment_attention_backward", flash_backward, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("flash_on_the_cpu")
+@pytest.mark.parametrize("window", [None, 4])
+def test_sinks_on_the_path_of_a_gpu(window: int | None) -> None:
+    """The kernel's own backward is right once it is given the sum over keys and sink."""
+    parts, tokens = segments()
+    torch.manual_seed(0)
+    shapes = [(1, HEADS, tokens, WIDTH), (1, 2, tokens, WIDTH), (1, 2, tokens, WIDTH), (HEADS,)]
+    given, slope = [torch.randn(shape) for shape in shapes], torch.randn(1, tokens, HEADS, WIDTH)
+    results = []
+    for path in (
+        lambda *x, sinks: attention._varlen(*x, parts, 0.5, window, sinks),
+        lambda *x, sinks: attention._one_by_one(*x, parts, 0.5, window, None, sinks),
+    ):
+        leaves = [x.clone().requires_grad_() for x in given]
+        out = path(*leaves[:3], sinks=leaves[3])
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, slope)])
+    for found, expected in zip(*results, strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [4, 5, 6])
 def test_a_window_as_long_as_the_sequence(window: int) -> None:
     """Plain causal attention serves from the length of the sequence on, and not one token before."""
@@ -176,8 +238,21 @@ def test_the_usual_scale_without_one() -> None:
     assert torch.equal(given, without)
 
 
-def test_sinks_are_refused_by_name() -> None:
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_sink_is_one_more_key_without_a_value(window: int | None) -> None:
     parts, tokens = segments()
     q, k, v = (torch.randn(1, HEADS, tokens, WIDTH) for _ in range(3))
-    with pytest.raises(ConfigError, match=r"Linear: attention sinks are not supported"):
-        segment_attention(nn.Linear(1, 1), q, k, v, None, segments=parts, s_aux=torch.zeros(HEADS))
+    sinks = torch.randn(HEADS, requires_grad=True)
+    options: dict[str, Any] = {"segments": parts, "sliding_window": window}
+    got, _ = segment_attention(nn.Linear(1, 1), q, k, v, None, s_aux=sinks, **options)
+    plain, _ = segment_attention(nn.Linear(1, 1), q, k, v, None, **options)
+    # A key whose score is far below all others takes nothing; a score far above takes all.
+    none, _ = segment_attention(nn.Linear(1, 1), q, k, v, None, s_aux=sinks - 1e3, **options)
+    whole, _ = segment_attention(nn.Linear(1, 1), q, k, v, None, s_aux=sinks + 1e3, **options)
+    assert torch.allclose(none, plain, atol=1e-6)
+    assert torch.equal(whole, torch.zeros_like(whole))
+    share = (got / plain).mean(-1)
+    assert bool(((share > 0) & (share < 1)).all())
+    got.sum().backward()
+    assert sinks.grad is not None
+    assert bool(sinks.grad.abs().min() > 0)

@@ -1,0 +1,68 @@
+"""Families beyond plain attention: scans, convolutions, sinks. Packed equals padded, every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from rather.data.pack import pack
+from rather.model.attention import IMPLEMENTATION
+from rather.model.check import twin_of
+from rather.model.policy import PolicyModel, pair_columns
+from tests.padded import padded_logps, ranked_pairs
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "qwen3_next": {},
+    "olmo_hybrid": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "gpt_oss": {},
+    "granite_swa": {},
+    "nemotron_h": {},
+    "falcon_h1": {},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+}
+
+
+def hybrid(name: str) -> Any:
+    """A small random model of the family's default config; sinks and decays matter."""
+    model = twin_of(AutoConfig.for_model(name, **HYBRIDS[name]))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("sinks"):
+                parameter.normal_(0, 2)
+    return model
+
+
+def sums(policy: PolicyModel, pairs: Any, budget: int) -> torch.Tensor:
+    out = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    for batch in pack(pairs, budget):
+        out = out.index_add(0, batch.pair_P, pair_columns(policy, batch)["sum"])
+    return out
+
+
+def gradients(model: Any, logps: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    (logps[:, 0] - logps[:, 1]).tanh().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_packed_equals_padded_with_every_gradient(name: str) -> None:
+    model, pairs = hybrid(name), ranked_pairs(128)[:9]
+    want = padded_logps(model, pairs)
+    wanted = gradients(model, want)
+    policy = PolicyModel(model)
+    model.set_attn_implementation(IMPLEMENTATION)
+    for budget in (10**6, 60):
+        got = sums(policy, pairs, budget)
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+        found = gradients(model, got)
+        assert found.keys() == wanted.keys()
+        for key, gradient in wanted.items():
+            assert (found[key] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, key

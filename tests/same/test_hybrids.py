@@ -1,0 +1,110 @@
+"""Families with scans, convolutions and sinks, divided: the same log-probs and gradients, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import AutoConfig
+
+from rather.data.pack import pack
+from rather.errors import ConfigError
+from rather.model.attention import IMPLEMENTATION
+from rather.model.check import packed_twin
+from rather.model.policy import PolicyModel
+from rather.parallel.context import spread_tokens
+from rather.parallel.mesh import Mesh
+from rather.parallel.shard import shard
+from rather.parallel.stages import check_cut
+from rather.parallel.tensor import check_split
+from tests.cells import cells
+from tests.model.test_hybrids import HYBRIDS, hybrid
+from tests.padded import random_pairs
+from tests.same.against_whole import columns_and_gradients
+from tests.same.pool import pool
+
+NO_PLAN = "transformers has no"
+# family: why tensor parallel is refused, why pipeline stages are; "" if they are not
+REFUSED: dict[str, tuple[str, str]] = {
+    "qwen3_5_text": ("", ""),
+    "qwen3_5_moe_text": ("", ""),
+    "qwen3_next": ("", ""),
+    "olmo_hybrid": ("", ""),
+    "granite_swa": ("", ""),
+    "gpt_oss": (NO_PLAN, ""),
+    "lfm2": (NO_PLAN, NO_PLAN),
+    "nemotron_h": (NO_PLAN, NO_PLAN),
+    "falcon_h1": (NO_PLAN, NO_PLAN),
+    "granitemoehybrid": (NO_PLAN, NO_PLAN),
+}
+
+
+def split_refusal(name: str, sequence_parallel: bool) -> str:
+    try:
+        config = AutoConfig.for_model(name, **HYBRIDS[name])
+        check_split(config, Mesh.build(tp=2), sequence_parallel=sequence_parallel)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence parallel"])
+@pytest.mark.parametrize("name", cells([*HYBRIDS], keep=["qwen3_5_text", "granite_swa", "lfm2"]))
+def test_tensor_parallel(name: str, sequence_parallel: bool) -> None:
+    """`check_split` compares log-probs and all gradients of a divided twin with a whole one."""
+    why, _ = REFUSED[name]
+    for message in pool(2).run(split_refusal, name, sequence_parallel):
+        assert why in message
+        assert bool(message) == bool(why)
+        assert not why or f"'{name}'" in message
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_pipeline_stages(name: str) -> None:
+    """`check_cut` compares a stage for each layer with the whole."""
+    _, why = REFUSED[name]
+    config = AutoConfig.for_model(name, **HYBRIDS[name])
+    if not why:
+        check_cut(config)
+        return
+    with pytest.raises(ConfigError, match=f"'{name}' cannot be cut into pipeline stages: {why}"):
+        check_cut(config)
+
+
+def sharded(name: str) -> dict[str, Tensor]:
+    """One rank of two: its share of the micro-batches, then whole summed gradients."""
+    mesh = Mesh.build(shard=2)
+    policy = PolicyModel(hybrid(name))
+    policy.causal_lm.set_attn_implementation(IMPLEMENTATION)
+    shard(policy, mesh, "zero3")
+    found = columns_and_gradients(policy, batches()[mesh.rank("dp") :: 2])
+    return {key: value.full_tensor() for key, value in found.items() if key.startswith("causal")}
+
+
+def batches() -> list[Any]:
+    return pack(random_pairs(6, 128), 90, ranks=2)
+
+
+@pytest.mark.parametrize("name", cells([*HYBRIDS], keep=["qwen3_5_text"]))
+def test_zero3(name: str) -> None:
+    whole = PolicyModel(hybrid(name))
+    whole.causal_lm.set_attn_implementation(IMPLEMENTATION)
+    want = columns_and_gradients(whole, batches())
+    for found in pool(2).run(sharded, name):
+        for key, gradient in found.items():
+            assert (gradient - want[key]).norm() <= 1e-4 * want[key].norm() + 1e-7, key
+
+
+def context_refusal() -> str:
+    twin, _ = packed_twin(AutoConfig.for_model("qwen3_5_text"))
+    with pytest.raises(ConfigError) as refused:
+        spread_tokens(twin, Mesh.build(cp=2))
+    return str(refused.value)
+
+
+def test_context_parallel_of_a_scan_is_refused() -> None:
+    assert set(pool(2).run(context_refusal)) == {
+        "cp_size: 2: layers of 'qwen3_5_text' carry a state from token to token, so ranks cannot "
+        "divide the tokens of a sequence; set cp_size to 1"
+    }
