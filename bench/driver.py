@@ -46,11 +46,20 @@ from rather.data.pairs import PairDataset, PairFile
 from rather.data.prepare import Prepared
 from rather.losses.metrics import MOMENTS, PER_PAIR
 from rather.losses.objective import from_config
-from rather.pipeline.loop import TrainingLoop
-from rather.pipeline.reference_stream import ReferenceStream
+from rather.pipeline.hook import Hook, Hooks
+from rather.pipeline.hooks import (
+    CountStep,
+    EndRun,
+    KeepReferenceLogps,
+    LogMetrics,
+    TrackMetrics,
+    WritePairLedger,
+)
+from rather.pipeline.loop import RunParts, TrainingLoop
+from rather.pipeline.progress import RunState
 from rather.pipeline.steps import PreparedSteps
 from rather.run_folder.control import StopRequest
-from rather.tools.report.write import LiveReport
+from rather.tracking.json_lines import MetricsPosition
 from rather.tracking.run import RunTracker
 from rather.train.rank_trainer import StepResult
 
@@ -145,33 +154,41 @@ def stub_cluster(name: str, config: Any, ray: StubRay, pairs: int) -> Cluster:
     return Cluster(name, None, manager, getattr(config, name), pipeline_config=config)
 
 
-class Driver(TrainingLoop):
-    """The training loop with given roles, as DPOPipeline builds it, without files."""
+class Driver(Hook):
+    """The training loop with given roles, as DPOPipeline builds it, without files.
+
+    As the last hook it measures each step.
+    """
 
     def __init__(self, config: Any, roles: Roles, source: PreparedSteps, own: Path) -> None:
-        self.config, self.roles, self.source, self.run_dir = config, roles, source, None
-        self.stop, self.evaluators = StopRequest(), []
-        self.page = LiveReport(own.parent, wanted=False)
-        self.objective = from_config(config)
-        self.tracker = RunTracker(config, total_steps=source.total_steps, start_step=0, quiet=True)
-        self.summary: Any = SimpleNamespace(report=lambda *_: None)
-        self._build_loop({})
-        source.packing = self.packing
-        self.packing.tokens["train"] = 16_384
-        parts = (config, roles, self.timeline, self.retry, source, self.objective)
-        self.reference_stream = ReferenceStream(*parts)
-        self.reference_stream._loaded = True
-        assert self.reference_stream.logps
-        self.reference_stream.logps.open(own)
+        state, objective = RunState(), from_config(config)
+        kept: Any = {"identity": {}, "run_dir": None, "stop": StopRequest()}
+        self.parts = parts = RunParts.build(config, roles, source, objective, state, **kept)
+        parts.packing.tokens["train"] = 16_384
+        stream = parts.reference_stream
+        stream._loaded = True
+        assert stream.logps
+        stream.logps.open(own)
+        tracker = RunTracker(config, total_steps=source.total_steps, start_step=0, quiet=True)
+        hooks = Hooks()
+        hooks += [
+            WritePairLedger(tracker, objective),
+            parts.guard,
+            CountStep(state, parts.timeline, 0.0),
+            LogMetrics(config.logging_steps, state, parts.timeline, source.epoch_at, hooks),
+            KeepReferenceLogps(stream),
+            EndRun(state, parts.requests, source.total_steps),
+            TrackMetrics(tracker, lambda _: MetricsPosition()),
+            self,
+        ]
+        self.loop = TrainingLoop(parts, hooks)
         self.costs: list[Any] = []
         self._before = self._clocks()
 
-    def _ends_after(self, step: Any, result: StepResult) -> bool:
-        ends = super()._ends_after(step, result)
+    def after_step(self, step: Any, result: StepResult) -> None:
         now = self._clocks()
         self.costs.append(now - self._before)
         self._before = self._clocks()
-        return ends
 
     def _clocks(self) -> Any:
         """Processor time of the loop's own thread and of all threads, in ms, and data in KB."""
@@ -211,8 +228,8 @@ def measure(ranks: int) -> dict[str, Any]:
         sys.modules["ray"] = ray
         roles = [stub_cluster(name, config, ray, pairs) for name in ("actor_train", "reference")]
         driver = Driver(config, Roles(*roles, "cpu", here=False), source, folder / "own.logps")
-        with closing(driver.reference_stream):
-            driver._train()
+        with closing(driver.parts.reference_stream):
+            driver.loop.train()
         del sys.modules["ray"]
     unknown, known = np.split(np.array(driver.costs), [STEPS])
     assert len(known) == STEPS

@@ -98,6 +98,8 @@ def write_pairs(given: argparse.Namespace, seed: int, folder: Path) -> None:
 
 def ours(given: argparse.Namespace) -> dict[str, float]:
     from rather.config.load import config_from_dict
+    from rather.pipeline.hooks import Evaluate
+    from rather.pipeline.loop import TrainingLoop
     from rather.pipeline.pipeline import DPOPipeline
 
     folder = given.folder
@@ -119,21 +121,22 @@ def ours(given: argparse.Namespace) -> dict[str, float]:
     )  # fmt: skip
     pipeline = DPOPipeline(config)
     spent = {"steps": 0.0, "evaluations": 0.0}
-    train, evaluate = pipeline._train_step, pipeline._evaluate
+    train, evaluate = TrainingLoop.train_step, Evaluate.evaluate
 
-    def timed(step: Any, reference: Any) -> Any:
+    def timed(loop: TrainingLoop, step: Any) -> Any:
         began = spent.setdefault("began", time.process_time() - spent["evaluations"])
-        result = train(step, reference)
+        result = train(loop, step)
         spent["seconds"] = time.process_time() - began - spent["evaluations"]
         spent["steps"] += 1
         return result
 
-    def not_timed(result: Any) -> None:
+    def not_timed(hook: Evaluate, result: Any) -> None:
         began = time.process_time()
-        evaluate(result)
+        evaluate(hook, result)
         spent["evaluations"] += time.process_time() - began
 
-    pipeline._train_step, pipeline._evaluate = timed, not_timed  # type: ignore[method-assign]
+    TrainingLoop.train_step = timed  # type: ignore[method-assign]
+    Evaluate.evaluate = not_timed  # type: ignore[method-assign]
     assert pipeline.run() == 0
     lines = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     last = [json.loads(line) for line in lines if "eval/rewards/accuracies" in line][-1]

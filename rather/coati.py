@@ -17,7 +17,7 @@ from rather.api.trainer import tracker_in
 from rather.config.run_config import DPOConfig
 from rather.config.schema import StrategyArgs, TrainingArgs
 from rather.errors import ConfigError
-from rather.pipeline.loop import Record
+from rather.pipeline.hook import Record
 from rather.pipeline.steps import NO_LIMIT
 from rather.tracking.trackers import is_installed
 

@@ -58,8 +58,8 @@ from rather.pipeline.callbacks import Callback
 from rather.pipeline.checks import refuse_columns
 from rather.pipeline.evaluation import EvaluatedPart, metrics_of
 from rather.pipeline.guard import refuse_nonfinite
-from rather.pipeline.loop import Record
-from rather.pipeline.pipeline import DPOPipeline
+from rather.pipeline.hook import Record
+from rather.pipeline.run import Run
 from rather.pipeline.steps import log_length
 from rather.run_folder.layout import with_rounding_of_run
 from rather.tracking.json_lines import read_records
@@ -502,7 +502,7 @@ class DPOTrainer:
         whole = folder and self.roles.drivers == 1  # ranks have shards, by their layout
         frozen = {name: each.frozen_digest() for name, each in workers.items() if each and whole}
         fixed = {"logging_steps": 1, "track_with": None, **settings}
-        DPOPipeline.from_parts(
+        Run(
             self.config.model_copy(update=fixed),
             self.roles,
             source,

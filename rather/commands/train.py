@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
-from typing import Any
 
 from rich.console import Console
 
@@ -12,6 +11,7 @@ from rather.commands.terminal import echo
 from rather.config.run_config import DPOConfig
 from rather.data.prepare import BadRows
 from rather.data.show import print_report
+from rather.pipeline.loop import TrainingLoop
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.control import StopRequest
 from rather.run_folder.layout import locked, write_run_report
@@ -42,11 +42,11 @@ def train_run(config: DPOConfig, stop: StopRequest) -> int:
 
 def dry_run(config: DPOConfig) -> int:
     """Do everything up to the first step."""
-    pipeline: Any = DPOPipeline(config)
+    pipeline = DPOPipeline(config)
     with closing(pipeline):
         print_report(pipeline.data.report, Console(stderr=True))
         pipeline.initialize()
-        first = next(pipeline.steps())
+        first = next(TrainingLoop(pipeline.parts).packed_steps())
         count = len(first.policy)
         echo(
             f"{len(pipeline.data.train)} {config.unit}, {pipeline.total_steps} steps of "

@@ -105,9 +105,6 @@ class Callbacks:
                 raise ConfigError(f"{name} failed at step {step}: {_in_short(error)}") from error
 
 
-NO_CALLBACKS = Callbacks((), RunView(None, None, StopRequest()))
-
-
 def _in_short(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     text = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"

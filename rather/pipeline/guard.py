@@ -19,7 +19,8 @@ from rather.config.schema import SpikeArgs
 from rather.data import shares
 from rather.data.batch import PairBatch
 from rather.errors import BatchTooLarge, MemoryShortage, NonFiniteError
-from rather.pipeline.saving import Progress
+from rather.pipeline.hook import Hook
+from rather.pipeline.progress import RunState
 from rather.pipeline.steps import Packing, Step, StepSource, Use
 from rather.run_folder.layout import Incidents
 from rather.train.nonfinite import NOTHING_PASSES, NonFiniteReport, StepLimits
@@ -37,63 +38,79 @@ FIX = (
 )
 
 
+class RollBack(Exception):
+    """The run returns to its last checkpoint because of a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"step {step}")
+        self.step = step
+
+
 @dataclass
-class Guard:
-    """Applies on_nonfinite, max_nonfinite_steps and spike."""
+class Guard(Hook):
+    """Applies on_nonfinite, max_nonfinite_steps and spike; raises RollBack or ends the run."""
 
     on_nonfinite: str
     most: int  # steps in a row with NaN or Inf
     spike: SpikeArgs | None
     source: StepSource
     incidents: Incidents
+    state: RunState
 
     @property
     def rolls_back(self) -> bool:
         return "rollback" in (self.on_nonfinite, self.spike and self.spike.action)
 
-    def limits(self, progress: Progress, step: Step) -> StepLimits | None:
+    def limits(self, step: Step) -> StepLimits | None:
         """Return the loss and gradient norm above which the workers do not apply the step."""
+        progress = self.state.progress
         if step.number in progress.steps_to_skip:
             return NOTHING_PASSES
         spike = self.spike
         return progress.history.limits(spike) if spike and spike.action != "log" else None
 
-    def accepts(self, progress: Progress, step: Step, result: StepResult) -> bool:
-        """Return whether training continues; if not, it rolls back. Raises if the run must end."""
+    def after_step(self, step: Step, result: StepResult) -> None:
+        progress = self.state.progress
         if step.number in progress.steps_to_skip:
             log.info("Step %d is skipped: it caused a rollback.", step.number)
-            return True
+            return
         if result.nonfinite:
             progress.nonfinite += 1
             self._report_nonfinite(step, result, result.nonfinite)
             most = min(self.most, self.source.total_steps or self.most)
             text = f"step {step.number}: {result}"
             refuse_nonfinite(text, self.on_nonfinite, progress.nonfinite, most)
-            return self.on_nonfinite != "rollback"
+            if self.on_nonfinite == "rollback":
+                raise RollBack(step.number)
+            return
         if result.skip_reason == "no_weight" and "no_weight" not in progress.skipped:
             text = "step %d: all its pairs have weight 0; such steps are skipped and counted"
             log.warning(text, step.number)
         if result.skip_reason not in ("overflow", "no_weight"):
             progress.nonfinite = 0
-        if self.spike is None:
-            return True
-        limits = progress.history.limits(self.spike)
-        progress.history.add(result.loss, result.grad_norm, self.spike.window)
+        if self.spike:
+            self._look_for_spike(step, result, self.spike)
+
+    def _look_for_spike(self, step: Step, result: StepResult, rule: SpikeArgs) -> None:
+        history = self.state.progress.history
+        limits = history.limits(rule)
+        history.add(result.loss, result.grad_norm, rule.window)
         if result.skip_reason == "overflow" or not limits.exceeded(result.loss, result.grad_norm):
-            return True
+            return
         self.incidents.add(
             "spike",
             step.number,
-            action=self.spike.action,
+            action=rule.action,
             loss=result.loss,
             grad_norm=result.grad_norm,
             loss_limit=limits.loss,
             grad_norm_limit=limits.grad_norm,
         )
-        applied = "applied" if self.spike.action == "log" else "not applied"
+        applied = "applied" if rule.action == "log" else "not applied"
         text = "step %d: a spike: %s (limits %.4g and %.4g); the step was %s"
         log.warning(text, step.number, result, limits.loss, limits.grad_norm, applied)
-        return self.spike.action != "rollback"
+        if rule.action == "rollback":
+            raise RollBack(step.number)
 
     def _report_nonfinite(self, step: Step, result: StepResult, found: NonFiniteReport) -> None:
         # If only the sum of the gradients is not finite, any pair of the step may be the cause.

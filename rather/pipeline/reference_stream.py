@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from rather.model.budget import PARKING_PAYS
 from rather.parallel.load import compute_dtype
 from rather.pipeline.checks import ROUNDING, refuse_foreign_tokens
 from rather.pipeline.guard import OutOfMemoryRetry
-from rather.pipeline.steps import PreparedSteps, ReferenceStep, Step, ahead, chunks
+from rather.pipeline.steps import PreparedSteps, Step, ahead, chunks
 from rather.pipeline.timeline import Timeline
 from rather.reference.logps import ReferenceLogps, Request
 from rather.run_folder.layout import reference_log
@@ -123,7 +124,7 @@ class ReferenceStream:
 
     # --- step by step ---
 
-    def with_reference(self, steps: Iterator[Step]) -> Generator[ReferenceStep, None, None]:
+    def with_reference(self, steps: Iterator[Step]) -> Generator[Step, None, None]:
         """Yield each step with the reference log-probs of its pairs.
 
         On its own devices the reference works one step ahead, unless it moves in between.
@@ -136,7 +137,10 @@ class ReferenceStream:
             until_it_moves = every and every - 1 - (first.number - 1) % every
             group = chain([first], islice(steps, until_it_moves))
             with closing(ahead(map(self._answer_ahead, group), 1)) as answered:
-                yield from ((step, self._send(columns)) for step, columns in answered)
+                for step in answered:
+                    if step.reference_logps:
+                        self._send(step.reference_logps)
+                    yield step
 
     def prepare(self, step: Step) -> None:
         """Do what can be done in a thread before the log-probs of a step are needed."""
@@ -168,16 +172,16 @@ class ReferenceStream:
         if self.logps and not self.roles.runs_ahead:
             self.logps.keep()
 
-    def _answer(self, step: Step) -> ReferenceStep:
+    def _answer(self, step: Step) -> Step:
         with self.timeline.span("reference", "log-probs", step.number):
-            return step, self.columns(step)
+            return replace(step, reference_logps=self.columns(step))
 
-    def _answer_ahead(self, step: Step) -> tuple[Step, Columns]:
+    def _answer_ahead(self, step: Step) -> Step:
         with self.timeline.span("reference", "log-probs", step.number), self._turn:
             columns = self._ask(step)
             if self.logps:  # a step's log-probs are stored before the next one asks
                 self.logps.keep()
-            return step, columns
+            return replace(step, reference_logps=columns)
 
     def _compute(self, batches: Sequence[PairBatch]) -> Columns:
         assert self.roles.reference is not None

@@ -45,6 +45,7 @@ class Step:
     ends_epoch: bool = False  # an evaluation is due after this step
     position: Mapping[str, Any] | None = None  # stored in checkpoints; see StepSource.steps
     probe: Step | None = None  # what the baseline of the step is computed from, if there is one
+    reference_logps: Columns | None = None  # attached by the ReferenceStream
 
     @property
     def facts(self) -> PairFacts:
@@ -58,9 +59,6 @@ class Step:
         if isinstance(self.pairs, PairRows):
             return self.pairs.tokens
         return sum(pair.tokens for pair in self.pairs)
-
-
-ReferenceStep = tuple[Step, Columns | None]  # with the reference log-probs of its pairs
 
 
 class StepSource(Protocol):

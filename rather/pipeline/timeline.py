@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from rather.files import own
-from rather.pipeline.steps import ReferenceStep, Step
+from rather.pipeline.steps import Step
 from rather.train.rank_trainer import StepResult
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Timeline:
         if self._trace:
             self._trace.add(track, name, step, began, seconds)
 
-    def awaited(self, steps: Iterator[ReferenceStep]) -> Generator[ReferenceStep, None, None]:
+    def awaited(self, steps: Iterator[Step]) -> Generator[Step, None, None]:
         """Yield the same steps; training stands still until each is there."""
         while True:
             self._step_began, before = time.perf_counter(), self.total.seconds["reference"]

@@ -44,6 +44,7 @@ from rather.errors import ConfigError, RatherError
 from rather.files import JsonObject, make_folder, own, parse_yaml, read_bytes, replace_own
 from rather.losses.metrics import wilson
 from rather.losses.objective import from_config
+from rather.pipeline.loop import TrainingLoop
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder import control
 from rather.run_folder.control import StopRequest
@@ -331,7 +332,7 @@ def fill_cache(config: ConfigPath, overrides: Overrides = None, imports: Imports
         if known := pipeline.reference_stream.logps:
             with closing(known):
                 pipeline.initialize()
-                for step in pipeline.steps():
+                for step in TrainingLoop(pipeline.parts).packed_steps():
                     pipeline.reference_stream.columns(step)
                     known.keep()
                 pipeline.evaluate()

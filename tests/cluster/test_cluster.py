@@ -144,7 +144,7 @@ def test_every_placing_of_the_roles_trains_the_same(shared: Path, name: str) -> 
         pipeline = DPOPipeline(alone)
         first, last = (pipeline.source.step_pairs(number) for number in (1, STEPS))
         assert (pipeline.total_steps, len(last)) == (STEPS, PAIRS // 2)
-        assert len(pipeline.packing.pack(first, "train", TOKENS)) >= 8
+        assert len(pipeline.parts.packing.pack(first, "train", TOKENS)) >= 8
         assert pipeline.run() == 0
     config = small_steps(shared, name, **LAYOUTS[name])
     assert DPOPipeline(config).run() == 0

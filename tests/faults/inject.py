@@ -351,6 +351,7 @@ def _wrap_loop() -> None:
     from rather.data.report import RowCounts
     from rather.pipeline.evaluation import Evaluation
     from rather.pipeline.guard import OutOfMemoryRetry
+    from rather.pipeline.hooks import SaveCheckpoints
     from rather.pipeline.loop import TrainingLoop
     from rather.pipeline.pipeline import DPOPipeline
     from rather.pipeline.reference_stream import ReferenceStream
@@ -360,8 +361,8 @@ def _wrap_loop() -> None:
     from rather.tracking.json_lines import AppendedFile
 
     _wrap(DPOPipeline, "__init__", _begin_run)
-    _wrap(TrainingLoop, "_train", lambda self: at_step(self.progress.step))
-    _wrap(TrainingLoop, "_train_step", lambda self, step, *_: at_step(step.number))
+    _wrap(TrainingLoop, "_train_to_the_end", lambda self: at_step(self.parts.state.progress.step))
+    _wrap(TrainingLoop, "train_step", lambda self, step: at_step(step.number))
     _wrap(ReferenceStream, "_answer", lambda self, step: at_step(step.number))
     _wrap(prepare, "prepare", "data")
     _wrap(RowCounts, "to_json", "data.tokenised")
@@ -374,7 +375,7 @@ def _wrap_loop() -> None:
     _wrap(Evaluation, "record", "evaluate", "evaluate.done")
     _wrap(OutOfMemoryRetry, "run", after=_evaluates)
     _wrap(AppendedFile, "position")
-    _wrap(TrainingLoop, "save", "save")
+    _wrap(SaveCheckpoints, "save", "save")
     _wrap(Saving, "_publish", after="save.done")
     _wrap(checkpoint, "clean", after="save.clean.done")
     _wrap(DPOPipeline, "_export_model", "export", "export.done")

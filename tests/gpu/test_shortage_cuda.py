@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from rather.config.run_config import DPOConfig
 from rather.errors import MemoryShortage
+from rather.pipeline.loop import TrainingLoop
 from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
@@ -64,12 +65,12 @@ def test_an_out_of_memory_step_is_repeated_with_smaller_micro_batches(
     """Other work takes the memory once the planner has looked: what is left holds half a micro-batch."""
     enough, expected = run(folder, "enough")
     taken: list[torch.Tensor] = []
-    train_step = DPOPipeline._train_step
+    train_step = TrainingLoop.train_step
 
-    def trained(pipeline: DPOPipeline, *args: Any) -> Any:
+    def trained(loop: TrainingLoop, *args: Any) -> Any:
         if not taken:
             torch.cuda.reset_peak_memory_stats()
-            result = train_step(pipeline, *args)
+            result = train_step(loop, *args)
             torch.cuda.empty_cache()
             resting, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
             taken.append(torch.empty(0))
@@ -78,9 +79,9 @@ def test_an_out_of_memory_step_is_repeated_with_smaller_micro_batches(
                 limit / torch.cuda.get_device_properties(0).total_memory
             )
             return result
-        return train_step(pipeline, *args)
+        return train_step(loop, *args)
 
-    monkeypatch.setattr(DPOPipeline, "_train_step", trained)
+    monkeypatch.setattr(TrainingLoop, "train_step", trained)
     short, lines = run(folder, "short")
     told = [
         json.loads(line) for line in (short.run_dir / "incidents.jsonl").read_text().splitlines()

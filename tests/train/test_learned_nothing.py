@@ -19,7 +19,7 @@ from rather.cli import app
 from rather.commands.terminal import guarded
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
-from rather.pipeline.saving import Progress
+from rather.pipeline.progress import Progress
 from rather.run_folder.layout import write_run_report
 from rather.run_folder.names import RUN_REPORT
 from rather.tools.report.folder import Folder

@@ -30,7 +30,7 @@ from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages
 from rather.pipeline.guard import Guard
 from rather.pipeline.pipeline import DPOPipeline
-from rather.pipeline.saving import Progress
+from rather.pipeline.progress import RunState
 from rather.pipeline.steps import Step
 from rather.run_folder.layout import Incidents
 from rather.train.nonfinite import NOTHING_PASSES, NonFiniteReport, StepLimits
@@ -459,8 +459,8 @@ def test_only_a_step_that_was_computed_breaks_a_row(
 ) -> None:
     """An fp16 overflow, or a step without weight, says nothing about the weights."""
     source: Any = NoPairs()
-    guard = Guard("skip", 2, None, source, Incidents(tmp_path))
-    progress, step = Progress(), Step([], [], [], number=3)
+    guard = Guard("skip", 2, None, source, Incidents(tmp_path), RunState())
+    step = Step([], [], [], number=3)
     numbers: Any = {
         "sums": {"loss": 1.0, "weight": 1.0},
         "policy": torch.empty(0, 2),
@@ -472,10 +472,10 @@ def test_only_a_step_that_was_computed_breaks_a_row(
         told: Any = {"skip_reason": reason, "nonfinite": report, "zeros_in_grad": None}
         return StepResult(**numbers, lr=1e-3, **told)
 
-    assert guard.accepts(progress, step, result("nonfinite"))
-    assert guard.accepts(progress, step, result(between))
+    guard.after_step(step, result("nonfinite"))
+    guard.after_step(step, result(between))
     with pytest.raises(NonFiniteError) if ends else nullcontext():
-        guard.accepts(progress, step, result("nonfinite"))
+        guard.after_step(step, result("nonfinite"))
 
 
 def test_a_skipped_step_does_not_enter_the_running_mean(shared: Path, fault: Any) -> None:

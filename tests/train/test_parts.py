@@ -1,4 +1,4 @@
-"""DPOPipeline.from_parts: models in memory and packed steps, with and without a folder."""
+"""Run: models in memory and packed steps, with and without a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rather.cluster.launch import Roles, launch
 from rather.config.run_config import DPOConfig
 from rather.data.prepare import prepare
 from rather.errors import CheckpointError, ConfigError
-from rather.pipeline.pipeline import DPOPipeline
+from rather.pipeline.run import Run
 from rather.pipeline.steps import Packing, PreparedSteps, Step
 from tests.tiny import make_config
 
@@ -65,7 +65,7 @@ def test_without_a_folder_nothing_is_written(shared: Path, tmp_path: Path) -> No
     records: list[dict[str, Any]] = []
     config, roles, source = parts(shared)
     before = sorted(tmp_path.rglob("*"))
-    pipeline = DPOPipeline.from_parts(
+    pipeline = Run(
         config,
         roles,
         source,
@@ -85,7 +85,7 @@ def test_a_run_in_a_folder_resumes_to_the_same_bits(shared: Path, tmp_path: Path
     config, roles, source = parts(shared)
     run_dir = tmp_path / "whole"
     options: dict[str, Any] = {"identity": IDENTITY}
-    DPOPipeline.from_parts(
+    Run(
         config, roles, source, on_record=whole.append, run_dir=run_dir, **options
     ).run()
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -95,10 +95,10 @@ def test_a_run_in_a_folder_resumes_to_the_same_bits(shared: Path, tmp_path: Path
     config, roles, source = parts(shared, fails_at=4)
     again = tmp_path / "again"
     with pytest.raises(RuntimeError, match="loader failed"):
-        DPOPipeline.from_parts(config, roles, source, run_dir=again, **options).run()
+        Run(config, roles, source, run_dir=again, **options).run()
     config, roles, source = parts(shared)
     resumed: list[dict[str, Any]] = []
-    DPOPipeline.from_parts(
+    Run(
         config, roles, source, on_record=resumed.append, run_dir=again, **options
     ).run()
     assert source.asked == [(2, {"seen": 2})]
@@ -110,16 +110,16 @@ def test_a_run_in_a_folder_resumes_to_the_same_bits(shared: Path, tmp_path: Path
     for name, tensor in one.tensors("model").items():
         assert torch.equal(tensor, other.tensors("model")[name]), name
     config, roles, source = parts(shared)
-    assert DPOPipeline.from_parts(config, roles, source, run_dir=again, **options).run() == 0
+    assert Run(config, roles, source, run_dir=again, **options).run() == 0
     assert source.asked == []  # finished: there is nothing to do
 
 
 def test_another_identity_is_refused(shared: Path, tmp_path: Path) -> None:
     config, roles, source = parts(shared)
-    DPOPipeline.from_parts(config, roles, source, identity=IDENTITY, run_dir=tmp_path / "a").run()
+    Run(config, roles, source, identity=IDENTITY, run_dir=tmp_path / "a").run()
     config, roles, source = parts(shared)
     changed = {**IDENTITY, "seed": [7, 7]}
-    pipeline = DPOPipeline.from_parts(
+    pipeline = Run(
         config, roles, source, identity=changed, run_dir=tmp_path / "a"
     )
     with pytest.raises(CheckpointError, match="seed"):
@@ -135,4 +135,4 @@ def test_what_needs_a_folder_is_refused_without_one(
 ) -> None:
     config, roles, source = parts(shared)
     with pytest.raises(ConfigError, match=key):
-        DPOPipeline.from_parts(config.model_copy(update=changes), roles, source, identity=IDENTITY)
+        Run(config.model_copy(update=changes), roles, source, identity=IDENTITY)

@@ -19,10 +19,15 @@ from rather.cluster.worker import ActorWorker
 from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
 from rather.errors import Ended
-from rather.pipeline.loop import TrainingLoop
+from rather.pipeline.hook import Hooks
+from rather.pipeline.hooks import EndRun, SaveCheckpoints
 from rather.pipeline.pipeline import DPOPipeline
-from rather.pipeline.saving import Progress
+from rather.pipeline.progress import Progress, RunState
+from rather.pipeline.requests import Requests
+from rather.pipeline.steps import Step
+from rather.pipeline.timeline import Timeline
 from rather.run_folder.control import STOPS, StopRequest
+from rather.tracking.run import NoTracker
 from tests.checkpoint.runs import assert_same, steps
 from tests.tiny import in_child, make_config, metrics
 
@@ -360,12 +365,20 @@ def test_the_exit_timer_stops_if_the_exit_is_caught() -> None:
 @pytest.mark.parametrize(("step", "saves"), [(0, 0), (3, 1)])
 def test_a_save_that_another_process_was_asked_for_is_made_by_all(step: int, saves: int) -> None:
     """Before the first step there is nothing to save."""
-    loop: Any = TrainingLoop()
-    saved: list[bool] = []
-    loop.config, loop.run_dir, loop.save_every = SimpleNamespace(), None, None
-    loop.progress = Progress(step)
-    loop.roles = SimpleNamespace(is_main=False, max_over_drivers=lambda _: 1)
-    loop.reference_stream = SimpleNamespace(keep=lambda: None)
-    loop.stop, loop.save = StopRequest(), lambda *, last: saved.append(last)
-    assert not loop._ends_or_saves(False)
-    assert saved == [False] * saves
+    taken: list[int] = []
+    state = RunState(Progress(step))
+    roles: Any = SimpleNamespace(is_main=False, max_over_drivers=lambda _: 1)
+    saving: Any = SimpleNamespace(save=lambda _state, number, _sync: taken.append(number))
+    packing: Any = SimpleNamespace(state=dict)
+    stream: Any = SimpleNamespace(keep=lambda: None)
+    requests = Requests(None, roles, state)
+    timeline, hooks = Timeline(in_turn=True), Hooks()
+    hooks.append(EndRun(state, requests, None))
+    hooks.append(
+        SaveCheckpoints(
+            saving, None, state, packing, timeline, requests, stream, NoTracker(), hooks
+        )
+    )
+    hooks.call("after_step", Step([], [], [], number=step), None)
+    assert not state.is_over
+    assert taken == [step] * saves

@@ -14,7 +14,7 @@ from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.config.schema import SpikeArgs
 from rather.pipeline.pipeline import DPOPipeline
-from rather.pipeline.saving import SpikeHistory
+from rather.pipeline.progress import SpikeHistory
 from rather.train.nonfinite import StepLimits
 from tests.faults import inject
 from tests.tiny import make_config, metrics

@@ -52,7 +52,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, set[
     )
     step: set[CodeType] = set()
     loop: set[CodeType] = set()
-    train_step, train = ActorWorker.train_step, TrainingLoop._train
+    train_step, train = ActorWorker.train_step, TrainingLoop._train_to_the_end
     steps: list[int] = []
 
     def traced_step(self: ActorWorker, *args: Any, **options: Any) -> Any:
@@ -74,7 +74,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, set[
         # Other tests in this process may have left handlers of logs.
         patch.setattr(logging.getLogger("rather"), "handlers", [])
         patch.setattr(ActorWorker, "train_step", traced_step)
-        patch.setattr(TrainingLoop, "_train", traced_loop)
+        patch.setattr(TrainingLoop, "_train_to_the_end", traced_loop)
         assert DPOPipeline(config).run() == 0
     assert steps == [1, 2, 3]
     return {"step": lines_of(step), "loop": lines_of(loop | {train.__code__})}
