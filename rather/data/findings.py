@@ -139,8 +139,7 @@ RULES: dict[str, Rule] = {
         (),
         'accuracy of "pick the {which} answer": {percent} (median difference {difference:+.0f} '
         "tokens, correlation {correlation:+.2f}): a model may learn only that.",
-        "Watch the length of answers during evaluation. Answers of similar length help, and for "
-        "task: preference ld_alpha or a length-normalised loss (simpo, sigmoid_norm).",
+        "Watch the length of answers during evaluation. {help}.",
     ),
 }
 
@@ -254,7 +253,7 @@ def _finding(name: str, set_name: str, share: float, facts: Json) -> Json:
     severity = SEVERITIES[2 - (share >= warning) - (share >= serious)]
     text = text.format_map(facts | {"set": set_name, "percent": percent})
     fields = {"name": name, "severity": severity, "set": set_name, "number": round(share, 4)}
-    return fields | {"text": text, "advice": advice}
+    return fields | {"text": text, "advice": advice.format_map(facts)}
 
 
 def by_severity(findings: Iterable[Json]) -> list[Json]:
@@ -307,7 +306,12 @@ def _findings(entries: Json, look: Json) -> list[Json]:
     accuracy = max(longer, 1 - longer)
     if accuracy >= max(LENGTH_MATTERS, 0.5 + 1.5 / sqrt(train["pairs"])):  # 3 deviations of a coin
         which = "longer" if longer > 0.5 else "shorter"
-        judge("length_bias", "train", accuracy, train["length_bias"] | {"which": which})
+        by_pairs = "Pairs of similar length help, and for task: preference ld_alpha or a "
+        by_pairs += "length-normalised loss (simpo, sigmoid_norm)"
+        by_answers = "Desirable and undesirable answers of similar length help"
+        advice = by_pairs if _unit(train) == "pairs" else by_answers
+        facts = {**train["length_bias"], "which": which, "help": advice}
+        judge("length_bias", "train", accuracy, facts)
     if weights := train.get("tiny_weights"):
         facts = {"unit": _unit(train), "limit": TINY_WEIGHT, **weights}
         judge("tiny_weights", "train", weights["share"], facts)

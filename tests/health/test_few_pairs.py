@@ -66,6 +66,31 @@ def test_one_spike_is_no_wreck(last: list[float], found: bool) -> None:
     assert names_in(records, 100) == ["model_wrecked"] * found
 
 
+@pytest.mark.defect("U25")
+def test_advice_for_single_answers_names_keys_that_their_losses_take() -> None:
+    """KTO refuses rpo_alpha, pref_ftx and ld_alpha, and its rows are not pairs."""
+    answers = {"eval/answers/policy/repetition": 0.9, "eval/answers/reference/repetition": 0.0}
+    answers |= {"eval/answers/policy/tokens": 90.0, "eval/answers/reference/tokens": 9.0}
+    below = {"logps__chosen_below_reference": 0.9}
+    records = [evaluated(0, sft_loss=0.2), evaluated(1, sft_loss=0.9, **below)]
+    records += [evaluated(2, sft_loss=0.9, **below), evaluated(3, sft_loss=2.9) | answers]
+    found = found_in(records, 100, "answers")
+    expected = {"chosen_falling", "answers_repeat", "answers_longer"}
+    assert expected <= {one.name for one in found}
+    texts = " ".join(f"{one.text} {one.advice}" for one in found)
+    for word in ("rpo_alpha", "pref_ftx", "ld_alpha", "simpo", "Pairs", "chosen"):
+        assert word not in texts
+
+
+def test_a_wrecked_model_is_not_told_to_raise_its_learning_rate() -> None:
+    right = {"rewards/accuracies": 0.5}
+    records = [line(1, sft_loss=0.2, **right)]
+    records += [line(step, 64, sft_loss=9.0, **right) for step in range(2, 20)]
+    assert names_in(records, 20) == ["model_wrecked", "chosen_falling"]
+    unharmed = [record | {"sft_loss": 0.2} for record in records]
+    assert names_in(unharmed, 20) == ["accuracy_stuck"]
+
+
 def test_pairs_that_are_hard_to_say_are_no_wreck() -> None:
     """The batch differs, not the policy from its reference."""
     records = [line(1, sft_loss=3.0), *(line(step, sft_loss=6.0, kl=-8.0) for step in (2, 3))]

@@ -194,6 +194,20 @@ def test_one_sentence_says_whether_it_was_worth_it(
     assert page.index(sentence[0]) < page.index("<dl class='tiles'>")
 
 
+def test_single_answers_are_desirable_or_not(tmp_path: Path) -> None:
+    values = {"rewards/accuracies": 0.9, "rewards/chosen": 1.0, "rewards/rejected": -1.0}
+    record = {"step": 9, "eval/loss": 0.5} | {f"eval/{name}": x for name, x in values.items()}
+    before = record | {"step": 0, "eval/rewards/accuracies": 0.0}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(before)}\n{json.dumps(record)}\n")
+    run = Folder(tmp_path)
+    sets = {"eval": {"length_bias": {"longer_wins": 0.8}}}
+    run.data = {"rows": "labelled", "look": {"sets": sets}}
+    page = report_page(run, "finished")
+    assert "The longer of a desirable and an undesirable answer is the desirable one" in page
+    names = {line["name"] for line in figures(page)["rewards"]["data"]}
+    assert names == {"held-out, desirable", "held-out, undesirable"}
+
+
 @pytest.mark.defect("U23")
 def test_suspicious_pairs_have_their_texts(run_dir: Path, text: str) -> None:
     """And margins of several epochs are drawn as first and last seen, those of one only once."""

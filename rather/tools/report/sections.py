@@ -84,7 +84,10 @@ OF_LABELS = {
     "Accuracy": "Share of answers whose reward is on their label's side of the baseline; a tie "
     "counts as 0.",
     "Margin": "Mean reward of desirable minus mean reward of undesirable answers.",
+    "Chosen answers less likely than under the reference": "Share of the desirable answers. Near "
+    "100 %, the margin comes from pushing all answers down.",
 }
+SIDES_OF_LABELS = {"chosen": "desirable", "rejected": "undesirable"}
 OF_REWARD_MODELS = {"Rewards": "Mean scores of the model."}
 
 
@@ -133,13 +136,14 @@ def judge_accuracy(run: Folder, prefix: str) -> tuple[str, str]:
     which = "longer" if longer >= 0.5 else "shorter"
     if low <= max(first, 0.5):
         return "No" if last <= max(first, 0.5) else "Not shown", f"{text} That may be chance."
+    length_alone = f" Always picking the {which} answer is right on {by_length:.1%}"
+    if run.data.get("rows") == "labelled":
+        length_alone = f" The {which} of a desirable and an undesirable answer is the desirable "
+        length_alone += f"one in {by_length:.1%}"
     if low <= by_length:
-        return "Not shown", (
-            f"{text} Always picking the {which} answer is right on {by_length:.1%}: the model "
-            "has not been shown to beat length."
-        )
+        return "Not shown", f"{text}{length_alone}: the model has not been shown to beat length."
     if by_length > 0.5:
-        text += f" Always picking the {which} answer is right on {by_length:.1%}."
+        text += f"{length_alone}."
     return "Yes", text
 
 
@@ -183,7 +187,9 @@ def tiles(run: Folder, state: str) -> str:
 def curves(run: Folder) -> str:
     """Return charts with training and held-out sets in their colours; rejected are dashed."""
     sets, charts = {"": "training", **held_out_sets(run.metrics)}, []
-    texts = dict(OF_LABELS) if run.data.get("rows") == "labelled" else {}
+    is_labelled = run.data.get("rows") == "labelled"
+    sides = SIDES_OF_LABELS if is_labelled else {side: side for side in DASHES}
+    texts = dict(OF_LABELS) if is_labelled else {}
     texts |= {} if "logps/chosen" in run.metrics else OF_REWARD_MODELS
     for row in CURVES.splitlines():
         name, metrics, text, axis = (*row.split(" | "), "")[:4]
@@ -192,9 +198,8 @@ def curves(run: Folder) -> str:
         for number, (prefix, label) in enumerate(sets.items()):
             for metric in (each for each in metrics.split() if prefix + each in run.metrics):
                 side = metric.rpartition("/")[2]
-                series[f"{label}, {side}" if side in DASHES else label] = run.metrics[
-                    prefix + metric
-                ]
+                line_name = f"{label}, {sides[side]}" if side in sides else label
+                series[line_name] = run.metrics[prefix + metric]
                 line = {"color": f"var(--series-{number % 8 + 1})", "width": 1.8}
                 line |= {"dash": DASHES.get(side, "solid")}
                 # Held-out points are few: a marker shows where one was measured.

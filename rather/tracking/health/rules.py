@@ -70,14 +70,24 @@ class HealthRule:
     severity: Severity
     text: str
     advice: str
+    for_answers: str = ""  # advice if rows are single answers: their losses have fewer keys
     find: Find = field(init=False)
 
     def __call__(self, find: Find) -> None:
         self.find, RULES[find.__name__] = find, self
 
     def finding(self, step: int, name: str, values: Found) -> HealthFinding:
-        text, advice = self.text.format(**values), self.advice.format(**values)
-        return HealthFinding(step, name, self.severity, text, values["number"], advice)
+        advice = self.advice
+        if self.for_answers and values.get("unit") == "answers":
+            advice = self.for_answers
+        return HealthFinding(
+            step,
+            name,
+            self.severity,
+            self.text.format(**values),
+            values["number"],
+            advice.format(**values),
+        )
 
 
 RULES: dict[str, HealthRule] = {}
@@ -89,13 +99,15 @@ RULES: dict[str, HealthRule] = {}
     "likely. The model is wrecked.",
     "Do not use this model: take an earlier checkpoint, or train again with learning_rate at a "
     "tenth or less, a larger beta or rpo_alpha.",
+    "Do not use this model: take an earlier checkpoint, or train again with learning_rate at a "
+    "tenth or less.",
 )
 def model_wrecked(h: RunState) -> Found:
     for known in h.evaluations.values():
         for line in list(known.last)[-1:]:
             fall = line.get("sft_loss", 0.0) - known.first.get("sft_loss", math.inf)
             drift = line.get("drift", 0.0) - known.first.get("drift", 0.0)
-            if found := _wreck(fall, drift, "held-out"):
+            if found := _wreck(h, fall, drift, "held-out"):
                 return found
     lines = h.last_few or ([h.first] if h.is_over and h.first else [])
     if not lines:
@@ -104,12 +116,12 @@ def model_wrecked(h: RunState) -> Found:
     fall = min(_fall(line, before) for line in lines)
     # A reference of another model differs from the start; a single line has no start.
     drift_at_start = 0.0 if lines == [h.first] else _drift(h.first)
-    return _wreck(fall, min(map(_drift, lines)) - drift_at_start, "training")
+    return _wreck(h, fall, min(map(_drift, lines)) - drift_at_start, "training")
 
 
-def _wreck(fall: float, drift: float, kind: str) -> Found:
+def _wreck(h: RunState, fall: float, drift: float, kind: str) -> Found:
     for number, limit, what in (
-        (fall, WRECKED, "the chosen answers have become less likely"),
+        (fall, WRECKED, f"the {h.answers_to_learn} have become less likely"),
         (drift, DRIFTED, "the policy has drifted from its reference"),
     ):
         if number >= limit:
@@ -135,14 +147,16 @@ def _drift(line: Line) -> float:
 
 @HealthRule(
     "serious",
-    "the chosen answers cost {number:.1f} nats per token before training, where text costs a "
+    "the {learned} cost {number:.1f} nats per token before training, where text costs a "
     "trained model 1 to 5: to this model they are not text.",
     "Check that tokenizer, chat template and weights belong to the same model; `rather data --show` "
     "prints the tokens.",
 )
 def answers_unlikely(h: RunState) -> Found:
     costs = [line.get("sft_loss", 0.0) for line in (h.first, *h.last_few)]
-    return {"number": costs[0]} if len(costs) > 1 and min(costs) >= UNLIKELY else {}
+    if len(costs) < 2 or min(costs) < UNLIKELY:
+        return {}
+    return {"number": costs[0], "learned": h.answers_to_learn}
 
 
 @HealthRule(
@@ -213,10 +227,12 @@ def learning_rate_too_high(h: RunState) -> Found:
 
 @HealthRule(
     "warning",
-    "the chosen answers{share} have become less likely, by {number:.2f} nats per token (sft_loss "
+    "the {learned}{share} have become less likely, by {number:.2f} nats per token (sft_loss "
     "is {loss:.2f}, and was {before:.2f}): the policy forgets what it could say before.",
     "Add likelihood with rpo_alpha or pref_ftx, raise beta, or lower learning_rate. Pairs whose "
     "answers are nearly alike cause this most.",
+    "Raise beta or desirable_weight, or lower learning_rate. Undesirable answers that are nearly "
+    "like desirable ones cause this most.",
 )
 def chosen_falling(h: RunState) -> Found:
     is_sft = "nll_loss" in h.first and "rewards/accuracies" not in h.first  # nothing else to fall
@@ -224,8 +240,12 @@ def chosen_falling(h: RunState) -> Found:
         falling = now.get("logps/chosen_below_reference")  # None without a reference
         before, loss = then["sft_loss"], now.get("sft_loss", 0.0)
         if loss - before >= FALLEN and (falling is None or falling >= MOST):
-            share = "" if falling is None else f" of {falling:.0%} of the {h.unit}"
-            return {"number": loss - before, "share": share, "loss": loss, "before": before}
+            share = ""
+            if falling is not None:
+                of_which = f"of {falling:.0%} of the pairs"
+                share = f" {of_which}" if h.unit == "pairs" else f" ({falling:.0%} of them)"
+            losses = {"number": loss - before, "loss": loss, "before": before}
+            return {"learned": h.answers_to_learn, "share": share, **losses}
     return {}
 
 
@@ -268,7 +288,8 @@ def length_exploitation(h: RunState) -> Found:
     "files, or random? If they are good, raise learning_rate.",
 )
 def accuracy_stuck(h: RunState) -> Found:
-    if h.step < GRACE * h.total_steps or "labels_reversed" in h.known:
+    is_explained = not h.known.isdisjoint(("labels_reversed", "model_wrecked"))
+    if h.step < GRACE * h.total_steps or is_explained:
         return {}
     for _, line, kind in h.changes("rewards/accuracies", max):
         right = right_share(line)
@@ -349,6 +370,7 @@ def _answers(h: RunState, name: str, found: Callable[[float, float], bool]) -> F
     "rewarded.",
     "Use a loss that divides by length (sigmoid_norm, simpo), ld_alpha below 1, or pairs of "
     "similar length.",
+    "Use answers of similar length, or lower learning_rate.",
 )
 def answers_longer(h: RunState) -> Found:
     return _answers(h, "tokens", lambda own, ref: own >= max(LONGER * ref, ref + LONGER_TOKENS))
@@ -360,6 +382,7 @@ def answers_longer(h: RunState) -> Found:
     "{reference:.0%} in the reference's answers.",
     "The policy has lost its language: use an earlier checkpoint, lower learning_rate, raise beta "
     "or add rpo_alpha.",
+    "The policy has lost its language: use an earlier checkpoint, or lower learning_rate.",
 )
 def answers_repeat(h: RunState) -> Found:
     return _answers(h, "repetition", lambda own, ref: own - ref >= REPEATED)

@@ -116,6 +116,10 @@ class RunState:
             history.best = min(history.best, best, key=lambda one: one[0])
 
     @property
+    def answers_to_learn(self) -> str:
+        return "chosen answers" if self.unit == "pairs" else "answers to learn"
+
+    @property
     def is_over(self) -> bool:
         """Whether this is the last step; never if their number is unknown, which is 0 here."""
         return 0 < self.total_steps <= self.step
