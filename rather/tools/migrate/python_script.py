@@ -8,13 +8,21 @@ function argument may have changed it. Everything else is only known when the sc
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rather.config.redaction import looks_secret
 from rather.errors import ConfigError
 from rather.files import JsonObject, yaml_text
-from rather.tools.migrate.python_values import Module, NotKnown, base_of, code_of, is_none
+from rather.tools.migrate.python_values import (
+    Module,
+    NotKnown,
+    code_of,
+    is_none,
+    is_stored,
+    last_name,
+)
 from rather.tools.migrate.settings import SourceSettings
 
 TRAINERS = {f"{name}Trainer": name.lower()
@@ -55,18 +63,13 @@ OUTPUT = """
     dataset_num_proc dataloader_num_workers dataloader_pin_memory remove_unused_columns gradient_checkpointing
     gradient_checkpointing_kwargs disable_tqdm log_level tf32 resume_from_checkpoint ddp_find_unused_parameters
 """.split()  # noqa: SIM905 - a table of names
+# Arguments of a trainer that are read by themselves; the others are settings.
+OBJECTS = ("args", "model", "ref_model", "train_dataset", "eval_dataset", "peft_config", "tokenizer",
+           "processing_class")  # fmt: skip
+SAVE_THEM = "save them to a file of their own"
 CHANGES_TRAINER = ("add_callback", "pop_callback", "remove_callback", "create_optimizer",
                    "create_scheduler", "create_optimizer_and_scheduler")  # fmt: skip
 IN_PLACE = ("set_transform", "set_format")  # what changes the rows of a data set
-
-
-@dataclass
-class Found:
-    """What a script sets, and what is only known when it runs, by key."""
-
-    values: JsonObject = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)  # it changes no training
 
 
 def read_script(path: Path) -> SourceSettings:
@@ -91,7 +94,14 @@ def trainer_in(path: Path) -> str:
 
 
 class Script(Module):
-    """The calls of a script that make a training."""
+    """The calls of a script that make a training, and the settings in them."""
+
+    def __init__(self, tree: ast.Module, path: Path) -> None:
+        super().__init__(tree, path)
+        self.values: JsonObject = {"(script)": path.name}
+        # What is only known when the script runs, and why: it decides the training, or does not.
+        self.unknown: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
 
     def trainers(self) -> list[tuple[str, ast.Call]]:
         """Return the calls of trainers that are TRL's own."""
@@ -114,85 +124,104 @@ class Script(Module):
             raise ConfigError(f"{self.path}: has several trainers ({places}); keep one of them.")
         name, call = trainers[0]
         program = TRAINERS[name]
-        found = Found({"(script)": self.path.name})
-        arguments = self._trainer_arguments(call, program, found)
-        self._config(call, arguments, found)
-        self._model(arguments, program, found)
-        self._data(arguments, found)
-        self._possible_versions(arguments, found)
-        self._later_changes(call, found)
+        arguments = self._trainer_arguments(call, program)
+        self._config(arguments)
+        self._model(arguments)
+        self._data(arguments)
+        self._later_changes(call)
         return SourceSettings(
-            self.path.name, found.values, words=("trl", program), program=program,
-            folder=self.path.parent, unknown=found.unknown, left_out=found.left_out,
+            self.path.name, self.values, words=("trl", program), program=program,
+            folder=self.path.parent, unknown=self.unknown, left_out=self.left_out,
         )  # fmt: skip
 
-    def _keywords(self, call: ast.Call, found: Found) -> dict[str, ast.expr]:
+    # ---- what is known
+
+    def _keywords(self, call: ast.Call) -> dict[str, ast.expr]:
         """Return the named arguments of a call; those of `**mapping` are not known."""
         named = {}
         for keyword in call.keywords:
             if keyword.arg is None:
-                code = f"**{ast.unparse(keyword.value)}"
-                found.unknown[code] = self.note(keyword.value)
+                self.unknown[f"**{ast.unparse(keyword.value)}"] = self.note(keyword.value)
             else:
                 named[keyword.arg] = keyword.value
         return named
 
-    def _set(self, key: str, node: ast.expr, found: Found) -> None:
+    def _set(self, key: str, node: ast.expr) -> None:
         try:
-            found.values[key] = self.value(node)
+            self.values[key] = self.value(node)
         except NotKnown as unknown:
-            found.values.pop(key, None)
-            target = found.left_out if key in OUTPUT else found.unknown
+            self.values.pop(key, None)
+            target = self.left_out if key in OUTPUT else self.unknown
             why = "only known when it runs" if looks_secret(key) else unknown.why
             target[key] = self.note(node, why)
 
-    def _trainer_arguments(self, call: ast.Call, program: str, found: Found) -> dict[str, ast.expr]:
-        arguments = self._keywords(call, found)
+    @contextmanager
+    def _noting(self, key: str) -> Iterator[None]:
+        """Note that a key is unknown if what it depends on is."""
+        try:
+            yield
+        except NotKnown as unknown:
+            self.unknown[key] = self.note(unknown.node, unknown.why)
+
+    def _made(self, node: ast.expr) -> ast.expr:
+        """Return the expression that a name stands for, or the name if that is not known."""
+        try:
+            return self.assigned(node) if isinstance(node, ast.Name) else node
+        except NotKnown:
+            return node
+
+    def _is_changed_object(self, node: ast.expr) -> bool:
+        """Return whether attributes are assigned to an object after it was made."""
+        return isinstance(node, ast.Name) and any(map(is_stored, self.uses(node.id)))
+
+    # ---- the trainer and its config
+
+    def _trainer_arguments(self, call: ast.Call, program: str) -> dict[str, ast.expr]:
+        """Return the arguments that say something, by name; None is the default of each."""
+        arguments = self._keywords(call)
         order = ("model", "ref_model" if program in WITH_REFERENCE else "args")
         for place, argument in enumerate(call.args):
             if place < len(order) and not isinstance(argument, ast.Starred):
                 arguments[order[place]] = argument
             else:
-                found.unknown[f"(argument {place + 1})"] = self.note(argument)
+                self.unknown[f"(argument {place + 1})"] = self.note(argument)
+        for name in ("tokenizer", "processing_class"):
+            if name in arguments:  # it says something about TRL's version
+                self.values["(tokenizer_argument)"] = name
         for name in OWN_CODE:
             node = arguments.pop(name, None)
             if node is not None and not is_none(node) and ast.unparse(node) != "[]":
-                found.unknown[name] = self.note(node, "code of the script, which is not converted")
-        return {name: node for name, node in arguments.items() if name not in NEEDLESS}
+                self.unknown[name] = self.note(node, "code of the script, which is not converted")
+        return {name: node for name, node in arguments.items()
+                if name not in NEEDLESS and not is_none(node)}  # fmt: skip
 
-    def _config(self, call: ast.Call, arguments: dict[str, ast.expr], found: Found) -> None:
+    def _config(self, arguments: dict[str, ast.expr]) -> None:
         """Read the trainer's config, and settings that older versions took as its arguments."""
-        node = arguments.pop("args", None)
-        if node is not None and not is_none(node):
+        if node := arguments.get("args"):
             config = self._constructor(node, "args")
             if self.origin(config.func).rpartition(".")[2] == "TrainingArguments":
-                found.values |= TRANSFORMERS_DEFAULTS
-                found.values["(config)"] = "TrainingArguments"
-            keywords = self._keywords(config, found)
+                self.values |= TRANSFORMERS_DEFAULTS
+                self.values["(config)"] = "TrainingArguments"
+            keywords = self._keywords(config)
             if config.args:
                 keywords["output_dir"] = config.args[0]
             for key, value in keywords.items():
-                self._set(key, value, found)
+                self._set(key, value)
             if isinstance(node, ast.Name):
-                self._changed_attributes(node.id, found)
-        for key in [name for name in arguments if name not in (
-            "model", "ref_model", "train_dataset", "eval_dataset", "peft_config", "tokenizer",
-            "processing_class")]:  # fmt: skip
-            if not is_none(arguments[key]):
-                self._set(key, arguments[key], found)
-                found.values["(arguments)"] = True
+                self._changed_attributes(node.id)
+        for key, node in arguments.items():
+            if key not in OBJECTS:
+                self._set(key, node)
+                self.values["(arguments)"] = True
 
     def _constructor(self, node: ast.expr, what: str) -> ast.Call:
         """Return the call that makes a config."""
-        try:
-            made = self.assigned(node) if isinstance(node, ast.Name) else node
-        except NotKnown:
-            made = node
+        made = self._made(node)
         if isinstance(made, ast.Call):
-            module, name = self.origin(made.func).partition(".")[0], ast.unparse(made.func)
-            if module in ("trl", "transformers") and name.rpartition(".")[2] not in PARSERS:
+            module = self.origin(made.func).partition(".")[0]
+            if module in ("trl", "transformers") and last_name(made.func) not in PARSERS:
                 return made
-        parses = any(ast.unparse(call.func).rpartition(".")[2] in PARSERS for call in self.calls())
+        parses = any(last_name(call.func) in PARSERS for call in self.calls())
         way = (
             "pass the command line that trains, with --line"
             if parses
@@ -203,207 +232,165 @@ class Script(Module):
             f"the script runs; {way}."
         )
 
-    def _changed_attributes(self, name: str, found: Found) -> None:
+    def _changed_attributes(self, name: str) -> None:
         """Settings that are assigned after the config was made may come too late, or not at all."""
-        for node in ast.walk(self.tree):
-            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
-                continue
-            if ast.unparse(node.value) == name:
-                found.values.pop(node.attr, None)
-                found.unknown[node.attr] = self.note(node, "assigned after the config was made")
+        for use in self.uses(name):
+            if isinstance(use, ast.Attribute) and isinstance(use.value, ast.Name) and is_stored(use):
+                self.values.pop(use.attr, None)
+                self.unknown[use.attr] = self.note(use, "assigned after the config was made")
 
-    def _later_changes(self, call: ast.Call, found: Found) -> None:
+    def _later_changes(self, trainer: ast.Call) -> None:
         """Note what a script does to a trainer that it has made."""
-        names = set()
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Assign) and node.value is call:
-                names |= {ast.unparse(target) for target in node.targets}
-        for node in ast.walk(self.tree):
-            if not isinstance(node, ast.Attribute) or base_of(node) not in names:
-                continue
-            if isinstance(node.ctx, ast.Store) or node.attr in CHANGES_TRAINER:
-                found.unknown[ast.unparse(node)] = self.note(node, "it changes the trainer")
-
-    def _is_changed_object(self, node: ast.expr) -> bool:
-        """Return whether attributes are assigned to an object after it was made."""
-        name = node.id if isinstance(node, ast.Name) else None
-        return any(isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
-                   and base_of(each) == name for each in ast.walk(self.tree))  # fmt: skip
+        names = [ast.unparse(name) for name, value in self.value_of.items() if value is trainer]
+        for use in [use for name in names for use in self.uses(name)]:
+            if isinstance(use, ast.Attribute) and (is_stored(use) or use.attr in CHANGES_TRAINER):
+                self.unknown[ast.unparse(use)] = self.note(use, "it changes the trainer")
 
     # ---- model, adapter, reference
 
-    def _model(self, arguments: dict[str, ast.expr], program: str, found: Found) -> None:
-        node = arguments.get("model")
+    def _model(self, arguments: dict[str, ast.expr]) -> None:
         adapters: list[ast.expr] = []
-        if node is not None:
-            try:
-                self._loaded(node, found, adapters)
-            except NotKnown as unknown:
-                found.unknown["model_name_or_path"] = self.note(unknown.node, unknown.why)
-        if (peft := arguments.get("peft_config")) is not None and not is_none(peft):
+        if node := arguments.get("model"):
+            with self._noting("model_name_or_path"):
+                self._loaded(node, adapters)
+        if peft := arguments.get("peft_config"):
             adapters.append(peft)
-        self._adapter(adapters, found)
-        reference = arguments.get("ref_model")
-        if reference is not None and not is_none(reference):
-            self._reference(reference, found)
+        self._adapter(adapters)
+        if reference := arguments.get("ref_model"):
+            with self._noting("(reference)"):
+                self._reference(reference)
         for name in ("processing_class", "tokenizer"):
             if name in arguments:
-                self._tokenizer(arguments[name], found)
+                with self._noting("tokenizer_name_or_path"):
+                    self._tokenizer(arguments[name])
 
-    def _loaded(self, node: ast.expr, found: Found, adapters: list[ast.expr]) -> None:
+    def _loaded(self, node: ast.expr, adapters: list[ast.expr]) -> None:
         """Read how a model is loaded: its name, dtype, rounding; get_peft_model adds an adapter."""
         while isinstance(node, ast.Name):
-            self._check_uses(node.id, node)
+            self._check_uses(node.id)
             node = self.assigned(node)
         if isinstance(node, ast.Constant):
-            found.values["model_name_or_path"] = node.value
+            self.values["model_name_or_path"] = node.value
             return
         if not isinstance(node, ast.Call):
             raise NotKnown(node)
-        name = ast.unparse(node.func).rpartition(".")[2]
+        name = last_name(node.func)
         if name == "get_peft_model" and len(node.args) == 2:
             adapters.append(node.args[1])
-            self._loaded(node.args[0], found, adapters)
+            self._loaded(node.args[0], adapters)
         elif name == "prepare_model_for_kbit_training" and node.args:
-            self._loaded(node.args[0], found, adapters)
+            self._loaded(node.args[0], adapters)
         elif name in ("to", "cuda") and isinstance(node.func, ast.Attribute):
-            self._loaded(node.func.value, found, adapters)
+            self._loaded(node.func.value, adapters)
         elif name == "from_pretrained" and isinstance(node.func, ast.Attribute):
-            self._from_pretrained(node, found)
+            self._from_pretrained(node, last_name(node.func.value))
         else:
             raise NotKnown(node)
 
-    def _from_pretrained(self, call: ast.Call, found: Found) -> None:
-        assert isinstance(call.func, ast.Attribute)
-        kind = ast.unparse(call.func.value).rpartition(".")[2]
+    def _from_pretrained(self, call: ast.Call, kind: str) -> None:
         if not kind.endswith(("ForCausalLM", "ForSequenceClassification")):
             raise NotKnown(call, f"{kind} is not a language model that Rather reads")
-        keywords = self._keywords(call, found)
-        names = [*call.args, *(keywords.pop(key) for key in ("pretrained_model_name_or_path",)
-                               if key in keywords)]  # fmt: skip
-        if not names:
+        keywords = self._keywords(call)
+        named = keywords.pop("pretrained_model_name_or_path", None)
+        name = call.args[0] if call.args else named
+        if name is None:
             raise NotKnown(call)
-        self._set("model_name_or_path", names[0], found)
+        self._set("model_name_or_path", name)
         for key, node in keywords.items():
             if key == "quantization_config":
-                self._rounding(node, found)
+                self._rounding(node)
             elif key in MODEL:
-                self._set(MODEL[key], node, found)
+                self._set(MODEL[key], node)
             elif key not in LOADING and not is_none(node):
-                found.unknown[key] = self.note(
-                    node, f"{kind}.from_pretrained({key}=...) is not read"
-                )
+                why = f"{kind}.from_pretrained({key}=...) is not read"
+                self.unknown[key] = self.note(node, why)
 
-    def _rounding(self, node: ast.expr, found: Found) -> None:
+    def _rounding(self, node: ast.expr) -> None:
         if is_none(node):
             return
-        made = self.assigned(node) if isinstance(node, ast.Name) else node
+        made = self._made(node)
+        if not isinstance(made, ast.Call) or last_name(made.func) != "BitsAndBytesConfig":
+            raise NotKnown(node)
         if self._is_changed_object(node):
             raise NotKnown(node)
-        if not isinstance(made, ast.Call) or not ast.unparse(made.func).endswith(
-            "BitsAndBytesConfig"
-        ):
-            raise NotKnown(node)
-        for key, value in self._keywords(made, found).items():
+        for key, value in self._keywords(made).items():
             if key in ROUNDED:
-                self._set(key, value, found)
+                self._set(key, value)
 
-    def _adapter(self, adapters: list[ast.expr], found: Found) -> None:
+    def _adapter(self, adapters: list[ast.expr]) -> None:
         if not adapters:
-            found.values["use_peft"] = False
+            self.values["use_peft"] = False
             return
         node = adapters[-1]
-        try:
-            made = self.assigned(node) if isinstance(node, ast.Name) else node
-        except NotKnown:
-            made = node
-        is_lora = isinstance(made, ast.Call) and self.origin(made.func).endswith("LoraConfig")
-        is_changed = self._is_changed_object(node)
-        if len(adapters) > 1 or is_changed or not is_lora or not isinstance(made, ast.Call):
-            found.unknown["(adapter)"] = self.note(node)
+        made = self._made(node)
+        is_one = len(adapters) == 1 and not self._is_changed_object(node)
+        if not (is_one and isinstance(made, ast.Call)
+                and self.origin(made.func).endswith("LoraConfig")):  # fmt: skip
+            self.unknown["(adapter)"] = self.note(node)
             return
-        found.values |= {"use_peft": True, **LORA_DEFAULTS}
-        for key, value in self._keywords(made, found).items():
+        self.values |= {"use_peft": True, **LORA_DEFAULTS}
+        for key, value in self._keywords(made).items():
             if key in LORA:
-                self._set(LORA[key], value, found)
+                self._set(LORA[key], value)
             elif key == "bias" and ast.unparse(value) != "'none'":
                 is_literal = isinstance(value, ast.Constant)
                 why = "an adapter that also trains biases" if is_literal else ""
-                found.unknown["bias"] = self.note(value, why)
+                self.unknown["bias"] = self.note(value, why)
             elif key not in ("bias", "task_type", "inference_mode") and not is_none(value):
-                found.unknown[key] = self.note(value, f"LoraConfig({key}=...) has no counterpart")
+                self.unknown[key] = self.note(value, f"LoraConfig({key}=...) has no counterpart")
 
-    def _reference(self, node: ast.expr, found: Found) -> None:
-        other = Found()
-        try:
-            self._loaded(node, other, [])
-        except NotKnown as unknown:
-            found.unknown["(reference)"] = self.note(unknown.node, unknown.why)
-            return
+    def _reference(self, node: ast.expr) -> None:
+        other = Script(self.tree, self.path)
+        other._loaded(node, [])
         if other.unknown:
-            found.unknown["(reference)"] = "; ".join(other.unknown.values())
-        name = other.values.get("model_name_or_path")
-        if name != found.values.get("model_name_or_path"):
-            found.values["(reference)"] = name
+            self.unknown["(reference)"] = "; ".join(other.unknown.values())
+        self._set_if_other("(reference)", other.values.get("model_name_or_path"))
 
-    def _tokenizer(self, node: ast.expr, found: Found) -> None:
-        try:
-            if isinstance(node, ast.Name):
-                self._check_uses(node.id, node)
-                node = self.assigned(node)
-            if not isinstance(node, ast.Call) or not node.args:
-                raise NotKnown(node)
-            if ast.unparse(node.func) != "AutoTokenizer.from_pretrained":
-                raise NotKnown(node)
-            name = self.value(node.args[0])
-        except NotKnown as unknown:
-            found.unknown["tokenizer_name_or_path"] = self.note(unknown.node, unknown.why)
-            return
-        if name != found.values.get("model_name_or_path"):
-            found.values["tokenizer_name_or_path"] = name
+    def _tokenizer(self, node: ast.expr) -> None:
+        if isinstance(node, ast.Name):
+            self._check_uses(node.id)
+            node = self.assigned(node)
+        if not isinstance(node, ast.Call) or not node.args:
+            raise NotKnown(node)
+        if ast.unparse(node.func) != "AutoTokenizer.from_pretrained":
+            raise NotKnown(node)
+        self._set_if_other("tokenizer_name_or_path", self.value(node.args[0]))
 
-    def _check_uses(self, name: str, at: ast.AST) -> None:
+    def _set_if_other(self, key: str, name: object) -> None:
+        if name != self.values.get("model_name_or_path"):
+            self.values[key] = name
+
+    def _check_uses(self, name: str) -> None:
         """Raise if a script does something to a model or tokenizer that may change the training."""
-        for node in ast.walk(self.tree):
-            if not isinstance(node, ast.Attribute) or base_of(node) != name:
-                continue
-            path = ast.unparse(node).removeprefix(f"{name}.")
-            is_stored = isinstance(node.ctx, ast.Store)
-            if (is_stored or node in self.called) and path not in HARMLESS:
-                raise NotKnown(node, f"{ast.unparse(node)} may change what is trained")
+        for use in self.uses(name):
+            path = ast.unparse(use).removeprefix(f"{name}.")
+            is_action = isinstance(use, ast.Attribute) and (is_stored(use) or use in self.called)
+            if is_action and path not in HARMLESS:
+                raise NotKnown(use, f"{ast.unparse(use)} may change what is trained")
 
     # ---- data
 
-    def _data(self, arguments: dict[str, ast.expr], found: Found) -> None:
-        node = arguments.get("train_dataset")
-        if node is None:
+    def _data(self, arguments: dict[str, ast.expr]) -> None:
+        if "train_dataset" not in arguments:
             return
-        try:
-            train = self._rows(node)
-        except NotKnown as unknown:
-            found.unknown["dataset_name"] = self.note(unknown.node, unknown.why)
-            return
-        found.values |= {
-            key: train[key] for key in ("dataset_name", "dataset_config") if key in train
-        }
-        found.values["dataset_train_split"] = train["split"]
-        if train.get("held_out") is not None:
-            found.values["test_split_size"] = train["held_out"]
-        evaluated = arguments.get("eval_dataset")
-        if evaluated is None or is_none(evaluated):
-            return
-        try:
-            held_out = self._rows(evaluated, test=True)
-        except NotKnown as unknown:
-            found.unknown["(eval_dataset)"] = self.note(unknown.node, unknown.why)
-            return
-        if train.get("held_out") is not None:
+        with self._noting("dataset_name"):
+            rows = self._rows(arguments["train_dataset"])
+            names = {"split": "dataset_train_split", "held_out": "test_split_size"}
+            for key in ("dataset_name", "dataset_config", *names):
+                if key in rows:
+                    self.values[names.get(key, key)] = rows[key]
+            if "eval_dataset" in arguments:
+                with self._noting("(eval_dataset)"):
+                    self._held_out(rows, self._rows(arguments["eval_dataset"], test=True))
+
+    def _held_out(self, train: JsonObject, held_out: JsonObject) -> None:
+        if "held_out" in train:
             return
         same = held_out["dataset_name"] == train["dataset_name"] and not train.get("is_file")
         if same and held_out.get("dataset_config") == train.get("dataset_config"):
-            found.values["dataset_test_split"] = held_out["split"]
+            self.values["dataset_test_split"] = held_out["split"]
         else:
-            found.values["(eval_dataset)"] = held_out
+            self.values["(eval_dataset)"] = held_out
 
     def _rows(self, node: ast.expr, *, test: bool = False) -> JsonObject:
         """Return the data set that rows are from, its split, and how many of them are held out."""
@@ -413,7 +400,7 @@ class Script(Module):
         if isinstance(node, ast.Subscript):
             part = self.value(node.slice)
             rows = self._rows(node.value, test=test)
-            if rows.get("held_out") is not None:
+            if "held_out" in rows:
                 if part != ("test" if test else "train"):
                     raise NotKnown(node)
                 return rows
@@ -422,7 +409,7 @@ class Script(Module):
             return self._file_of({**rows, "split": part}, node)
         if not isinstance(node, ast.Call):
             raise NotKnown(node)
-        name = ast.unparse(node.func).rpartition(".")[2]
+        name = last_name(node.func)
         if name == "load_dataset":
             return self._load_dataset(node)
         if name == "shuffle" and isinstance(node.func, ast.Attribute):
@@ -431,22 +418,20 @@ class Script(Module):
             rows = self._rows(node.func.value, test=test)
             named = {keyword.arg: keyword.value for keyword in node.keywords}
             size = named.get("test_size") or (node.args[0] if node.args else None)
-            if size is None or rows.get("held_out") is not None or rows["split"] is None:
+            if size is None or "held_out" in rows or rows["split"] is None:
                 raise NotKnown(node)
             return {**rows, "held_out": self.value(size)}
         if not isinstance(node.func, ast.Attribute):
             raise NotKnown(node)
-        raise NotKnown(node, f"{code_of(node)} changes the rows; save them to a file of their own")
+        raise NotKnown(node, f"{code_of(node)} changes the rows; {SAVE_THEM}")
 
     def _check_rows(self, name: str) -> None:
         """Raise if rows are replaced or changed in place."""
-        for node in ast.walk(self.tree):
-            is_stored = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
-            is_changed = isinstance(node, ast.Attribute) and node.attr in IN_PLACE
-            if (is_stored or is_changed) and base_of(node) == name:
-                raise NotKnown(
-                    node, f"{code_of(node)} changes the rows; save them to a file of their own"
-                )
+        for use in self.uses(name):
+            is_method = isinstance(use, ast.Attribute) and use.attr in IN_PLACE
+            is_part = isinstance(use, ast.Subscript) and is_stored(use)
+            if is_method or is_part:
+                raise NotKnown(use, f"{code_of(use)} changes the rows; {SAVE_THEM}")
 
     def _load_dataset(self, call: ast.Call) -> JsonObject:
         order = ("path", "name", "data_dir", "data_files", "split")
@@ -476,9 +461,3 @@ class Script(Module):
         if files is None or rows["dataset_name"] not in ("json", "parquet", "arrow", "csv"):
             raise NotKnown(node)
         return {"dataset_name": files, "split": "train", "files": None, "is_file": True}
-
-    def _possible_versions(self, arguments: dict[str, ast.expr], found: Found) -> None:
-        """Note what the arguments of the trainer say about TRL's version."""
-        for name in ("tokenizer", "processing_class"):
-            if name in arguments:
-                found.values["(tokenizer_argument)"] = name

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ from typing import Any
 from rather.config.redaction import HIDDEN, looks_secret, redact
 
 MOST = 10**12  # no setting is larger
+NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler
 LITERALS = (str, int, float, type(None))
+OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow,
+    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+}  # fmt: skip
 DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
 
@@ -49,6 +55,7 @@ class Module:
         self.imported: dict[str, str] = {}  # local name -> module and name
         self.stars: list[tuple[int, int]] = []  # where `import *` is
         self.called = {call.func for call in self.calls()}
+        self.value_of: dict[ast.expr, ast.expr] = {}  # of the targets of assignments
         self._visit(tree, tree, in_branch=False)
 
     # ---- names
@@ -59,63 +66,52 @@ class Module:
         inner = scope
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             inner = node
-        self._bind(node, scope, in_branch)
+        for name, value in self._bound_names(node):
+            bindings = self.bindings.setdefault((scope, name), [])
+            bindings.append(Binding(node, value, in_branch))
         branches = isinstance(
             node, ast.If | ast.For | ast.AsyncFor | ast.While | ast.Try | ast.Match
         )
         otherwise = node.orelse if isinstance(node, ast.If) else []
         is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
         for child in ast.iter_child_nodes(node):
-            starts_fresh = inner is not scope
             is_certain = is_main and child not in otherwise
             in_part = branches and not is_certain
-            self._visit(child, inner, in_branch=in_part or (in_branch and not starts_fresh))
+            self._visit(child, inner, in_branch=in_part or (in_branch and inner is scope))
 
-    def _bind(self, node: ast.AST, scope: ast.AST, in_branch: bool) -> None:
+    def _bound_names(self, node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+        """Yield each name that a node binds, and its value if that is an expression."""
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            for name in node.names:
-                own = name.asname or name.name.partition(".")[0]
-                self.imported[own] = f"{module}.{name.name}" if module else name.name
-                self._add(scope, own, node, None, in_branch)
-            if any(name.name == "*" for name in node.names):  # it may bind any name
-                self.stars.append(place_of(node))
+            for alias in node.names:
+                name = alias.asname or alias.name.partition(".")[0]
+                self.imported[name] = f"{module}.{alias.name}" if module else alias.name
+                if name == "*":  # it may bind any name
+                    self.stars.append(place_of(node))
+                yield name, None
         elif isinstance(node, ast.Global | ast.Nonlocal):
-            for changed in node.names:
-                self._add(self.tree, changed, node, None, True)
+            for name in node.names:  # a function may change it at any time
+                bindings = self.bindings.setdefault((self.tree, name), [])
+                bindings.append(Binding(node, None, in_branch=True))
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                self._bind_target(target, node.value, scope, in_branch)
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            self._bind_target(node.target, node.value, scope, in_branch)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            self._add(scope, node.name, node, None, in_branch)
-        elif isinstance(node, ast.arg):
-            self._add(scope, node.arg, node, None, in_branch)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            self._add(scope, node.name, node, None, in_branch)
+                self._assign(target, node.value)
+        elif isinstance(node, ast.AnnAssign) and node.value:
+            self._assign(node.target, node.value)
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            bound = self.bindings.get((scope, node.id), [])
-            if not any(binding.node is node for binding in bound):  # for, with, +=, :=, del
-                self._add(scope, node.id, node, None, in_branch)
+            yield node.id, self.value_of.get(node)  # no value: for, with, +=, :=, del
+        elif isinstance(node, ast.arg):
+            yield node.arg, None
+        elif isinstance(node, NAMED) and node.name:
+            yield node.name, None
 
-    def _bind_target(
-        self, target: ast.expr, value: ast.expr, scope: ast.AST, in_branch: bool
-    ) -> None:
-        if isinstance(target, ast.Name):
-            self._add(scope, target.id, target, value, in_branch)
-        elif isinstance(target, ast.Tuple | ast.List):
-            values: list[ast.expr | None] = [None] * len(target.elts)
-            if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
-                values = list(value.elts)
-            for part, own in zip(target.elts, values, strict=True):
-                if isinstance(part, ast.Name):
-                    self._add(scope, part.id, part, own, in_branch)
-
-    def _add(
-        self, scope: ast.AST, name: str, node: ast.AST, value: ast.expr | None, in_branch: bool
-    ) -> None:
-        self.bindings.setdefault((scope, name), []).append(Binding(node, value, in_branch))
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        """Note the value of a target; of `a, b = 1, 2` that of each."""
+        self.value_of[target] = value
+        if not isinstance(target, ast.Tuple | ast.List) or not isinstance(value, ast.Tuple):
+            return
+        if len(target.elts) == len(value.elts):
+            self.value_of.update(zip(target.elts, value.elts, strict=True))
 
     def assigned(self, name: ast.Name) -> ast.expr:
         """Return the expression that a name stands for where it is used."""
@@ -191,30 +187,25 @@ class Module:
 
     def _computed(self, node: ast.BinOp) -> Any:
         left, right = self.value(node.left), self.value(node.right)
-        is_text = isinstance(left, str) and isinstance(right, str)
-        numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if is_text and isinstance(node.op, ast.Add):
-            return left + right
-        if not numbers or max(abs(left), abs(right)) > MOST:
+        kind = type(node.op)
+        are_texts = isinstance(left, str) and isinstance(right, str) and kind is ast.Add
+        are_numbers = all(isinstance(side, int | float) for side in (left, right))
+        if kind not in OPERATORS or not (are_texts or are_numbers):
             raise NotKnown(node)
-        if isinstance(node.op, ast.Add | ast.Sub):
-            return left + right if isinstance(node.op, ast.Add) else left - right
-        if isinstance(node.op, ast.Mult):
-            return left * right
-        if isinstance(node.op, ast.Pow) and abs(right) <= 64 and abs(left) <= 10:
-            return left**right
-        if isinstance(node.op, ast.Div | ast.FloorDiv) and right:
-            return left / right if isinstance(node.op, ast.Div) else left // right
-        raise NotKnown(node)
+        if are_numbers and max(abs(left), abs(right)) > (64 if kind is ast.Pow else MOST):
+            raise NotKnown(node)
+        return OPERATORS[kind](left, right)
+
+    def uses(self, name: str) -> Iterator[ast.Attribute | ast.Subscript]:
+        """Yield attributes and parts of what a name stands for, such as `name.a` and `name[0]`."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute | ast.Subscript) and base_of(node) == name:
+                yield node
 
     def _is_changed(self, name: str) -> bool:
-        """Return whether a list or mapping of this name is changed somewhere."""
-        for node in ast.walk(self.tree):
-            is_part = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
-            is_method = isinstance(node, ast.Attribute)
-            if (is_part or is_method) and base_of(node) == name:
-                return True
-        return False
+        """Return whether a list or mapping of this name may be changed somewhere."""
+        return any(isinstance(use, ast.Attribute) or not isinstance(use.ctx, ast.Load)
+                   for use in self.uses(name))  # fmt: skip
 
     def where(self, node: ast.AST) -> str:
         return f"{self.path.name}:{getattr(node, 'lineno', 1)}"
@@ -236,6 +227,15 @@ def base_of(node: ast.AST) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def last_name(node: ast.expr) -> str:
+    """Return `c` for `a.b.c`."""
+    return ast.unparse(node).rpartition(".")[2]
+
+
+def is_stored(node: ast.Attribute | ast.Subscript) -> bool:
+    return isinstance(node.ctx, ast.Store)
 
 
 def is_none(node: ast.expr) -> bool:

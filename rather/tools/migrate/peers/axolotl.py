@@ -117,7 +117,7 @@ def datasets(path: str) -> Rule:
         first, *others = (read_as(entry, given) for entry in entries(value))
         if any(other != first for other in others):
             raise Unsupported("the files have rows of different types; save them in one")
-        found = dataset(path)(names, given)
+        found = dataset(names, given, path)
         template, columns = first
         values = {**found.values, **({"global_template": template} if template else {})}
         if columns:
@@ -261,7 +261,7 @@ RULES: Rules = {
     "test_datasets": datasets(HELD_OUT),
     "val_set_size": SPLIT,
     "chat_template": template,
-    "sequence_len": when(all_of(["set"]), length()),
+    "sequence_len": when(all_of(["set"]), length),
     "num_epochs": epochs,
     "(warm-up)": lambda *_: Outcome(MISSING, note=(
         "by default 3 % of all steps and at most 100; how many that are depends on the data: set warmup_steps")),

@@ -100,7 +100,7 @@ RULES: Rules = facts("""
     "loss_type": loss,
     "dataset": files(SAMPLES),
     "eval_dataset": files(HELD_OUT),
-    "max_length": length(),
+    "max_length": length,
     "warmup_steps": warmup,
     "accumulation_steps": accumulation,
     "mixed_precision": to("model.dtype", DTYPES),

@@ -5,6 +5,7 @@ Facts of 0.9.6 (src/llamafactory/hparams).
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,7 @@ RULES: Rules = {
     "eval_dataset": registered(HELD_OUT),
     "val_size": SPLIT,
     "template": to("global_template", TEMPLATES),
-    "cutoff_len": length(cut="truncate_prompt", note="LLaMA-Factory shortens prompt and answers in proportion; here "
+    "cutoff_len": partial(length, cut="truncate_prompt", note="LLaMA-Factory shortens prompt and answers in proportion; here "
                          "the prompt is cut from its left"),
     "dataset_dir": dataset_dir,
     "adapter_name_or_path": resumed,

@@ -7,6 +7,7 @@ the code has no defaults.
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def named_sets(value: Any, given: Given) -> Outcome:
 def with_validation(value: Any, given: Given) -> Outcome:
     """Older files name one data set, and evaluate on its other split."""
     if value not in (*BUILT_IN, *HUB):
-        return dataset()(value, given)
+        return dataset(value, given)
     values = {SAMPLES: file_of({"dataset_name": value})[0]}
     if value in HUB:
         return gives(values)
@@ -331,12 +332,12 @@ RULES: Rules = {
     "data.train": data_set(SAMPLES),
     "data.validation": data_set(HELD_OUT),
     "data.val_data_paths": named_sets,
-    "data.train_data_path": dataset(),
-    "data.val_data_path": dataset(HELD_OUT),
+    "data.train_data_path": dataset,
+    "data.val_data_path": partial(dataset, path=HELD_OUT),
     **switches("logger.wandb_enabled logger.tensorboard_enabled logger.mlflow_enabled logger.swanlab_enabled"),
     "dpo.sft_loss_weight": sft_weight,
     "checkpointing.checkpoint_dir": run_folder,
-    "policy.max_total_sequence_length": length(note="longer pairs are dropped and counted; NeMo-RL keeps them with "
+    "policy.max_total_sequence_length": partial(length, note="longer pairs are dropped and counted; NeMo-RL keeps them with "
                                                "weight 0"),
     "policy.precision": to("model.dtype", DTYPES),
     **{f"policy.{key}": when(all_of(["policy.megatron_cfg.enabled!=true"]), rule) for key, rule in

@@ -5,6 +5,7 @@ Facts of 0.11 (openrlhf/cli), whose flags are in groups; and of 0.8, where they 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from rather.tools.migrate.engine import ALIASED, PROGRAM, Peer
@@ -69,9 +70,9 @@ def column(own: str) -> Rule:
 def blended(value: Any, given: Given) -> Outcome:
     """Before 0.7 the same data set is evaluated on another split."""
     if not given.get("train_split"):
-        return dataset(split="dataset_split")(value, given)
-    found = dataset(split="train_split")(value, given)
-    held_out = dataset(HELD_OUT, split="eval_split")(value, given)
+        return dataset(value, given, split="dataset_split")
+    found = dataset(value, given, split="train_split")
+    held_out = dataset(value, given, HELD_OUT, split="eval_split")
     if found.status == RENAMED and str(found.values[SAMPLES]).startswith("hf://"):
         return gives({**found.values, **held_out.values})
     return found
@@ -180,9 +181,9 @@ RULES: Rules = {
     "input_key": column("prompt"),
     "output_key": column("completion"),
     "dataset": blended,
-    "eval_dataset": dataset(HELD_OUT, split="eval_split"),
+    "eval_dataset": partial(dataset, path=HELD_OUT, split="eval_split"),
     "prompt_key": column("prompt"),
-    "max_len": length(cut="truncate_response", note="OpenRLHF writes EOS over the last token of a cut answer"),
+    "max_len": partial(length, cut="truncate_response", note="OpenRLHF writes EOS over the last token of a cut answer"),
     "max_samples": most_rows,
     "lr_scheduler": schedule,
     "adam_betas": betas,

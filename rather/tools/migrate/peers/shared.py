@@ -17,7 +17,6 @@ from rather.tools.migrate.rules import (
     RENAMED,
     Given,
     Outcome,
-    Rule,
     Rules,
     Unsupported,
     all_of,
@@ -55,36 +54,28 @@ def optimizer(value: Any, given: Given) -> Outcome:
     return only(*ADAMW, why="the optimizer is AdamW")(value, given)
 
 
-def interval(path: str) -> Rule:
+def interval(path: str, value: Any) -> Outcome:
     """Set a number of steps; below 1 it is a fraction of the run, as in transformers."""
-
-    def rule(value: Any, given: Given) -> Outcome:
-        if not value or value < 0:
-            return NOT_NEEDED
-        if 0 < value < 1 and path != "logging_steps":
-            return gives({path: value})
-        if int(value) != value:
-            raise Unsupported(f"{value} is not a number of steps")
-        return gives({path: int(value)})
-
-    return rule
+    if not value or value < 0:
+        return NOT_NEEDED
+    if value < 1 and path != "logging_steps":
+        return gives({path: value})
+    if int(value) != value:
+        raise Unsupported(f"{value} is not a number of steps")
+    return gives({path: int(value)})
 
 
 def betas(value: Any, given: Given) -> Outcome:
     return gives({"training.adam_beta1": value[0], "training.adam_beta2": value[1]})
 
 
-def length(*, cut: str = "", note: str = "") -> Rule:
+def length(value: Any, given: Given, *, cut: str = "", note: str = "") -> Outcome:
     """Set the tokens of prompt and answer, and what happens to longer pairs."""
-
-    def rule(value: Any, given: Given) -> Outcome:
-        if value is None:
-            text = f"Rather needs a length; pairs above {NO_LIMIT} tokens are dropped and counted"
-            return gives({"sequence_length": NO_LIMIT}, text)
-        more = {"data.overlong": cut} if cut else {}
-        return gives({"sequence_length": value, **more}, note)
-
-    return rule
+    if value is None:
+        text = f"Rather needs a length; pairs above {NO_LIMIT} tokens are dropped and counted"
+        return gives({"sequence_length": NO_LIMIT}, text)
+    more = {"data.overlong": cut} if cut else {}
+    return gives({"sequence_length": value, **more}, note)
 
 
 def run_folder(value: Any, given: Given) -> Outcome:
@@ -109,32 +100,30 @@ def address(name: str, split: Any = None, config: Any = None, revision: Any = No
     return f"hf://datasets/{name}{at}" + (f":{'/'.join(parts)}" if parts != ["train"] else "")
 
 
-def dataset(path: str = SAMPLES, *, split: str = "", config: str = "") -> Rule:
+def dataset(
+    value: Any, given: Given, path: str = SAMPLES, *, split: str = "", config: str = ""
+) -> Outcome:
     """Accept local files, and names of the hub if `split` is the key that names the split.
 
     Other data sets have to be saved to a file first.
     """
-
-    def rule(value: Any, given: Given) -> Outcome:
-        if value in NOTHING:
-            return NOT_NEEDED
-        names = names_of(value)
-        found = {
-            name: address(name, given.get(split), given.get(config)) for name in names if split
-        }
-        files, remote = [], []
-        for name in names:
-            if "#" in name:
-                raise Unsupported(f"{name} draws rows at random; save them to a file of their own")
-            is_file = name.startswith("hf://") or name.endswith(READABLE)
-            if not (file := found.get(name) or (name if is_file else "")):
-                remote.append(name)
-            files.append(file or f"{Path(name).name}.jsonl")
-        note = f"only local files are read: save {', '.join(remote)} as JSON lines there"
-        status, note = (OPEN, note) if remote else (RENAMED, "")
-        return Outcome(status, {path: one_or_all(files)}, note)
-
-    return rule
+    if value in NOTHING:
+        return NOT_NEEDED
+    files, remote = [], []
+    for name in names_of(value):
+        if "#" in name:
+            raise Unsupported(f"{name} draws rows at random; save them to a file of their own")
+        file = address(name, given.get(split), given.get(config)) if split else None
+        if (not file and name.startswith("hf://")) or name.endswith(READABLE):
+            file = name
+        if not file:
+            remote.append(name)
+        files.append(file or f"{Path(name).name}.jsonl")
+    values = {path: one_or_all(files)}
+    if not remote:
+        return gives(values)
+    note = f"only local files are read: save {', '.join(remote)} as JSON lines there"
+    return Outcome(OPEN, values, note)
 
 
 def trackers(value: Any, given: Given) -> Outcome:
@@ -253,7 +242,7 @@ def eval_steps(value: Any, given: Given) -> Outcome:
     strategy = given.get("eval_strategy") or given.get("evaluation_strategy")
     if str(strategy) not in ("steps", "None"):  # None: a tool that has no such key
         return Outcome(NEEDLESS, note=f"eval_strategy is {strategy}")
-    return interval("eval_steps")(value, given)
+    return interval("eval_steps", value)
 
 
 def save_strategy(value: Any, given: Given) -> Outcome:
@@ -273,7 +262,7 @@ def save_strategy(value: Any, given: Given) -> Outcome:
 def save_steps(value: Any, given: Given) -> Outcome:
     if str(given.get("save_strategy") or "steps") != "steps":
         return Outcome(NEEDLESS, note="save_strategy decides")
-    return interval("save_steps")(value, given)
+    return interval("save_steps", value)
 
 
 def best_metric(value: Any, given: Given) -> Outcome:
@@ -357,7 +346,7 @@ HF: Rules = facts("""
     "optim": optimizer,
     "bf16": bf16,
     "gradient_checkpointing": recompute,
-    "logging_steps": interval("logging_steps"),
+    "logging_steps": lambda value, given: interval("logging_steps", value),
     "eval_strategy": evaluated,
     "evaluation_strategy": evaluated,
     "eval_steps": eval_steps,

@@ -5,6 +5,7 @@ Facts of 4.6 (swift/arguments, swift/trainers/arguments.py, swift/megatron/argum
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +182,9 @@ RULES: Rules = {
     "adapters": resumed,
     "ref_adapters": reference_adapter,
     "columns": columns,
-    "dataset": dataset(),
-    "val_dataset": dataset(HELD_OUT),
-    "max_length": length(),
+    "dataset": dataset,
+    "val_dataset": partial(dataset, path=HELD_OUT),
+    "max_length": length,
 }  # fmt: skip
 
 PEER = Peer(

@@ -222,7 +222,7 @@ def init_kwargs(value: Any, given: Given) -> Outcome:
 
 def named_dataset(value: Any, given: Given) -> Outcome:
     """TRL evaluates on another split of the same data set."""
-    found = dataset(split="dataset_train_split", config="dataset_config")(value, given)
+    found = dataset(value, given, split="dataset_train_split", config="dataset_config")
     is_local = str(value).endswith(READABLE)
     is_script = "(script)" in given and "dataset_test_split" not in given
     if str(given.get("eval_strategy", "no")) == "no" or is_local or given.get("test_split_size") or is_script:
@@ -237,7 +237,7 @@ def held_out_rows(value: Any, given: Given) -> Outcome:
     """Of a script: rows of another data set than those that are trained on."""
     names = names_of(value["dataset_name"])
     found = [address(name, value["split"], value.get("dataset_config")) or name for name in names]
-    return dataset(HELD_OUT)(found, given)
+    return dataset(found, given, HELD_OUT)
 
 
 COLUMNS = {"prompt", "chosen", "rejected", "messages", "completion", "label"}
@@ -257,7 +257,7 @@ def handbook_mixture(value: Any, given: Given) -> Outcome:
             raise Unsupported(f"{entry['id']}: the column {', '.join(sorted(other))} is not read")
         config = entry.get("config") if entry.get("config") != "default" else None
         names.append(address(entry["id"], entry.get("split"), config) or entry["id"])
-    found = dataset()(names, given)
+    found = dataset(names, given)
     values = dict(found.values)
     if given.get(TRAINER) == "sft" and all(entry.get("columns") == ["messages"] for entry in entries):
         values["data.score"] = "assistant" if given.get("assistant_only_loss") else "all"
@@ -282,8 +282,8 @@ def handbook_mixer(value: Any, given: Given) -> Outcome:
         for split in splits:
             kind = "train" if "train" in split else "test"
             files[kind].append(address(name, split, config) or name)
-    found = dataset()(files["train"], given)
-    held_out = dataset(HELD_OUT)(files["test"], given) if files["test"] else NOT_NEEDED
+    found = dataset(files["train"], given)
+    held_out = dataset(files["test"], given, HELD_OUT) if files["test"] else NOT_NEEDED
     values = {**found.values, **held_out.values}
     return Outcome(found.status, values, found.note)
 
@@ -311,7 +311,7 @@ def mixture(value: Any, given: Given) -> Outcome:
         address(entry["path"], entry.get("split"), entry.get("name")) or entry["path"]
         for entry in value
     ]
-    return dataset()(names, given)
+    return dataset(names, given)
 
 
 def launched(value: Any, given: Given) -> Outcome:
@@ -386,7 +386,7 @@ RULES: Rules = {
     "dataset_mixer": handbook_mixer,
     "auto_insert_empty_system_msg": system_message,
     "chat_template": inline_template,
-    "max_seq_length": length(),
+    "max_seq_length": length,
     "dtype": weights_dtype,
     "torch_dtype": weights_dtype,
     "model_init_kwargs": init_kwargs,
@@ -396,7 +396,7 @@ RULES: Rules = {
     "accelerate_config": launched,
     "label_smoothing": label_smoothing,
     "f_alpha_divergence_coef": alpha,
-    "max_length": length(),
+    "max_length": length,
     "truncation_mode": truncation,
 }  # fmt: skip
 
