@@ -100,7 +100,7 @@ SHARING = {
     "children": r"same/|cluster/test_hang|adapters/test_run|api/test_(ranks|resume)"
     r"|checkpoint/test_(background|control|disk|store)|house/test_(adding|layers)"
     r"|model/test_(export|head)|reference/test_resume|security/test_secrets"
-    r"|train/test_(nonfinite|resume|signals|trace)",
+    r"|train/test_(nonfinite|resume|signals)",
     "fork_server": r"faults/",
     "board": r"board/",
     "commands": r"commands/",

@@ -56,8 +56,8 @@ TOP_IGNORED = {
     "is_offload_states": "reference.offload controls the reference; the policy stays on its device",
     "is_offload_optimizer_states_in_train_step": "strategy_name zero2_cpu keeps it on the host",
     "model_download_type": "models come from a folder or from the Hugging Face hub",
-    "profiler_timeline": "use `trace: true` to write the run's timeline",
-    "profiler_output_dir": "the timeline of `trace: true` is in the run folder",
+    "profiler_timeline": "metrics.jsonl and the report say where the time of a step goes",
+    "profiler_output_dir": "metrics and report are in the run folder",
     "checkpoint_config.async_upload": "checkpoints are uploaded in the background",
     "checkpoint_config.keep_local_file": "the run folder keeps checkpoints; see max_ckpt_to_keep",
     "reference.model_args.moe_aux_loss_coef": "only the policy has a router loss",
@@ -89,6 +89,8 @@ CONFIG = "strategy_args.strategy_config"
 REMOVED = {
     "determinism": "was removed; runs on the same devices are reproducible, on GPUs with "
     "deterministic: true; remove it",
+    "trace": "was removed; metrics.jsonl and the report say where the time of a step goes; "
+    "remove it",
 }
 TOP_REFUSED = {
     **REMOVED,

@@ -700,9 +700,6 @@ class TrackingKeys(Section):
     """One or several trackers in addition to metrics.jsonl, which is always written."""
     tracker_kwargs: TrackerArgs = TrackerArgs()
     """Settings of the trackers."""
-    trace: bool = False
-    """Write a timeline of the run to trace.json in the run folder, for chrome://tracing or
-    ui.perfetto.dev."""
     pair_ledger: bool = True
     """Write ledger.arrows into the run folder: margin, log-ratios and gradient weight of every pair
     in every epoch (about 60 bytes a row), which `rather pairs` reads. Only for task: preference."""

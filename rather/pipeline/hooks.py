@@ -202,7 +202,7 @@ class Evaluate(Hook):
         if self.evaluation:
             self.evaluation.running = progress.running
         try:
-            with self.timeline.span("driver", "evaluate", progress.step):
+            with self.timeline.span("evaluate"):
                 for evaluator in self.evaluators:
                     metrics |= evaluator(progress.step, self.requests.poll)
         except Interrupted:
@@ -293,7 +293,7 @@ class SaveCheckpoints(Hook):
         stored: Record = {"progress": asdict(progress), "micro_batches": self.packing.state()}
         if self.state.position is not None:
             stored["position"] = self.state.position
-        with self.timeline.span("driver", "save", progress.step):
+        with self.timeline.span("save"):
             self.saving.save(stored, progress.step, self._sync_files)
             if last:
                 self.saving.wait(last=True)

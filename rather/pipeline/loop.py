@@ -149,7 +149,7 @@ class TrainingLoop:
             parts.packing.set_train_tokens(parts.roles.actor_train.plan(largest, parking))
         done = parts.state.progress.step
         named = map(self._pack, source.steps(done, parts.state.position))
-        with closing(ahead(parts.timeline.packed(named, done), STEPS_AHEAD)) as ready:
+        with closing(ahead(named, STEPS_AHEAD)) as ready:
             yield from ready
 
     def _pack(self, step: Step) -> Step:
@@ -172,12 +172,12 @@ class TrainingLoop:
         progress, reference = parts.state.progress, step.reference_logps
         limits, running = parts.guard.limits(step), progress.running
         if step.probe and reference:
-            with parts.timeline.span("actor_train", "train", step.number):
+            with parts.timeline.span("train"):
                 probed = parts.retry.run("actor_train", step.probe, policy.compute_log_probs)
             reference, running = parts.objective.with_baseline(probed, reference, running)
 
         def work(batches: Batches) -> StepResult:
-            with parts.timeline.span("actor_train", "train", step.number):
+            with parts.timeline.span("train"):
                 return policy.train_step(batches, reference, limits=limits)
 
         result = parts.retry.run("train", step, work)

@@ -173,11 +173,11 @@ class ReferenceStream:
             self.logps.keep()
 
     def _answer(self, step: Step) -> Step:
-        with self.timeline.span("reference", "log-probs", step.number):
+        with self.timeline.span("reference"):
             return replace(step, reference_logps=self.columns(step))
 
     def _answer_ahead(self, step: Step) -> Step:
-        with self.timeline.span("reference", "log-probs", step.number), self._turn:
+        with self.timeline.span("reference"), self._turn:
             columns = self._ask(step)
             if self.logps:  # a step's log-probs are stored before the next one asks
                 self.logps.keep()

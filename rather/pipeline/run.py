@@ -40,7 +40,6 @@ from rather.run_folder.layout import (
     mark_finished,
     mark_unfinished,
     metrics_position,
-    trace_file,
 )
 from rather.tracking.health.watch import record_end
 from rather.tracking.outcome import outcome_text
@@ -166,8 +165,8 @@ class Run:
                 followers = self._followers(stack, writes=writes)
                 tracker = self._tracker(newest) if writes else NoTracker()
                 try:
-                    trace = trace_file(self.config, newest) if writes else None
-                    with tracker, parts.timeline.drawn(trace):
+                    parts.timeline.restart()
+                    with tracker:
                         TrainingLoop(parts, self._hooks(tracker, followers)).train()
                     self._end()
                 except Exception as error:

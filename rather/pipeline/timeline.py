@@ -1,37 +1,21 @@
-"""Where the time of a run goes: for log lines, the report and, on request, trace.json.
-
-trace.json has Chrome's format (chrome://tracing, ui.perfetto.dev): an array with one event per
-line, whose closing bracket may be missing. So a killed run leaves a file that opens, and a resumed
-run appends to it.
-"""
+"""Where the time of a run goes: for log lines and the report."""
 
 from __future__ import annotations
 
-import json
-import logging
 import resource
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from errno import ENOSPC
-from io import FileIO
-from itertools import count
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
-from rather.files import own
 from rather.pipeline.steps import Step
 from rather.train.rank_trainer import StepResult
 
-log = logging.getLogger(__name__)
-
-Track = Literal["data", "reference", "actor_train", "driver"]
-TRACKS: tuple[Track, ...] = get_args(Track)
+Part = Literal["reference", "train", "evaluate", "save"]
 
 
 @dataclass
@@ -81,36 +65,18 @@ class Timeline:
 
     def __init__(self, *, in_turn: bool) -> None:
         self.in_turn = in_turn
-        self.window, self.total = Times(), Times()
-        self._trace: Trace | None = None
+        self.restart()
 
-    def packed(self, steps: Iterator[Step], done: int) -> Iterator[Step]:
-        """Yield the same steps, and record how long each took to make."""
-        for number in count(done + 1):
-            try:
-                with self.span("data", "pack", number):
-                    step = next(steps)
-            except StopIteration:
-                return
-            yield step
+    def restart(self) -> None:
+        """Forget what was measured: the first step begins now."""
+        self.window, self.total = Times(), Times()
 
     @contextmanager
-    def drawn(self, file: Path | None) -> Iterator[None]:
-        """Measure from the first step to the last; without a file nothing is drawn."""
-        self.window, self.total = Times(), Times()
-        with closing(Trace(file)) if file else nullcontext() as self._trace:
-            yield
-
-    @contextmanager
-    def span(self, track: Track, name: str, step: int) -> Iterator[None]:
-        """Measure work on a step; what fails is not recorded."""
+    def span(self, part: Part) -> Iterator[None]:
+        """Measure work; what fails is not recorded."""
         began = time.perf_counter()
         yield
-        seconds = time.perf_counter() - began
-        if track != "data":
-            self._spend("reference" if track == "reference" else name, seconds)
-        if self._trace:
-            self._trace.add(track, name, step, began, seconds)
+        self._spend(part, time.perf_counter() - began)
 
     def awaited(self, steps: Iterator[Step]) -> Generator[Step, None, None]:
         """Yield the same steps; training stands still until each is there."""
@@ -137,40 +103,3 @@ class Timeline:
     def _spend(self, part: str, seconds: float) -> None:
         self.window.seconds[part] += seconds
         self.total.seconds[part] += seconds
-
-
-class Trace:
-    """trace.json: a track for each role, for the pairs, and for the driver between steps."""
-
-    def __init__(self, file: Path) -> None:
-        self._clock = time.time() - time.perf_counter()  # events of all starts on one axis
-        self._file = FileIO(file, "a+", opener=own)
-        self._turn = threading.Lock()  # pairs and reference have threads of their own
-        self._file.seek(0)
-        kept = self._file.readall().rfind(b"\n") + 1  # a kill may have torn the last line
-        self._file.truncate(kept)
-        if not kept:
-            self._file.write(b"[\n")
-            for track in TRACKS:
-                self._write(track, {"ph": "M", "name": "thread_name", "args": {"name": track}})
-
-    def add(self, track: Track, name: str, step: int, began: float, seconds: float) -> None:
-        times = {"ts": round((self._clock + began) * 1e6), "dur": round(seconds * 1e6)}
-        self._write(track, {"ph": "X", "name": name, **times, "args": {"step": step}})
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, track: Track, event: dict[str, Any]) -> None:
-        """Write one event; if the disk is full the run continues without the trace."""
-        line = json.dumps({**event, "pid": 1, "tid": 1 + TRACKS.index(track)}).encode() + b",\n"
-        with self._turn:
-            if self._file.closed:
-                return
-            try:
-                if self._file.write(line) < len(line):
-                    raise OSError(ENOSPC, "no room")
-            except OSError as error:
-                text = "%s: cannot be written (%s); nothing more is drawn"
-                log.warning(text, self._file.name, error.strerror)
-                self._file.close()

@@ -33,7 +33,6 @@ from rather.run_folder.names import (
     REPORT_PAGE,
     RUN_REPORT,
     STARTS,
-    TRACE,
 )  # fmt: skip
 from rather.tracking.json_lines import (
     LEDGER,
@@ -49,9 +48,9 @@ from rather.tracking.trackers import TRACKER_IDS
 log = logging.getLogger(__name__)
 
 OWN_FILES = (
-    METRICS, CONFIG, DATA_REPORT, "LATEST", REFERENCE_LOG, RUN_REPORT, TRACE,
+    METRICS, CONFIG, DATA_REPORT, "LATEST", REFERENCE_LOG, RUN_REPORT,
     TRACKER_IDS, FINISHED, INCIDENTS, PLAN, STARTS, REPORT_PAGE, HEALTH, ANSWERS,
-    LOST_METRICS, LEDGER, LOST_LEDGER, "pairs.json",
+    LOST_METRICS, LEDGER, LOST_LEDGER, "pairs.json", "trace.json",  # the last: of earlier versions
 )  # fmt: skip
 RESULTS = ("model", "best_model", "adapter", "best_adapter")
 OWN_NAMES = (*OWN_FILES, *RESULTS, "checkpoint-*", ".tmp-*", ".old-*", ".pieces-*")
@@ -203,16 +202,6 @@ def reference_log(config: DPOConfig, newest: Checkpoint | None) -> Path:
     if other.exists() and other.resolve() != file.resolve():
         with open(other, "rb", opener=own) as log_probs, open(file, "wb", opener=own) as copy:
             shutil.copyfileobj(log_probs, copy)
-    return file
-
-
-def trace_file(config: DPOConfig, newest: Checkpoint | None) -> Path | None:
-    """Return the file of the timeline, if `trace` is set; a new run starts a new one."""
-    if not config.trace:
-        return None
-    file = config.run_dir / TRACE
-    if newest is None:
-        file.unlink(missing_ok=True)
     return file
 
 

@@ -16,7 +16,6 @@ REFERENCE_LOG = "reference.log"  # the reference log-probs that the run used
 RUN_REPORT = "report.json"
 DATA_REPORT = "data_report.json"
 PLAN = "plan.json"  # the forecast next to the measurements
-TRACE = "trace.json"
 REPORT_PAGE = "report.html"
 # The step of the exported model: written after the export, removed before training.
 FINISHED = ".finished"

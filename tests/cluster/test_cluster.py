@@ -34,7 +34,6 @@ from rather.pipeline.pipeline import DPOPipeline
 from tests.cluster.conftest import SLOTS
 from tests.cluster.workers import SLOW
 from tests.tiny import make_config, make_model, make_pairs, metrics
-from tests.train.test_trace import events, overlap
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.slow]
 
@@ -178,7 +177,6 @@ def test_a_slow_separate_reference_overlaps_with_training(folder: Path) -> None:
         reference__device_mapping=[1],
         reference__worker_cls=f"{workers}.SlowReference",
         actor_train__worker_cls=f"{workers}.SlowPolicy",
-        trace=True,
         validation__data_args={},
     )
     assert DPOPipeline(config).run() == 0
@@ -188,11 +186,6 @@ def test_a_slow_separate_reference_overlaps_with_training(folder: Path) -> None:
         seconds = line["pairs"] / line["pairs_per_second"]
         assert min(line["time/reference"], line["time/train"]) >= SLOW
         assert seconds == pytest.approx(max(line["time/reference"], line["time/train"]), rel=0.1)
-    asked, trained = (
-        {event["args"]["step"]: event for event in events(config, role)}
-        for role in ("reference", "actor_train")
-    )
-    assert all(overlap(trained[step], asked[step + 1]) > 0.5e6 * SLOW for step in range(1, 5))
 
 
 # --- where processes live ---

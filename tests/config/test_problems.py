@@ -91,6 +91,8 @@ def test_unknown_key_says_what_was_meant(judged, typo: str, meant: str) -> None:
 
 
 def test_a_removed_key_says_so_and_what_to_use(judged) -> None:
+    (line,) = judged("trace=true")
+    assert line.startswith("trace: was removed; metrics.jsonl and the report")
     (line,) = judged("determinism=canonical")
     assert line.startswith("determinism: was removed")
     assert "deterministic: true" in line
@@ -100,7 +102,7 @@ def test_a_removed_key_says_so_and_what_to_use(judged) -> None:
 
 def test_a_removed_key_without_a_value_is_read() -> None:
     """Configs in run folders of earlier versions have every key."""
-    assert config_from_dict({**BASE, "determinism": None}).pretrain == "org/model"
+    assert config_from_dict({**BASE, "determinism": None, "trace": False}).pretrain == "org/model"
 
 
 def test_unknown_key_like_no_other_lists_the_keys_there(problems) -> None:

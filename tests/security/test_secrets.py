@@ -62,7 +62,6 @@ def secret_config(
             system_envs=environment,
             actor_train__system_envs={"ROLE_TOKEN": "${oc.env:WANDB_API_KEY}"},
             actor_train__data_args__cache_dir=str(tmp_path / "cache"),
-            trace=True,
             **changes,
         )
 
@@ -91,7 +90,6 @@ OVERRIDE = [f"+system_envs.{name}={value}" for name, value in OVERRIDDEN.items()
 def test_a_run_writes_none(secret_config: Config, tmp_path: Path) -> None:
     done = rather("train", secret_config(track_with="tensorboard", save_best=False), *OVERRIDE)
     assert done.exit_code == 0, done.output
-    assert (tmp_path / "out" / "run" / "trace.json").exists()
     assert list(tmp_path.rglob("events.out.*"))
     assert not leaks(tmp_path, done.output)
 

@@ -113,9 +113,9 @@ def dataset(
     for name in names_of(value):
         if "#" in name:
             raise Unsupported(f"{name} draws rows at random; save them to a file of their own")
-        file = address(name, given.get(split), given.get(config)) if split else None
-        if (not file and name.startswith("hf://")) or name.endswith(READABLE):
-            file = name
+        is_file = name.startswith("hf://") or name.endswith(READABLE)
+        hub = address(name, given.get(split), given.get(config)) if split else None
+        file = name if is_file else hub
         if not file:
             remote.append(name)
         files.append(file or f"{Path(name).name}.jsonl")
