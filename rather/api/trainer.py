@@ -45,7 +45,7 @@ from rather.losses.metrics import Window
 from rather.losses.objective import configure, from_config
 from rather.losses.own import OwnMetric
 from rather.losses.trial import try_own_losses, try_own_metrics
-from rather.model.check import check_model, untrained_parts
+from rather.model.check import check_model, refuse_tower
 from rather.model.export import FileCast, export_model, export_peft, export_stored
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer, schedule
@@ -203,8 +203,7 @@ class DPOTrainer:
         trains, mesh, runner = role == "actor_train", build_mesh(placing, str(model.device)), None
         if not trains:
             whole.requires_grad_(False)
-        if problems := [f"model: {part}" for part in untrained_parts(model.config)]:
-            raise ConfigError(problems)
+        refuse_tower(model.config)
         with packed_attention(model):
             check_model(whole)
             whole.rounding = Rounding(self.config.rounding)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.config.found import NO_TRUST, Trust
 from rather.config.schema import ModelArgs
 from rather.data.pack import pack
@@ -31,7 +30,7 @@ from rather.model.export import (
     whole_model,
     write_model,
 )
-from rather.model.files import model_folder, refuse_other_base, weight_files
+from rather.model.files import ModelFiles, model_folder, refuse_other_base, weight_files
 from rather.model.policy import PolicyModel
 from rather.model.reward import is_reward_model, merging_files, set_padding
 from rather.optim.rounding import Rounding
@@ -108,7 +107,8 @@ def export(
         config.dtype = DTYPES[dtype] if dtype else config.dtype
         began = source_files(source.model, source.args.revision) if source.checkpoint else None
         cast = FileCast(config.dtype, _asked(rounding, config.dtype) or own_rounding, began)
-        temporary = whole_model(policy, {}, tokenizer, out, cast, largest)
+        towers = source_files(source.model, source.args.revision)
+        temporary = whole_model(policy, {}, tokenizer, out, cast, largest, towers)
         model = str(temporary)
         del policy
     home = None if source.checkpoint else model_folder(source.model, source.args.revision)
@@ -170,13 +170,13 @@ def merge(
     )
     config = policy.causal_lm.config
     config.dtype = DTYPES[dtype] if dtype else config.dtype
-    files = ShardedFiles(weight_files(found))
+    files = ModelFiles(weight_files(found))
     cast = FileCast(config.dtype, _asked(rounding, config.dtype) or default, files)
     if reward:
         set_padding(config, tokenizer)
         files = merging_files(weight_files(found), policy.causal_lm)
     streams = merged_weights(files, folder, cast)
-    temporary = write_model(policy.causal_lm, streams, tokenizer, out, largest)
+    temporary = write_model(policy.causal_lm, streams, tokenizer, out, largest, files)
     del policy
     card = f"# {out.name}\n\n`{name}` with the adapter `{folder}` merged by Rather: "
     merged = str(temporary), ModelArgs(dtype="fp32", trust_remote_code=trust.remote_code)

@@ -251,7 +251,8 @@ def _refuse_unsupported(causal_lm: Any, config: LoraConfig) -> None:
             if not any(name.endswith(f".{wanted}") for name in found):
                 raise ConfigError(f"{key}: the model has no module named {wanted}")
     ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
-    tied = causal_lm.config.get_text_config().tie_word_embeddings
+    text = causal_lm.config.get_text_config()
+    tied = getattr(text, "tie_word_embeddings", causal_lm.config.tie_word_embeddings)
     if tied and any(isinstance(end, ModulesToSaveWrapper) for end in ends):
         raise ConfigError(
             "modules_to_save: the embedding of this model is also its head (tie_word_embeddings), "

@@ -26,6 +26,7 @@ from rather.data.pack import pack
 from rather.errors import LIMITS, ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
+from rather.model.towers import leave_tower_out, set_attention, tower_class
 
 # Each text is logged once: policy and reference may be the same model, and the API checks each step.
 _warn = cache(logging.getLogger(__name__).warning)
@@ -59,10 +60,11 @@ def _check_family(config: PretrainedConfig) -> bool:
         )
     try:
         twin = twin_of(config)
-        _padded(twin, two_pairs(twin.config.vocab_size)[0])
+        text = twin.config.get_text_config()
+        _padded(twin, two_pairs(text.vocab_size)[0])
         if has_experts:
             (_, router), *_ = routers_of(twin)
-            _logits, _scores, _chosen = router(torch.zeros(1, twin.config.hidden_size))
+            _logits, _scores, _chosen = router(torch.zeros(1, text.hidden_size))
     except Exception as error:
         if has_experts:
             raise ConfigError(
@@ -105,9 +107,9 @@ def check_model(policy: PolicyModel) -> None:
     # A random token may be the padding, before which transformers would look for the last token.
     padding, text.pad_token_id = text.pad_token_id, None
     try:
-        model.set_attn_implementation("eager")
+        set_attention(model, "eager")
         padded = torch.cat([_padded(model, pair) for pair in pairs])
-        model.set_attn_implementation(IMPLEMENTATION)
+        set_attention(model, IMPLEMENTATION)
         (batch,) = pack(pairs, budget=10**6, at_end=policy.is_reward)
         batch = batch.to(str(model.device))
         packed = policy(batch)[0][batch.token_T].double()
@@ -146,11 +148,13 @@ def check_length(config: PretrainedConfig, tokens: int) -> None:
         )
 
 
-def untrained_parts(config: PretrainedConfig) -> Iterator[str]:
-    """Yield the parts of a model that training would silently leave out."""
-    for part in ("vision_config", "audio_config"):
-        if getattr(config, part, None) is not None:
-            yield f"config.json has a {part}, but only text is trained; {LIMITS}"
+def refuse_tower(config: PretrainedConfig) -> None:
+    """Refuse a model in memory with a tower: it could not be left out of the caller's object."""
+    if tower_class(config):
+        raise ConfigError(
+            f"model: '{config.model_type}' has a vision or audio tower; train it from its folder "
+            f"with `rather train`, which leaves the tower as it is; {LIMITS}"
+        )
 
 
 def two_pairs(vocab: int) -> list[TokenPair]:
@@ -189,24 +193,38 @@ def twin_of(config: PretrainedConfig, kv_heads: int = 2) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)  # the CPU's only: fork_rng restores no GPU's
         small = _shrunken(config.get_text_config(), kv_heads)
-        # The config's own choice may be a kernel from a hub.
-        twin = AutoModelForCausalLM.from_config(
-            small,
-            dtype=torch.float32,
-            attn_implementation="eager",
+        options: dict[str, Any] = {
+            "dtype": torch.float32,
+            "attn_implementation": "eager",  # the config's own choice may be a kernel from a hub
             # Without an answer transformers asks on the console. A config of remote code is trusted.
-            trust_remote_code=type(config).__module__.startswith("transformers_modules."),
-        ).eval()
+            "trust_remote_code": type(config).__module__.startswith("transformers_modules."),
+        }
+        causal: Any = AutoModelForCausalLM
+        if (whole := tower_class(config)) and type(small) not in causal._model_mapping:
+            twin = _text_of(whole, config, small)
+        else:
+            twin = causal.from_config(small, **options)
+        twin = twin.eval()
         for parameter in twin.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.15)  # wide enough that attention matters
     return twin
 
 
+def _text_of(whole: Any, config: PretrainedConfig, text: PretrainedConfig) -> Any:
+    """Return the language model of a checkpoint whose language model has no class of its own."""
+    both = copy.deepcopy(config)
+    both.text_config = text
+    for key in ("depth", "num_hidden_layers"):
+        if getattr(both.vision_config, key, None):
+            setattr(both.vision_config, key, 1)
+    return leave_tower_out(whole._from_config(both, attn_implementation="eager"))
+
+
 def packed_twin(config: PretrainedConfig, kv_heads: int = 2) -> tuple[PolicyModel, PairBatch]:
     """Return a small random policy of the family, and two packed pairs for it."""
     twin = PolicyModel(twin_of(config, kv_heads))
-    twin.causal_lm.set_attn_implementation(IMPLEMENTATION)
+    set_attention(twin.causal_lm, IMPLEMENTATION)
     (batch,) = pack(two_pairs(twin.vocabulary_size), budget=10**6)
     return twin, batch
 
@@ -269,6 +287,8 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
                 setattr(small, key, value)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = getattr(small, "rope_parameters", None) or {}
+    if "mrope_section" in rope:  # of 8 frequencies: time, height, width
+        rope["mrope_section"] = [2, 2, 4]
     for name in rope.keys() & {"short_factor", "long_factor"}:  # one number per frequency
         rope[name] = rope[name][: len(rope[name]) * 16 // head_dim]
     return small

@@ -26,7 +26,7 @@ from rather.config.redaction import redact
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ModelArgs
 from rather.errors import ConfigError, DiskError
-from rather.files import sync
+from rather.files import refuse_outside, sync
 from rather.model.files import (
     CORRECTION,
     ModelFiles,
@@ -37,8 +37,10 @@ from rather.model.files import (
 )
 from rather.model.policy import PolicyModel
 from rather.model.reward import merging_files, set_padding
+from rather.model.towers import has_tower
 from rather.optim.rounding import CHUNK, Rounding, plain_name
 
+PROCESSOR = ("*processor*.json", "chat_template.json")
 LARGEST_FILE = 4_000_000_000  # bytes, transformers' "4GB"
 
 
@@ -135,7 +137,7 @@ def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.reshape(-1).split(CHUNK) for tensor in tensors), strict=True)
 
 
-def source_files(name: str, revision: str | None = None) -> ShardedFiles | None:
+def source_files(name: str, revision: str | None = None) -> ModelFiles | None:
     """Return the weights that a run started from; None if they are not on this machine."""
     folder = model_folder(name, revision)
     return ModelFiles(weight_files(folder)) if folder and folder.exists() else None
@@ -174,7 +176,7 @@ def export_run(
     trained_on = weights_digest(base_folder) if base_folder else None
     temporary = whole_adapter(model, weights, source, tokenizer, adapter, trained_on)
     publish(temporary, adapter, card)
-    temporary = write_model(model, merge(base, adapter, cast), tokenizer, folder)
+    temporary = write_model(model, merge(base, adapter, cast), tokenizer, folder, source=base)
     publish(temporary, folder, _with_share(card, cast.kept))
     return cast.kept
 
@@ -215,9 +217,32 @@ def export_stored(
     # A pipeline stage lacks those of the other layers.
     buffers |= {name: source[name] for name in source if name.endswith(CORRECTION)}
     weights |= {name: TensorStream.of(value) for name, value in buffers.items()}
-    temporary = write_model(model, weights, tokenizer, folder)
+    temporary = write_model(model, weights, tokenizer, folder, source=cast.source)
     publish(temporary, folder, _with_share(card, cast.kept))
     return cast.kept
+
+
+def _with_tower(
+    model: Any, weights: Mapping[str, TensorStream], source: ShardedFiles | None
+) -> dict[str, TensorStream]:
+    """Return all weights of a checkpoint with a tower, which is copied from the source bit by bit.
+
+    They have the names of the source's files. A model without a tower has its weights as they are.
+    """
+    if not has_tower(model):
+        return dict(weights)
+    if not isinstance(source, ModelFiles) or not source.tower:
+        raise ConfigError(
+            f"the tower of '{model.config.model_type}' was not trained and is copied from the "
+            "model that the run started from, which is not on this machine; restore its folder."
+        )
+    whole = {source.file_names.get(name, name): weight for name, weight in weights.items()}
+    for name in source:
+        # A head that is not among the weights is the trained embedding.
+        is_head = name == "lm_head.weight"
+        if name in source.tower or (name not in weights and not is_head):
+            whole[source.file_names.get(name, name)] = source.unchanged(name)
+    return whole
 
 
 def _with_share(card: str, kept: Kept) -> str:
@@ -231,9 +256,18 @@ def whole_model(
     folder: Path,
     cast: FileCast,
     largest: int | None = None,
+    source: ShardedFiles | None = None,
 ) -> Path:
     """Write a model that `publish` renames to `folder`, in files of at most so many bytes."""
     model = policy.causal_lm
+    if has_tower(model):
+        streams = {
+            plain_name(name): TensorStream.of(
+                cast(name, weights.get(name, parameter).detach()).cpu()
+            )
+            for name, parameter in policy.named_parameters()
+        }
+        return write_model(model, streams, tokenizer, folder, largest, source or cast.source)
     own = (model.config.dtype, getattr(model, "generation_config", None))
     with _new_folder(folder, tokenizer) as temporary:
         if own[1] is not None:
@@ -281,8 +315,13 @@ def write_model(
     tokenizer: Any,
     folder: Path,
     largest: int | None = None,
+    source: ShardedFiles | None = None,
 ) -> Path:
-    """Write streamed weights as a model that `publish` renames to `folder`."""
+    """Write streamed weights as a model that `publish` renames to `folder`.
+
+    `source` has the tower of a checkpoint, if it has one.
+    """
+    weights = _with_tower(model, weights, source)
     split = split_state_dict_into_shards_factory(
         dict(weights),
         get_storage_size=lambda weight: weight.nbytes,
@@ -298,7 +337,17 @@ def write_model(
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             text = json.dumps(index, indent=2) + "\n"
             (temporary / "model.safetensors.index.json").write_text(text, "utf-8")
+        if has_tower(model) and isinstance(source, ModelFiles) and source.folder:
+            _copy_processor(source.folder, temporary)
     return temporary
+
+
+def _copy_processor(source: Path, folder: Path) -> None:
+    """Copy the files of a checkpoint that prepare images and sounds, bit by bit."""
+    for pattern in PROCESSOR:
+        for file in sorted(source.glob(pattern)):
+            refuse_outside(source, file)
+            shutil.copyfile(file, folder / file.name)
 
 
 def _write_configs(model: Any, folder: Path) -> None:

@@ -52,6 +52,13 @@ PARTS = {
     "w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0),
 }  # fmt: skip
 EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+# Parts of a checkpoint that only images or sounds reach, and older names of its language model.
+TOWER = re.compile(
+    r"(?:^|\.)(?:vision|visual|image|audio|speech|multi_modal|mm_|embed_vision|embed_audio)[a-z_]*\."
+)
+TOWER_CONFIGS = ("vision_config", "audio_config")
+LANGUAGE_MODEL = "model.language_model."
+OLDER = ("language_model.model.", "language_model.", "model.")
 CORRECTION = ".e_score_correction_bias"  # a buffer of a router; float32, and not trained
 STACK = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
 
@@ -94,7 +101,13 @@ class ModelFiles(ShardedFiles):
     """The weights of a model folder; also, by the model's own names, what they are stacked to."""
 
     def __init__(self, files: Iterable[Path]) -> None:
+        files = list(files)
         super().__init__(files)
+        self.folder = files[0].parent if files else None
+        self.file_names: dict[str, str] = {}  # of tensors that are stored under older names
+        self.tower = [name for name in self._shards if TOWER.search(name)]
+        if self.tower and not any(name.startswith(LANGUAGE_MODEL) for name in self._shards):
+            self._rename_language_model()
         self._stored = list(self._shards)
         matrices: dict[str, dict[tuple[int, int], str]] = {}
         for name in self._stored:
@@ -124,6 +137,23 @@ class ModelFiles(ShardedFiles):
                 for (expert, block), name in own.items()
             }
 
+    def _rename_language_model(self) -> None:
+        for name in set(self._shards) - set(self.tower):
+            prefix = next((prefix for prefix in OLDER if name.startswith(prefix)), "")
+            rest = name.removeprefix(prefix)
+            current = rest if rest.startswith("lm_head.") else LANGUAGE_MODEL + rest
+            if not prefix or current == name:
+                continue
+            self.file_names[current] = name
+            self._shards[current] = {
+                offsets: (_Renamed(file, name), spec)
+                for offsets, (file, spec) in self._shards.pop(name).items()
+            }
+
+    def unchanged(self, name: str) -> TensorStream:
+        """Return a tensor as it is stored, bit by bit."""
+        return TensorStream(self.dtype(name), self.shape(name), lambda: iter([self[name]]))
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
 
@@ -139,6 +169,10 @@ class _Renamed:
 
     def get_slice(self, _name: str) -> Any:
         return self if self.stacked else self.file.get_slice(self.name)
+
+    def get_tensor(self, _name: str) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor
 
     def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
         matrix: Tensor = self.file.get_slice(self.name)[slices[1:]]
@@ -183,10 +217,14 @@ def _one_expert(stored: ShardedFiles, cast: Cast, name: str, spec: ShardSpec) ->
 def model_digest(folder: Path, sha: Callable[[Path], str]) -> str | None:
     """Return a digest of all that decides the log-probs: weights, code, and config fields.
 
-    `sha` hashes a file. None if there are no weights or the files cannot be read.
+    `sha` hashes a file. A tower, which text never reaches, is left out. None if there are no weights or the files cannot be read.
     """
     try:
         files = sorted(file for pattern in CONTENT for file in folder.glob(pattern))
+        if _has_tower(folder):
+            code = {file.name: sha(file) for file in files if file.suffix == ".py"}
+            weights = weights_digest(folder)
+            return text_sha(json.dumps([_forward_fields(folder), weights, code], sort_keys=True))
         contents = {file.name: sha(file) for file in files}
         if any(name.endswith(".safetensors") for name in contents):
             return text_sha(json.dumps([_forward_fields(folder), contents], sort_keys=True))
@@ -206,7 +244,10 @@ def weights_digest(folder: Path) -> str | None:
     """
     try:
         tensors = {
-            name: (file, facts) for file in weight_files(folder) for name, facts in _header(file)
+            name: (file, facts)
+            for file in weight_files(folder)
+            for name, facts in _header(file)
+            if not TOWER.search(name)
         }
         spans = {name: facts["data_offsets"] for name, (_, facts) in tensors.items()}
         is_whole = sum(end - start for start, end in spans.values()) <= MOST_HASHED
@@ -283,4 +324,12 @@ def _forward_fields(folder: Path) -> object:
             return config
         return {key: select(value) for key, value in config.items() if key not in NOT_IN_A_FORWARD}
 
-    return select(read_json(folder / "config.json"))
+    config = read_json(folder / "config.json")
+    if isinstance(config, dict) and "text_config" in config:
+        config = {key: value for key, value in config.items() if key not in TOWER_CONFIGS}
+    return select(config)
+
+
+def _has_tower(folder: Path) -> bool:
+    names = (name for file in weight_files(folder) for name, _ in _header(file))
+    return any(TOWER.search(name) for name in names)

@@ -16,6 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from rather.model.towers import set_attention
+
 
 @dataclass(frozen=True)
 class Decoding:
@@ -44,7 +46,8 @@ def generate(
 
     `on_tokens` gets the next token of each answer as it is generated; finished answers are padded.
     """
-    attention, settings = causal_lm.config._attn_implementation, causal_lm.generation_config
+    attention = causal_lm.config.get_text_config()._attn_implementation
+    settings = causal_lm.generation_config
     own = settings.eos_token_id
     ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
     ends = list(dict.fromkeys(token for token in ends if token is not None))
@@ -60,7 +63,7 @@ def generate(
         do_sample=bool(decoding.temperature),
         **(sampling if decoding.temperature else {}),
     )
-    causal_lm.set_attn_implementation("sdpa" if causal_lm._supports_sdpa else "eager")
+    set_attention(causal_lm, "sdpa" if causal_lm._supports_sdpa else "eager")
     causal_lm.generation_config = GenerationConfig()  # none of the model's defaults
     try:
         with torch.no_grad():
@@ -71,7 +74,7 @@ def generate(
                 streamer=_Streamer(on_tokens) if on_tokens else None,
             )
     finally:
-        causal_lm.set_attn_implementation(attention)
+        set_attention(causal_lm, attention)
         causal_lm.generation_config = settings
     answers = []
     for tokens in out[:, ids.shape[1] :].tolist():

@@ -17,6 +17,7 @@ from rather.data.batch import PairBatch
 from rather.model.collectives import Group, enter, gather, gather_same, leave
 from rather.model.head import Words, token_logps
 from rather.model.mixers import mix_over_paths
+from rather.model.towers import decoder_of
 from rather.optim.rounding import Rounding
 
 START = "reference"  # in the parameter names of an adapter's frozen start
@@ -64,7 +65,7 @@ class PolicyModel(nn.Module):
     def hidden(self, batch: PairBatch) -> Tensor:
         """Return the hidden states of the base model: [1, N, D]."""
         mask_N = self.balance.see(batch) if self.balance else None
-        states: Tensor = self.causal_lm.base_model(
+        states: Tensor = decoder_of(self.causal_lm)(
             input_ids=batch.ids_N[None],
             # Segments define what each token sees. A mask of four dimensions is used as it is;
             # without one, transformers would search the positions for packed sequences, and wait

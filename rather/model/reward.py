@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.errors import ConfigError
 from rather.model.files import ModelFiles
+from rather.model.towers import tower_class
 
 HEAD = "score.weight"
 
@@ -36,7 +37,12 @@ def auto_class(config: Any, *, reward: bool) -> Any:
                 "pretrain: the model is a reward model, which writes no text; set task: reward, or "
                 "score answers with `rather score`"
             )
-        return AutoModelForCausalLM
+        return tower_class(config) or AutoModelForCausalLM
+    if tower_class(config):
+        raise ConfigError(
+            f"task: a checkpoint of '{config.model_type}' with a vision or audio tower cannot become "
+            "a reward model; use its language model alone"
+        )
     classes: Any = AutoModelForSequenceClassification._model_mapping
     if type(config) not in classes:
         raise ConfigError(

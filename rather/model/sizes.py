@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from rather.config.paths import is_local
 from rather.config.schema import ModelArgs, RoleConfig
@@ -20,7 +20,9 @@ from rather.config.strategies import layout
 from rather.errors import ConfigError
 from rather.files import inspect_folder
 from rather.model.attention import IMPLEMENTATION
-from rather.model.check import experts_of, untrained_parts
+from rather.model.check import experts_of
+from rather.model.reward import auto_class
+from rather.model.towers import new_model
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 BY_HEADS = ("colwise", "rowwise")  # styles of transformers' plans that give each rank whole heads
@@ -124,7 +126,8 @@ def _sizes_of(name: str, revision: str | None, trusted: bool, _written: int) -> 
         args = ModelArgs(revision=revision, trust_remote_code=trusted)
         config = _config(name, args, local_files_only=True)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+            loader = auto_class(config, reward=False)
+            model: Any = new_model(loader, config, trust_remote_code=trusted)
         text = config.get_text_config()
         heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
         shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
@@ -162,9 +165,8 @@ def few_layers(name: str, args: ModelArgs, layers: int, device: str, dtype: torc
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=IMPLEMENTATION
-        )
+        loader = auto_class(config, reward=False)
+        model: Any = new_model(loader, config, dtype=dtype, attn_implementation=IMPLEMENTATION)
         if args.has_adapter:
             from rather.model.adapters import inject  # PEFT takes seconds to import
 
@@ -182,7 +184,6 @@ def model_problems(name: str, role: RoleConfig) -> Iterator[str]:
         text = config.get_text_config()
     except Exception:  # a config.json may be anything
         return
-    yield from (f"{name}: {role.model_path}: {part}" for part in untrained_parts(config))
     plan = getattr(text, "base_model_tp_plan", None) or {}
     if any(style in BY_HEADS and "att" in module for module, style in plan.items()):
         for key in ("num_attention_heads", "num_key_value_heads"):

@@ -35,6 +35,7 @@ from rather.model.files import ModelFiles, model_folder, weight_files
 from rather.model.mixers import report_scan
 from rather.model.policy import PolicyModel
 from rather.model.reward import HEAD, RewardFiles, auto_class, new_head
+from rather.model.towers import leave_tower_out, new_model, report_tower
 from rather.optim.rounding import Rounding
 from rather.parallel.apply import divide
 from rather.parallel.mesh import Mesh
@@ -193,6 +194,8 @@ def load_policy(
     if reward:
         _begin_head(causal_lm, info, start.seed)
     _refuse_bad_weights(name, causal_lm, info, _dtype_of_each(files))
+    leave_tower_out(causal_lm)
+    report_tower(causal_lm)
     kept: dict[str, Tensor] = {}  # the float32 weights
     if rounds:
         keeps = exact and not args.has_adapter
@@ -274,7 +277,8 @@ def load_divided(
         files = weight_files(folder)
         is_rounded = bool(_dtypes(files) - {dtype})  # by the files: config.json may name another
         stored: Any = _open_files(files, config, start, reward=reward)
-        causal_lm: Any = loader.from_config(
+        causal_lm: Any = new_model(
+            loader,
             config,
             dtype=dtype,
             attn_implementation=IMPLEMENTATION,
@@ -282,6 +286,7 @@ def load_divided(
         )
         if not reward and folder and (folder / "generation_config.json").exists():
             causal_lm.generation_config = GenerationConfig.from_pretrained(folder)  # local  # nosec B615
+    report_tower(causal_lm)
     saved = causal_lm.state_dict()
     for key, buffer in causal_lm.named_buffers():
         if key in saved:

@@ -32,6 +32,7 @@ from rather.data.batch import SCORED, Columns, PairBatch
 from rather.errors import ConfigError
 from rather.model.check import packed_twin
 from rather.model.policy import PolicyModel, head_of, pair_columns
+from rather.model.towers import decoder_of
 from rather.parallel.context import filled_to
 from rather.parallel.mesh import Mesh
 
@@ -85,7 +86,7 @@ class Stage(PolicyModel):
 
     def __init__(self, causal_lm: Any, layers: range) -> None:
         super().__init__(causal_lm)
-        base, embedding = causal_lm.base_model, causal_lm.get_input_embeddings()
+        base, embedding = decoder_of(causal_lm), causal_lm.get_input_embeddings()
         total = len(base.layers)
         self.first, self.last = layers.start == 0, layers.stop == total
         self.tied = embedding.weight is head_of(causal_lm).weight
@@ -127,7 +128,7 @@ def _ends(causal_lm: Any) -> tuple[str, str]:
     """Return the names of embedding and final norm; refuse a base model with more parts."""
     config = causal_lm.config.get_text_config()
     names = list(getattr(config, "base_model_pp_plan", None) or ())
-    base, head = causal_lm.base_model, head_of(causal_lm)
+    base, head = decoder_of(causal_lm), head_of(causal_lm)
     if "layers" not in names or not hasattr(base, "layers"):
         raise _refused(config, "transformers has no plan of its stages")
     before, after = names[0], names[-1]
@@ -150,7 +151,7 @@ def cut(policy: PolicyModel, pipeline: Pipeline, rank: int) -> list[Stage]:
     """Return the stages of a rank. They share their tensors with the whole model."""
     causal_lm = policy.causal_lm
     _ends(causal_lm)
-    layers = len(causal_lm.base_model.layers)
+    layers = len(decoder_of(causal_lm).layers)
     if layers < pipeline.stages:
         raise ConfigError(
             f"pp_size: {pipeline.ranks} ranks x {pipeline.virtual} = {pipeline.stages} stages, but "
@@ -176,7 +177,7 @@ def check_cut(config: Any) -> None:
         twin, batch = packed_twin(config)
         whole = pair_columns(twin, batch)["sum"]
         _ends(twin.causal_lm)
-        layers = len(twin.causal_lm.base_model.layers)
+        layers = len(decoder_of(twin.causal_lm).layers)
         received: tuple[Tensor, ...] = ()
         for number in range(layers):
             (stage,) = cut(twin, Pipeline(layers), number)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +28,15 @@ from transformers import (
     SmolLM3Config,
 )
 
-from rather import DPOTrainer
 from rather.config.schema import ModelArgs
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model import check
 from rather.model.attention import IMPLEMENTATION, segment_attention
-from rather.model.check import check_family, check_length, check_model, untrained_parts
+from rather.model.check import check_family, check_length, check_model, refuse_tower
 from rather.model.policy import PolicyModel
 from rather.parallel.load import load_policy
-from rather.pipeline.pipeline import DPOPipeline
-from tests.tiny import make_config, tiny_policy
+from tests.tiny import tiny_policy
 
 LONG_ROPE = {  # as in Phi-3-mini-128k: one factor for each of the 48 rotary frequencies
     "rope_type": "longrope",
@@ -209,23 +205,11 @@ def test_rotary_positions_have_no_end_but_a_warning(
     ]
 
 
-def test_parts_that_are_not_trained() -> None:
-    assert not [*untrained_parts(LlamaConfig())]
-    [text] = untrained_parts(Gemma3Config())
-    assert "vision_config, but only text is trained" in text
-    assert not [*untrained_parts(MixtralConfig(output_router_logits=True))]
-
-
-def test_such_a_model_is_refused_before_rows_are_read(tmp_path: Path) -> None:
-    change, text = {"vision_config": {}}, "vision_config"
-    config, file = make_config(tmp_path, max_steps=1), tmp_path / "base" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    (tmp_path / "pairs.jsonl").write_text("no rows")
-    with pytest.raises(ConfigError, match=f"actor_train: .*base: config.json has .*{text}"):
-        DPOPipeline(config)
-    model = tiny_policy(**change).causal_lm
-    with pytest.raises(ConfigError, match=f"model: config.json has .*{text}"):
-        DPOTrainer(model, ref_model=copy.deepcopy(model))
+def test_a_model_in_memory_with_a_tower_is_refused() -> None:
+    refuse_tower(LlamaConfig())
+    refuse_tower(MixtralConfig(output_router_logits=True))
+    with pytest.raises(ConfigError, match="'gemma3' has a vision or audio tower; train it from"):
+        refuse_tower(Gemma3Config())
 
 
 def test_random_numbers_of_the_run_are_not_touched() -> None:

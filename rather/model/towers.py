@@ -1,0 +1,90 @@
+"""Checkpoints with a vision or audio tower: text pairs train their language model alone.
+
+The class of the checkpoint is loaded, and its tower is left out of the model that trains: it would
+only wait, for text never reaches it. So whatever divides, adapts, rounds, saves or counts a model
+sees the language model alone. The export copies the tower from the source.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+log = logging.getLogger(__name__)
+
+
+class _LeftOut(nn.Module):
+    """Takes the place of a part that only images or sounds would reach."""
+
+
+def tower_class(config: PretrainedConfig) -> Any:
+    """Return the class of a checkpoint with a tower, or None if it is a language model alone."""
+    if config.get_text_config() is config or config.is_encoder_decoder:
+        return None
+    for name in config.architectures or ():
+        if name.endswith("ForCausalLM"):
+            return None
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+
+
+def new_model(loader: Any, config: PretrainedConfig, **options: Any) -> Any:
+    """Return a model with new weights, by an Auto class or by the class of a checkpoint."""
+    if isinstance(loader, type) and issubclass(loader, PreTrainedModel):
+        options.pop("trust_remote_code", None)
+        return leave_tower_out(loader._from_config(config, **options))
+    return leave_tower_out(loader.from_config(config, **options))
+
+
+def leave_tower_out(model: Any) -> Any:
+    """Remove from a model what is not its language model or head; return the same model."""
+    decoder = model.get_decoder() if tower_class(model.config) else model
+    if decoder is model:
+        return model
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    head, holder, count = model.get_output_embeddings(), model, 0
+    for part in path.split("."):
+        for name, child in list(holder.named_children()):
+            size = sum(parameter.numel() for parameter in child.parameters())
+            if name != part and child is not head and size:
+                setattr(holder, name, _LeftOut())
+                count += size
+        holder = getattr(holder, part)
+    model.left_out = count  # the parameters of the tower
+    return model
+
+
+def report_tower(model: Any) -> None:
+    """Log once that a tower does not train."""
+    if has_tower(model):
+        sounds_only = not hasattr(model.config, "vision_config")
+        _report("audio" if sounds_only else "vision", model.left_out)
+
+
+@cache
+def _report(kind: str, parameters: int) -> None:
+    log.info("%s tower frozen: %s parameters, text only", kind, f"{parameters:,}")
+
+
+def has_tower(model: Any) -> bool:
+    """Return whether the checkpoint of a model has more parts than the model that trains."""
+    return bool(getattr(model, "left_out", 0))
+
+
+def decoder_of(causal_lm: Any) -> Any:
+    """Return the language model without its head."""
+    return causal_lm.get_decoder() if has_tower(causal_lm) else causal_lm.base_model
+
+
+def set_attention(causal_lm: Any, implementation: str) -> None:
+    """Choose the attention of the language model; transformers warns of towers that are absent."""
+    chooser = decoder_of(causal_lm) if has_tower(causal_lm) else causal_lm
+    chooser.set_attn_implementation(implementation)

@@ -1,0 +1,119 @@
+"""Tiny checkpoints with a vision tower, with the word tokenizer of tests/tiny.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
+
+from tests.tiny import make_model
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 63,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SIGHT: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+BLOCKS: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+MARKS = {
+    "image_token_id": 5,
+    "video_token_id": 6,
+    "vision_start_token_id": 7,
+    "vision_end_token_id": 8,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def gemma3() -> Any:
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3Config(
+        text_config={**TEXT, "sliding_window": 7, "layer_types": kinds},
+        vision_config={**SIGHT, "model_type": "siglip_vision_model"},
+        mm_tokens_per_image=4,
+        image_token_index=5,
+        boi_token_index=6,
+        eoi_token_index=7,
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+def mistral3() -> Any:
+    config = Mistral3Config(
+        text_config={**TEXT, "model_type": "mistral", "sliding_window": None},
+        vision_config={**SIGHT, "model_type": "pixtral", "head_dim": 8},
+        image_token_index=5,
+        tie_word_embeddings=False,
+    )
+    return Mistral3ForConditionalGeneration(config)
+
+
+def qwen2_5_vl() -> Any:
+    config = Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
+        vision_config={**BLOCKS, "fullatt_block_indexes": [0]},
+        **MARKS,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_5() -> Any:
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    rope = {**ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    kinds = ["linear_attention", "full_attention"]
+    text = {**TEXT, **linear, **sizes, "layer_types": kinds, "rope_parameters": rope}
+    config = Qwen3_5Config(
+        text_config=text, vision_config={**BLOCKS, "num_position_embeddings": 16}, **MARKS
+    )
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+TOWERS: dict[str, Callable[[], Any]] = {
+    "gemma3": gemma3,
+    "qwen3_5": qwen3_5,
+    "qwen2_5_vl": qwen2_5_vl,
+    "mistral3": mistral3,
+}
+
+
+def make_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint as transformers saves it, with files of a processor."""
+    make_model(folder)
+    torch.manual_seed(0)
+    TOWERS[name]().to(dtype).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"image_mean" : [0.5]}  \n')
+    return folder
