@@ -97,7 +97,10 @@ def _apply_liger(shape: Shape, *models: Any) -> None:
         os.environ.setdefault(f"LIGER_KERNEL_IMPL_{operator}", "nvidia-triton")
     from liger_kernel import transformers as liger
 
-    apply = getattr(liger, f"apply_liger_kernel_to_{shape.family}")
+    apply = getattr(liger, f"apply_liger_kernel_to_{shape.family}", None)
+    if apply is None:
+        print(f"Liger has no kernels for {shape.family}: TRL runs without them", flush=True)
+        return
     # Liger's experts are modules of their own; those of transformers 5 are stacked, and grouped.
     more = {"swiglu": False} if shape.family == "qwen3_moe" else {}
     for model in filter(None, models):
