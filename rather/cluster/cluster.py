@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rather.cluster.health import (
@@ -57,6 +58,7 @@ class Cluster(RoleOnRanks):
         self.worker_cls, self.manager = worker_cls, resource_manager
         self.worker_config, self.mapping = worker_config, worker_config.devices
         self.takes_turns = False  # with another process on the same devices
+        self._asking = ThreadPoolExecutor(1, thread_name_prefix="reference")
         self.supervision: Supervision | None = None
         self._start()
 
@@ -83,6 +85,19 @@ class Cluster(RoleOnRanks):
         self._collect(started, "start")
 
     # --- calls ---
+
+    def ask_log_probs(self, batches: Sequence[PairBatch]) -> Future[Columns]:
+        """Ask for the columns of all pairs of a step, in a thread that asks for nothing else."""
+        return self._asking.submit(self._timed_log_probs, batches)
+
+    def await_log_probs(self, asked: Future[Columns]) -> Columns:
+        return asked.result()
+
+    def _timed_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
+        began = time.monotonic()
+        found = self.compute_log_probs(batches)
+        self.seconds += time.monotonic() - began
+        return found
 
     def _run(self, method: str, *args: Any) -> list[Any]:
         import ray

@@ -124,7 +124,7 @@ EXCHANGED = ("folder_problem", "plan", "write_weights", "mix_weights", "export")
 
 _METHODS = {
     "start": "folder_problem open_pairs initialize embedding_rows plan",
-    "step": "train_step compute_log_probs forget release",
+    "step": "train_step compute_log_probs await_log_probs forget release",
     "eval": "score",
     "save": "numbers write_state finish_writing read_state write_weights mix_weights save_model "
     "export peak_memory",

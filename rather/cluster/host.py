@@ -148,7 +148,7 @@ class Host:
         threads = max(1, (os.cpu_count() or 1) // neighbours)
         os.environ.update(OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
         set_environment(environment)
-        self.imports, self.pulse, self.records = imports, Pulse(), _Records()
+        self.imports, self.pulse, self.records = imports, Pulse(), LogRecords()
         self.servers: list[socket.socket] = []
         self.workers: dict[str, ActorWorker] = {}
         logging.getLogger("rather").addHandler(self.records)
@@ -183,7 +183,8 @@ class Host:
             {"is_master": True, "master_listen_fd": self.servers[0].detach()} if not rank else {}
         )
         store = dist.TCPStore(address, port, world, timeout=limit, **own)  # type: ignore[attr-defined]
-        join_group(kind, "cuda:0", address, limit, store=store, rank=rank, world_size=world)
+        use_interface_to(address)
+        join_group(kind, "cuda:0", limit, store=store, rank=rank, world_size=world)
 
     @_as_result
     def add(self, role: str, worker_cls: Any, config: DPOConfig, member: RankInfo) -> None:
@@ -217,8 +218,8 @@ class Host:
         return self.pulse.snapshot()
 
 
-class _Records(logging.Handler):
-    """Log records of this process until the next result carries them to the driver."""
+class LogRecords(logging.Handler):
+    """Log records of this process until the next result carries them elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,13 +246,17 @@ def _on_host(value: Any) -> Any:
     return value
 
 
-def join_group(kind: str, device: str, address: str, timeout: timedelta, **place: Any) -> None:
-    """Join the process group of the ranks that meet at an address."""
+def use_interface_to(address: str) -> None:
+    """Let gloo offer the interface to an address, not what this host's own name resolves to."""
+    if name := interface_to(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def join_group(kind: str, device: str, timeout: timedelta, **place: Any) -> None:
+    """Join the process group of all ranks, or of those that share a store."""
     import torch
     import torch.distributed as dist
 
-    if name := interface_to(address):  # without, gloo offers what this host's own name resolves to
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if kind == "cpu":
         dist.init_process_group("gloo", timeout=timeout, **place)
         return

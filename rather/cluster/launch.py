@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rather.cluster.bridge import POLICY, REFERENCE, Bridge, ReferenceApart, follow
 from rather.cluster.health import COMPUTED, PHASES
 from rather.cluster.host import Process
 from rather.cluster.memory import Ledger, Room
-from rather.cluster.remote import RemoteReference, serve
 from rather.cluster.role import (
     Role,
     RoleOnRanks,
@@ -48,7 +48,8 @@ class Roles:
     rank: int = 0  # of this driver
     drivers: int = 1
     gpu_memory: int = 0  # bytes of the GPU of a worker on Ray
-    runs_ahead: bool = False  # the reference has devices of its own
+    apart: bool = False  # the reference has processes of its own
+    runs_ahead: bool = False  # it has devices of its own, too
     closing: ExitStack = field(default_factory=ExitStack)
     restart: Callable[[], Roles] | None = None  # makes the same roles in new processes, on Ray
     watchdog: Watchdog | None = None  # of this process
@@ -76,8 +77,6 @@ class Roles:
         """End this process if one of its calls misses its deadline: for commands."""
         if self.watchdog:
             self.watchdog.start()
-            if isinstance(self.reference, RemoteReference):
-                self.reference.watchdog = self.watchdog
 
     def move_reference(self, share: float, run_dir: Path) -> None:
         """TR-DPO: move the reference by `share` of the way to the policy."""
@@ -126,14 +125,13 @@ def launch(
         if held:
             held.neighbour = workers["actor_train"]
         roles = Roles(workers["actor_train"], held, kind)
-    processes = roles.drivers + (len(reference) if roles.runs_ahead else 0)
+    processes = roles.drivers + (len(reference) if roles.apart else 0)
     roles.watchdog = Watchdog(config.timeouts, config.log_dir, processes, supervision)
     roles.closing.callback(roles.watchdog.closed.set)
     for role in filter(None, (roles.actor_train, roles.reference)):
         # In one process only the steps are watched: loading and saving take what disk and network
-        # take. A remote reference has deadlines of its own, because a thread calls it.
-        if not isinstance(role, RemoteReference):
-            roles.watchdog.watch(role, PHASES if processes > 1 else (*COMPUTED, "score"))
+        # take.
+        roles.watchdog.watch(role, PHASES if processes > 1 else (*COMPUTED, "score"))
     return roles
 
 
@@ -144,39 +142,44 @@ def _under_torchrun(config: DPOConfig, names: list[str]) -> Roles:
     """
     actor, reference = mappings(config)
     apart = "reference" in names and actor != reference
-    if apart and set(actor) & set(reference):
-        raise ConfigError(
-            f"reference.device_mapping is {reference}, actor_train.device_mapping {actor}: under "
-            "torchrun both roles have the same devices, or none in common. Leave "
-            "reference.device_mapping out, or start without torchrun: Ray lets them take turns."
-        )
+    takes_turns = apart and bool(set(actor) & set(reference))
     sizes = {"actor_train": len(actor)} | ({"reference": len(reference)} if apart else {})
     closing = ExitStack()
-    member = join_ranks(config, sizes, closing)
+    member, store = join_ranks(config, sizes, closing)
     kind = "cpu" if member.device == "cpu" else "cuda"
     if apart:
         peers = Peers(PATIENCE)
         peers.write("place", place := role_of(peers.rank, sizes))
+        bridge = None
+        if member.rank == 0:
+            bridge = Bridge(store, POLICY if place[0] == "actor_train" else REFERENCE)
         if place[0] == "reference":
             with closing:
-                serve(config, member, kind)
+                follow(config, member, kind, bridge, peers.world, takes_turns=takes_turns)
             raise SystemExit(0)
     memory = Ledger(), gather_objects(Room.here(member.rank, kind, Process.this().kernel))
     policy = SpmdCluster("actor_train", config, member, *memory)
+    policy.takes_turns = takes_turns
     held: RoleOnRanks | None = None
     if apart:
-        held = remote = RemoteReference(config, kind, memory[0])
-        closing.callback(remote.close)
-        if member.rank == 0:
-            remote.connect(len(actor))
-            log.info("reference: %s; on its own devices, one step ahead", held.layout.describe())
+        held = distant = ReferenceApart(config, kind, memory[0], bridge)
+        closing.callback(distant.close)
+        if bridge:
+            how = (
+                "the policy's devices, in turn"
+                if takes_turns
+                else "its own devices, one step ahead"
+            )
+            log.info("reference: %s; on %s", held.layout.describe(), how)
     elif "reference" in names:
         held = shared = SpmdCluster("reference", config, member, *memory)
         shared.worker.neighbour = policy.worker
     if member.rank == 0:
         log.info("actor_train: %s", policy.layout.describe())
     place_of_driver: Any = {"rank": member.rank, "drivers": member.world, "closing": closing}
-    return Roles(policy, held, kind, runs_ahead=apart, **place_of_driver)
+    return Roles(
+        policy, held, kind, apart=apart, runs_ahead=apart and not takes_turns, **place_of_driver
+    )
 
 
 def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | None) -> Roles:
@@ -212,6 +215,7 @@ def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | 
             place = "its own devices, one step ahead" if ahead else "the policy's devices, in turn"
             log.info("reference: on %s", place)
         roles = Roles(policy, held, manager.kind, here=False, runs_ahead=ahead, restart=restart)
+        roles.apart = with_reference and reference != actor
         roles.gpu_memory = policy.rooms[0].device
         roles.closing.callback(manager.close)
         return roles

@@ -26,8 +26,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from rather.cluster.health import EXCHANGED, ONE, Failure, first_cause, place_of, set_environment
-from rather.cluster.host import CallResult, interface_to, join_group
+from rather.cluster.health import (
+    COMPUTED,
+    EXCHANGED,
+    ONE,
+    Failure,
+    first_cause,
+    place_of,
+    set_environment,
+)
+from rather.cluster.host import CallResult, interface_to, join_group, use_interface_to
 from rather.cluster.memory import Ledger, Room, need_of, shortage
 from rather.cluster.worker import ActorWorker, RankInfo, make_worker
 from rather.config.run_config import DPOConfig
@@ -108,6 +116,23 @@ class RoleOnRanks:
     def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
         found: list[Columns] = self._run("compute_log_probs", batches)
         return found[0]
+
+    # Questions to a reference that works ahead of the policy.
+
+    seconds = 0.0  # that it worked since `take_seconds`
+
+    def ask_log_probs(self, batches: Sequence[PairBatch]) -> Any:
+        raise NotImplementedError(f"{self.role} works in turn with the policy")
+
+    def await_log_probs(self, asked: Any) -> Columns:
+        raise NotImplementedError
+
+    def drop_questions(self) -> None:
+        """Ignore the answers to all questions so far."""
+
+    def take_seconds(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
     def score(
         self, facts: PairFacts, policy: Columns, reference: Columns | None
@@ -233,11 +258,14 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def join_ranks(config: DPOConfig, roles: Mapping[str, int], closing: ExitStack) -> RankInfo:
+def join_ranks(
+    config: DPOConfig, roles: Mapping[str, int], closing: ExitStack
+) -> tuple[RankInfo, Any]:
     """Join the process group of one role, or of all if `roles` are not apart.
 
     `roles` are those with processes of their own, in the order of torchrun's ranks, and the number
-    of their devices. Without others in the group there is none, as on Ray.
+    of their devices. Without others in the group there is none, as on Ray. Returns the place in the
+    group, and the store of all ranks if roles are apart.
     """
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     near = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -262,19 +290,20 @@ def join_ranks(config: DPOConfig, roles: Mapping[str, int], closing: ExitStack) 
     if near < world and interface_to(address) == "lo":  # as a machine resolves its own name
         address = "192.0.2.1"  # of no machine: its route leads to the others
     # Longer than any deadline of the watchdog, so that the watchdog reports a hang first.
-    timeout, place = timedelta(seconds=60 + config.timeouts.longest), {}
+    timeout, place, store = timedelta(seconds=60 + config.timeouts.longest), {}, None
     if len(roles) > 1:
         store = next(rendezvous("env://", timeout=timeout))[0]
         closing.callback(lambda _: None, store)  # kept: the first process may be its server
         # Each role counts its own ranks from 0, in a group that does not know the other one.
         prefixed = dist.PrefixStore(role, store)  # type: ignore[attr-defined]
         place = {"store": prefixed, "rank": own, "world_size": size}
+    use_interface_to(address)
     if size > 1 or len(roles) == 1:
-        join_group(kind, device, address, timeout, **place)
+        join_group(kind, device, timeout, **place)
         closing.callback(dist.destroy_process_group)
     elif kind == "cuda":
         torch.cuda.set_device(device)
-    return RankInfo(own, size, device, min(near, size))
+    return RankInfo(own, size, device, min(near, size)), store
 
 
 def role_of(rank: int, roles: Mapping[str, int]) -> tuple[str, int, int]:
@@ -296,6 +325,7 @@ class SpmdCluster(RoleOnRanks):
         self.member, self.rooms = member, rooms
         self.worker = make_worker(name, config, member)
         self.device = self.worker.device
+        self.takes_turns = False  # with another process on the same device
 
     def pack(self, batches: Sequence[PairBatch]) -> None:
         self.worker.pack(batches)
@@ -304,7 +334,10 @@ class SpmdCluster(RoleOnRanks):
         work, value, problem = getattr(self.worker, method), None, ""
         try:
             if method not in EXCHANGED:
-                return [work(*args)]
+                value = work(*args)
+                if self.takes_turns and method in COMPUTED:
+                    self.worker.release()
+                return [value]
             if method not in ONE or self.member.rank == 0:
                 value = work(*args)
         except torch.OutOfMemoryError as error:
@@ -318,8 +351,9 @@ class SpmdCluster(RoleOnRanks):
         return list(values)
 
 
-def broadcast(value: Any) -> Any:
-    """Return the first rank's value on all ranks."""
+def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the first rank's value on all ranks; alone there is nobody to tell."""
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(values, src=0, group=group)
     return values[0]

@@ -45,6 +45,7 @@ from rather.cluster.health import (
 )
 from rather.cluster.host import Link, Process, connect, end_with_others, open_port
 from rather.cluster.role import SpmdCluster
+from rather.cluster.worker import ActorWorker
 from rather.config.redaction import printable
 from rather.config.run_config import DPOConfig
 from rather.config.schema import Timeouts
@@ -160,7 +161,7 @@ class Watchdog:
                 self.limit = before
 
     def _timed(self, work: Callable[..., Any], role: str, method: str) -> Callable[..., Any]:
-        first = ["first_step"] if method in COMPUTED else []
+        first = ["first_step"] if method in (*COMPUTED, "await_log_probs") else []
         phases = chain(first, repeat(phase_of(role, method)))
 
         @wraps(work)
@@ -349,7 +350,7 @@ def report_first_failure(work: Callable[[], int]) -> int:
     except Exception as error:
         own, role = Failure.of(error), ""
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            if isinstance(caller := frame.f_locals.get("self"), SpmdCluster):
+            if isinstance(caller := frame.f_locals.get("self"), SpmdCluster | ActorWorker):
                 role = caller.role
         try:
             peers = Peers(GRACE)

@@ -6,10 +6,9 @@ Under torchrun the main driver reads the cache and asks for the rest; the others
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Roles
+from rather.cluster.role import RoleOnRanks
 from rather.config.run_config import DPOConfig
 from rather.data.batch import Columns, PairBatch
 from rather.data.shares import TRAIN, Batches, PairRows
@@ -26,7 +26,7 @@ from rather.model.budget import PARKING_PAYS
 from rather.parallel.load import compute_dtype
 from rather.pipeline.checks import ROUNDING, refuse_foreign_tokens
 from rather.pipeline.guard import OutOfMemoryRetry
-from rather.pipeline.steps import PreparedSteps, Step, ahead, chunks
+from rather.pipeline.steps import PreparedSteps, Step, chunks
 from rather.pipeline.timeline import Timeline
 from rather.reference.logps import ReferenceLogps, Request
 from rather.run_folder.layout import reference_log
@@ -55,13 +55,12 @@ class ReferenceStream:
         self.logps: ReferenceLogps | None = None
         self._loaded = source is None
         self._follows = source is not None and not roles.is_main
-        self._turn = threading.Lock()  # prefetching and evaluation both ask the reference
         if source and objective:
             self.source = source
             if roles.reference and roles.is_main:
-                given = config, objective, self._compute, roles.reference.device
+                given = config, objective, self._ask_model, roles.reference.device
                 self.logps = ReferenceLogps(*given, kind=roles.kind)
-                if not roles.runs_ahead:
+                if not roles.apart:
                     self.logps.announce = roles.broadcast
 
     # --- before the first step ---
@@ -132,15 +131,22 @@ class ReferenceStream:
         if self._follows or not self.roles.runs_ahead:
             yield from map(self._answer, steps)
             return
+        reference, asked = self.roles.reference, None  # the step before, not trained yet
         every = self.config.ref_model_sync_steps if self.config.sync_ref_model else None
-        for first in steps:
-            until_it_moves = every and every - 1 - (first.number - 1) % every
-            group = chain([first], islice(steps, until_it_moves))
-            with closing(ahead(map(self._answer_ahead, group), 1)) as answered:
-                for step in answered:
-                    if step.reference_logps:
-                        self._send(step.reference_logps)
-                    yield step
+        try:
+            for step in steps:
+                answered = asked and self._answer_of(asked)
+                if answered and every and (step.number - 1) % every == 0:
+                    yield answered  # the reference moves before the next question
+                    answered = None
+                asked = _Asked(self, step)
+                if answered:
+                    yield answered
+            if asked:
+                yield self._answer_of(asked)
+        finally:
+            if isinstance(reference, RoleOnRanks):
+                reference.drop_questions()
 
     def prepare(self, step: Step) -> None:
         """Do what can be done in a thread before the log-probs of a step are needed."""
@@ -154,12 +160,11 @@ class ReferenceStream:
         if self._follows:
             assert isinstance(step.reference, Batches)
             return self._compute_until_broadcast(step.reference)
-        with self._turn:
-            return self._send(self._ask(step))
+        return self._send(_Asked(self, step).wait())
 
-    def _ask(self, step: Step) -> Columns:
-        work: Callable[[Any], Columns] = self.logps.columns if self.logps else self._compute
-        return self.retry.run("reference", step, work)
+    def ask(self, batches: Any) -> Callable[[], Columns]:
+        """Ask for the log-probs of micro-batches; what is returned waits for them."""
+        return self.logps.ask(batches) if self.logps else self._ask_model(batches)
 
     def _send(self, columns: Columns) -> Columns:
         """Send the columns to other drivers, in the thread that trains: all send in one order."""
@@ -176,22 +181,28 @@ class ReferenceStream:
         with self.timeline.span("reference"):
             return replace(step, reference_logps=self.columns(step))
 
-    def _answer_ahead(self, step: Step) -> Step:
-        with self.timeline.span("reference"), self._turn:
-            columns = self._ask(step)
-            if self.logps:  # a step's log-probs are stored before the next one asks
-                self.logps.keep()
-            return replace(step, reference_logps=columns)
+    def _answer_of(self, asked: _Asked) -> Step:
+        """Wait for the log-probs of a step that was asked for ahead."""
+        columns, reference = asked.wait(), self.roles.reference
+        if self.logps:  # a step's log-probs are stored before the next question
+            self.logps.keep()
+        assert isinstance(reference, RoleOnRanks)
+        self.timeline.add_reference(reference.take_seconds())
+        return replace(asked.step, reference_logps=self._send(columns))
 
-    def _compute(self, batches: Sequence[PairBatch]) -> Columns:
-        assert self.roles.reference is not None
+    def _ask_model(self, batches: Sequence[PairBatch]) -> Callable[[], Columns]:
+        reference = self.roles.reference
+        assert reference is not None
         if not self._loaded:  # an entry that was there at the start can no longer be read
             self.load()
-        return self.roles.reference.compute_log_probs(batches)
+        if self.roles.runs_ahead and isinstance(reference, RoleOnRanks):
+            return partial(reference.await_log_probs, reference.ask_log_probs(batches))
+        columns = reference.compute_log_probs(batches)
+        return lambda: columns
 
     def _compute_until_broadcast(self, batches: Batches) -> Columns | None:
         while isinstance(said := self.roles.broadcast(None), Request):
-            self._compute(said.of(batches))
+            self._ask_model(said.of(batches))
         found: Columns | None = said
         return found
 
@@ -205,3 +216,19 @@ class ReferenceStream:
     def close(self) -> None:
         if self.logps:
             self.logps.close()
+
+
+class _Asked:
+    """The reference log-probs of a step, on their way if the reference works ahead."""
+
+    def __init__(self, stream: ReferenceStream, step: Step) -> None:
+        self.step, self._stream = step, stream
+        self._first = stream.ask(step.reference) if stream.roles.runs_ahead else None
+
+    def wait(self) -> Columns:
+        return self._stream.retry.run("reference", self.step, self._work)
+
+    def _work(self, batches: Sequence[PairBatch]) -> Columns:
+        """Return the answer; if memory ran out, ask again for smaller micro-batches."""
+        answer, self._first = self._first or self._stream.ask(batches), None
+        return answer()

@@ -279,7 +279,7 @@ class Saving:
     def _writers(self) -> list[str]:
         """Return the names under which the ranks leave notes of what they have written."""
         counts = list(map(len, mappings(self.config)))
-        if self.roles.here and not self.roles.runs_ahead:
+        if self.roles.here and not self.roles.apart:
             counts = [self.roles.drivers] * 2
         ranks = {"actor_train": counts[0], "reference": counts[1] if self.moving_reference else 0}
         return [f"{name}-{rank:05d}" for name, count in ranks.items() for rank in range(count)]

@@ -90,6 +90,10 @@ class Timeline:
             self._spend("wait", waited - worked)
             yield step
 
+    def add_reference(self, seconds: float) -> None:
+        """Count what a reference on its own devices has worked."""
+        self._spend("reference", seconds)
+
     def finish_step(self, step: Step, result: StepResult) -> None:
         """Count the step that was awaited last."""
         self._spend("steps", time.perf_counter() - self._step_began)

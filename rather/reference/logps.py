@@ -18,6 +18,7 @@ import struct
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +57,8 @@ log = logging.getLogger(__name__)
 SCORER = 1  # raise it when the same model and tokens would get other log-probs, beyond rounding
 SEGMENTS = "*.logps"
 
-Compute = Callable[[Batches], Columns]
+# Asks the model for the log-probs of a step; what is returned waits for them.
+Ask = Callable[[Batches], Callable[[], Columns]]
 
 
 class Request(NamedTuple):
@@ -86,13 +88,13 @@ _Answer = tuple[Slots, Floats, Flags, Tensor, torch.cuda.Event | None]
 
 
 class ReferenceLogps:
-    """Returns reference log-probs, cached or computed. `compute` loads the model if needed."""
+    """Returns reference log-probs, cached or computed. `ask` loads the model if needed."""
 
     def __init__(
         self,
         config: DPOConfig,
         objective: PairLoss,
-        compute: Compute,
+        ask: Ask,
         device: str = "cpu",
         *,
         kind: str | None = None,
@@ -100,9 +102,9 @@ class ReferenceLogps:
     ) -> None:
         """`device` is where columns are wanted, `kind` that of the devices which compute them.
 
-        `announce` is called before `compute`, for other processes that compute along.
+        `announce` is called before `ask`, for other processes that compute along.
         """
-        self.config, self.compute, self.announce = config, compute, announce
+        self.config, self._ask_model, self.announce = config, ask, announce
         self.device, self.kind = device, kind or device
         needs_shared = "shared" in objective.token_columns
         self.needed = ["sum", "shared"] if needs_shared else ["sum"]
@@ -247,22 +249,40 @@ class ReferenceLogps:
 
     def columns(self, batches: Batches) -> Columns:
         """Return log-probs of pairs in order, on the device; run batches with an unknown entry."""
+        return self.ask(batches)()
+
+    def ask(self, batches: Batches) -> Callable[[], Columns]:
+        """Ask for the log-probs that are unknown; what is returned waits for them."""
         pairs = batches.pairs
         if not self._opened:
             self.open()
-        counts, unknown = self.counts, np.ones(len(pairs), bool)
-        if self._table is not None:
-            slots = self._slots(self._table, pairs)
-            known, kept = self._table.get(slots)
-            unknown = self._unknown(known)
-        counts.pairs_computed += int(unknown.sum())
-        counts.pairs_from_cache += int((~unknown).sum())
-        counts.forwards += int(unknown.any())
         if self._table is None:
-            return self._run(batches, unknown)
-        values, host, arrived = self._to_device(known), torch.from_numpy(known), None
+            everything = np.ones(len(pairs), bool)
+            asked = self._run(batches, everything)
+            return partial(self._count, everything, asked)
+        slots = self._slots(self._table, pairs)
+        known, kept = self._table.get(slots)
+        unknown = self._unknown(known)
+        asked = None
         if unknown.any():
-            found = self._compute(slots, batches, unknown)
+            asked = self._run(batches, unknown, shared="shared" in self.stored)
+        answer = partial(self._answer, slots, known, kept, asked)
+        return partial(self._count, unknown, answer)
+
+    def _count(self, unknown: Flags, answer: Callable[[], Columns]) -> Columns:
+        columns = answer()
+        self.counts.pairs_computed += int(unknown.sum())
+        self.counts.pairs_from_cache += int((~unknown).sum())
+        self.counts.forwards += int(unknown.any())
+        return columns
+
+    def _answer(
+        self, slots: Slots, known: Floats, kept: Flags, asked: Callable[[], Columns] | None
+    ) -> Columns:
+        """Return known and computed values, and remember both for `keep`."""
+        values, host, arrived = self._to_device(known), torch.from_numpy(known), None
+        if asked:
+            found = self._computed(slots, asked()["sum"])
             is_new = np.isnan(known).all()  # as in a first epoch
             values = host = found if is_new else torch.where(values.isnan(), found, values)
             if values.is_cuda:
@@ -272,17 +292,18 @@ class ReferenceLogps:
         self._answers.append((slots, known, kept, host, arrived))
         return dict(zip(self.needed, values.view(len(self.stored), -1, 2), strict=False))
 
-    def _run(self, batches: Batches, wanted: Flags, *, shared: bool = False) -> Columns:
+    def _run(
+        self, batches: Batches, wanted: Flags, *, shared: bool = False
+    ) -> Callable[[], Columns]:
         request = Request(np.packbits(wanted).tobytes(), shared)
         self.announce(request)
-        return self.compute(request.of(batches))
+        return self._ask_model(request.of(batches))
 
-    def _compute(self, slots: Slots, batches: Batches, unknown: Flags) -> Tensor:
+    def _computed(self, slots: Slots, found: Tensor) -> Tensor:
         """Return the values of slots, NaN for those that the model did not compute.
 
         A response that occurs twice has one value: that of the first pair.
         """
-        found = self._run(batches, unknown, shared="shared" in self.stored)["sum"]
         found = found.to(self.device, non_blocking=True)
         values = found.view(-1, len(self.stored), 2).transpose(0, 1).reshape(-1)
         first = first_places(slots)
@@ -351,7 +372,7 @@ class ReferenceLogps:
         slots = self._slots(self._table, pairs)
         known = torch.from_numpy(self._table.get(slots)[0]).view(-1, 2)
         lengths = torch.from_numpy(scored_lengths(pairs))
-        computed = self._run(batches, np.ones(len(pairs), bool))["sum"].cpu()
+        computed = self._run(batches, np.ones(len(pairs), bool))()["sum"].cpu()
         self.counts.forwards += 1
         worst = float(((known - computed).abs() / lengths.clamp(min=1)).max())
         if not worst <= tolerance:

@@ -7,19 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from rather.cluster.launch import launch
-from rather.cluster.memory import Ledger
-from rather.cluster.remote import RemoteReference
 from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
-from rather.errors import ConfigError, HangError, WorkerLost
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.report.pairs import read_ledger
 from tests.house.source import ROOT
@@ -144,26 +139,18 @@ def test_a_failure_of_a_reference_on_its_own_devices_ends_the_run(tmp_path: Path
     assert "exitcode  : 6" in done.stderr
 
 
-@pytest.mark.parametrize("dies", [True, False])
-def test_a_process_of_the_reference_that_dies_or_hangs_is_named(tmp_path: Path, dies: bool) -> None:
-    reference = RemoteReference(
-        config_of(tmp_path, "lost", **APART, timeouts={"step": 0.01}), "cpu", Ledger()
-    )
-    ours, theirs = Pipe()
-    reference._connections, reference.names = [ours], ["reference rank 0 of 1 (on there)"]
-    if dies:
-        theirs.close()
-    with pytest.raises(
-        WorkerLost if dies else HangError, match=r"rank 0 of 1 \(on there\): "
-    ) as found:
-        reference.forget()
-    assert ("its process died" if dies else "timeouts.step") in str(found.value)
-
-
-def test_roles_that_share_some_devices_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    mapped = {"actor_train__device_mapping": [0, 1], "reference__device_mapping": [1, 2]}
-    with pytest.raises(ConfigError, match="the same devices, or none in common"):
-        launch(config_of(tmp_path, "overlap", **mapped), with_reference=True)
+@pytest.mark.slow
+def test_roles_that_share_some_devices_take_turns(tmp_path: Path) -> None:
+    """The reference has its own processes, and is asked for a step when the policy waits for it."""
+    alone = config_of(tmp_path, "alone", max_steps=2)
+    assert DPOPipeline(alone).run() == 0
+    mapped = {"actor_train__device_mapping": [0], "reference__device_mapping": [0, 1]}
+    shared = config_of(tmp_path, "shared", max_steps=2, **mapped)
+    done = torchrun(shared, 3)
+    assert done.returncode == 0, done.stderr
+    assert "on the policy's devices, in turn" in done.stderr
+    for key in ("loss", "grad_norm"):
+        one, other = (
+            [line[key] for line in metrics(each) if key in line] for each in (alone, shared)
+        )
+        assert other == pytest.approx(one, rel=1e-5), key

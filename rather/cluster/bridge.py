@@ -1,0 +1,217 @@
+"""A reference on devices of its own: its ranks follow the policy's first rank over a bridge.
+
+Each role has a process group of its own, so nothing in it sees the other one. The bridge, one more
+gloo group, joins the two first ranks. The policy's first rank asks; each question has a number, and
+so has its answer. A step is asked for by its number and one bit for each pair whose log-probs are
+unknown; two floats for each pair come back. So the reference can work one step ahead, and an answer
+that nobody waits for any more is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rather.cluster.health import PHASES, Failure
+from rather.cluster.host import CallResult, LogRecords, Process
+from rather.cluster.memory import Ledger, Room, sentence, shortage
+from rather.cluster.role import RoleOnRanks, broadcast, log_records
+from rather.cluster.supervision import Watchdog
+from rather.cluster.worker import ActorWorker, RankInfo, make_worker
+from rather.config.run_config import DPOConfig
+from rather.data.batch import Columns, PairBatch
+from rather.data.shares import Batches
+from rather.errors import BatchTooLarge
+from rather.parallel.mesh import gather_objects
+
+POLICY, REFERENCE = 0, 1  # ranks on the bridge
+# The reference waits as long as nobody asks; that a peer is gone is noticed by its connection.
+FOR_EVER = timedelta(days=365)
+END = "end"
+
+
+class Bridge:
+    """Numbered messages between the first ranks of two roles."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        """`store` is one that both ranks reach. Returns when they are connected."""
+        place = dist.PrefixStore("bridge", store)  # type: ignore[attr-defined]
+        self._group: Any = dist.ProcessGroupGloo(place, rank, 2, FOR_EVER)  # type: ignore[attr-defined]
+        self._peer = 1 - rank
+        self._sending: list[tuple[Any, Tensor]] = []  # until the other rank has received it
+        self.sent = self.received = 0  # messages
+
+    def send(self, number: int, message: Any) -> None:
+        """Begin to send. It is over once the other rank receives, which may itself be sending."""
+        self._sending = [each for each in self._sending if not each[0].is_completed()]
+        body = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        for tensor in (torch.tensor([number, len(body)]), body):
+            self._sending.append((self._group.send([tensor], self._peer, 0), tensor))
+        self.sent += 1
+
+    def flush(self) -> None:
+        """Wait until all messages have been received."""
+        for work, _ in self._sending:
+            work.wait()
+
+    def receive(self) -> tuple[int, Any]:
+        head = torch.empty(2, dtype=torch.int64)
+        self._group.recv([head], self._peer, 0).wait()
+        number, size = head.tolist()
+        body = torch.empty(size, dtype=torch.uint8)
+        self._group.recv([body], self._peer, 0).wait()
+        self.received += 1
+        return number, pickle.loads(body.numpy().tobytes())  # from a rank of this job  # nosec B301
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the reference says to a question, and how long it took."""
+
+    result: CallResult
+    seconds: float
+
+
+class ReferenceApart(RoleOnRanks):
+    """The reference as the policy's ranks see it: the first one asks, the others do not."""
+
+    def __init__(self, config: DPOConfig, kind: str, ledger: Ledger, bridge: Bridge | None) -> None:
+        super().__init__("reference", config, kind, ledger)
+        self.device, self.bridge = "cpu", bridge
+        self.rooms: Sequence[Room] = []
+        self._asked = 0  # the number of the last question
+        self._dropped = 0  # the last number whose answer nobody waits for any more
+        self._early: dict[int, Answer] = {}  # that came before they were waited for
+        if bridge:
+            self.rooms = self._run("rooms")
+
+    def close(self) -> None:
+        """Let the ranks of the reference end."""
+        if self.bridge:
+            self._ask(END)
+            with suppress(RuntimeError):  # it is gone already
+                self.bridge.flush()
+
+    def ask_log_probs(self, batches: Sequence[PairBatch]) -> int:
+        """Ask for the columns of all pairs of a step; return the number of the question."""
+        return self._ask("compute_log_probs", batches)
+
+    def await_log_probs(self, number: int) -> Columns:
+        answer = self._answer(number)
+        self.seconds += answer.seconds
+        found: Mapping[str, Any] = answer.result.value
+        return {name: torch.from_numpy(column) for name, column in found.items()}
+
+    def drop_questions(self) -> None:
+        self._dropped = self._asked
+        self._early.clear()
+
+    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
+        return self.await_log_probs(self.ask_log_probs(batches))
+
+    def _run(self, method: str, *args: Any) -> list[Any]:
+        if self.bridge is None:
+            return [None]
+        value = self._answer(self._ask(method, *args)).result.value
+        return value if isinstance(value, list) else [value]
+
+    def _ask(self, method: str, *args: Any) -> int:
+        assert self.bridge is not None
+        self._asked += 1
+        self.bridge.send(self._asked, (method, args))
+        return self._asked
+
+    def _answer(self, number: int) -> Answer:
+        """Return the answer to a question, or raise the failure that it reports."""
+        assert self.bridge is not None
+        while number not in self._early:
+            other, answer = self.bridge.receive()
+            if other > self._dropped:
+                self._early[other] = answer
+        answer = self._early.pop(number)
+        log_records(self.role, {0: answer.result})
+        if failure := answer.result.failure:  # it can be repeated with smaller micro-batches
+            raise BatchTooLarge(failure.text)
+        return answer
+
+
+# --- the ranks of the reference ---
+
+
+def follow(
+    config: DPOConfig,
+    member: RankInfo,
+    kind: str,
+    bridge: Bridge | None,
+    world: int,
+    *,
+    takes_turns: bool,
+) -> None:
+    """Do what the policy's first rank asks for until it asks to end; all ranks of the role do.
+
+    `world` counts the ranks of both roles, which may take turns on a device. A failure ends this rank, and with it the job: its own
+    words are the first cause.
+    """
+    worker = make_worker("reference", config, member)
+    watchdog = Watchdog(config.timeouts, config.log_dir, world, None)
+    watchdog.watch(worker, PHASES)
+    watchdog.start(links=False)
+    records = LogRecords()
+    logging.getLogger("rather").addHandler(records)
+    logging.getLogger("rather").setLevel(logging.INFO)
+    # The default group would give up if all log-probs are cached for an hour.
+    group = dist.new_group(backend="gloo", timeout=FOR_EVER) if member.world > 1 else None
+    try:
+        while True:
+            number, (method, args) = broadcast(bridge.receive() if bridge else None, group)
+            if method == END:
+                return
+            began = time.monotonic()
+            result = _result(worker, kind, method, args, records)
+            if takes_turns:
+                worker.release()
+            if bridge:
+                bridge.send(number, Answer(result, time.monotonic() - began))
+    finally:
+        watchdog.closed.set()
+        logging.getLogger("rather").removeHandler(records)
+
+
+def _result(
+    worker: ActorWorker, kind: str, method: str, args: Sequence[Any], records: LogRecords
+) -> CallResult:
+    try:
+        value = _value(worker, kind, method, args)
+    except torch.OutOfMemoryError as error:
+        if worker.member.world > 1:  # the others wait for this rank in a collective
+            raise shortage(error) from error
+        failure = Failure.of(BatchTooLarge(sentence(error)))
+        return CallResult(failure=failure, records=records.take())
+    return CallResult(value, records=records.take())
+
+
+def _value(worker: ActorWorker, kind: str, method: str, args: Sequence[Any]) -> Any:
+    if method == "rooms":
+        return gather_objects(Room.here(worker.member.rank, kind, Process.this().kernel))
+    if method == "compute_log_probs":
+        [batches] = args
+        named = worker.named.find(batches) if isinstance(batches, Batches) else batches
+        return _arrays(worker.compute_log_probs(named))
+    value = getattr(worker, method)(*args)
+    return gather_objects(value) if method == "folder_problem" else value
+
+
+def _arrays(columns: Columns) -> dict[str, Any]:
+    """Return the columns as arrays: tensors would travel as open files, on one machine only."""
+    return {name: np.asarray(column.cpu()) for name, column in columns.items()}
