@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_fresh_and_known_values_come_without_waiting(
         found = torch.full((count, 2), -2.0, device="cuda", dtype=torch.float64)
         return batches.share(0, 1).spread({"sum": found})
 
-    logps = ReferenceLogps(config, from_config(config), compute, "cuda")
+    logps = ReferenceLogps(config, from_config(config), lambda b: partial(compute, b), "cuda")
     logps.open()
     pairs = random_pairs(6, 50)
     bins = Batches(pairs, 60)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -468,7 +469,7 @@ def some_pairs(numbers: Sequence[int]) -> list[TokenPair]:
 
 def counted(folder: Path, **changes: Any) -> tuple[ReferenceLogps, Counting]:
     config, model = make_config(folder, **changes), Counting()
-    return ReferenceLogps(config, from_config(config), model), model
+    return ReferenceLogps(config, from_config(config), lambda b: partial(model, b)), model
 
 
 def test_a_bin_with_any_unknown_entry_runs_whole_and_what_is_known_wins(folder: Path) -> None:
