@@ -350,8 +350,8 @@ MUTATIONS = (
     Mutation(
         "rollback: the step that caused it is not skipped",
         "rather/pipeline/loop.py",
-        "self.progress.rollbacks = [*before, [newest.step, step.number]]",
-        "self.progress.rollbacks = before",
+        "parts.state.progress.rollbacks = [*rollbacks, [newest.step, step]]",
+        "parts.state.progress.rollbacks = rollbacks",
         ("tests/train/test_nonfinite.py::test_a_rollback_leaves_the_step_out",),
     ),
     Mutation(
@@ -371,13 +371,13 @@ MUTATIONS = (
     Mutation(
         "bco: the running mean also takes skipped steps",
         "rather/pipeline/loop.py",
-        "if not result.skipped:\n            self.progress.running = running",
-        "if True:\n            self.progress.running = running",
+        "if not result.skipped:\n            progress.running = running",
+        "if True:\n            progress.running = running",
         ("tests/train/test_nonfinite.py::test_a_skipped_step_does_not_enter_the_running_mean",),
     ),
     Mutation(
         "bco: evaluations compare with 0",
-        "rather/pipeline/loop.py",
+        "rather/pipeline/hooks.py",
         "self.evaluation.running = progress.running",
         "self.evaluation.running = [0, 0.0]",
         ("tests/train/test_tasks.py::test_eval_prints_what_training_logged_last",),
@@ -391,16 +391,16 @@ MUTATIONS = (
     ),
     Mutation(
         "loop: only the process that was asked for a checkpoint saves",
-        "rather/pipeline/loop.py",
-        "if ends or (step and self.stop.saves)",
-        "if ends or (step and self.stop.save_now)",
+        "rather/pipeline/hooks.py",
+        "is_requested = step > 0 and self.requests.stop.saves",
+        "is_requested = step > 0 and self.requests.stop.save_now",
         ("tests/train/test_signals.py::test_a_save_that_another_process_was_asked_for_is_made_by_all",),
     ),
     Mutation(
         "loop: a checkpoint before the first step",
-        "rather/pipeline/loop.py",
-        "if ends or (step and self.stop.saves)",
-        "if ends or self.stop.saves",
+        "rather/pipeline/hooks.py",
+        "is_requested = step > 0 and self.requests.stop.saves",
+        "is_requested = self.requests.stop.saves",
         ("tests/train/test_signals.py::test_a_save_that_another_process_was_asked_for_is_made_by_all",),
     ),
     Mutation(

@@ -39,6 +39,7 @@ from rather.train.nonfinite import (
     lost_pairs,
     nonfinite_report,
 )
+from rather.train.packed_numbers import PackedNumbers
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,17 @@ class StepResult:
     nonfinite: NonFiniteReport | None = None  # where NaN or Inf was found
     ratios: Tensor | None = None  # [pairs, 2] log-ratios; log-probs if there is no reference
     pull: Tensor | None = None  # [pairs] derivatives of the step's loss by both log-probs, added
-    real_tokens: int = 0  # of the micro-batches of all ranks,
-    laid_out: int = 0  # and with fillers
+    real_tokens: int = 0  # of all micro-batches of all ranks, without padding
+    laid_out: int = 0  # and with padding
     table: Tensor | None = None  # the same sums of each micro-batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what travels to another process; without `float`, also what these are slices of."""
-        own = {"ratios": self.ratios, "pull": self.pull}
-        return vars(self) | {
-            name: each if each is None else each.float() for name, each in own.items()
-        }
+        """Pickle float32 copies: a slice would pickle the whole tensor that it views."""
+        state = dict(vars(self))
+        for name in ("ratios", "pull"):
+            if state[name] is not None:
+                state[name] = state[name].float()
+        return state
 
     @property
     def by_batch(self) -> list[dict[str, float]]:
@@ -152,6 +154,7 @@ class RankTrainer:
         self._dp, self._dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
         # Of several ranks with the same pairs, only the primary one reports numbers.
         self._is_primary = self.mesh.rank("cp") == self.mesh.rank("tp") == 0
+        self._is_first = not any(self.mesh.places.values())
 
     @property
     def _trained(self) -> Optimizer:
@@ -218,10 +221,10 @@ class RankTrainer:
         total, scale = float(facts.weight.sum()) or 1.0, self._trained.scale
         facts, known = facts.to(self.device), reference and self._on_device(reference)
         rows, slopes = list[Sums](), dict[str, Tensor]()
-        numbers = facts.length.new_zeros(len(facts.length), 4 if known is None else 6)
-        policy, watched = numbers[:, :2], numbers[:, 2:4]
-        if known and not any(self.mesh.places.values()):
-            numbers[:, 4:] = known["sum"]
+        # [policy, slope, reference], [pairs, 2] each
+        policy, slope, known_sums = facts.length.new_zeros(3, len(facts.length), 2)
+        if known and self._is_first:
+            known_sums.copy_(known["sum"])
         if self.loss.whole_batch:
             sums, logps, slopes = self._slopes(batches, facts, known, total)
             policy.copy_(logps)
@@ -230,7 +233,7 @@ class RankTrainer:
 
         def objective(batch: PairBatch, columns: Columns) -> Tensor:
             places = batch.pair_P
-            self._watch_gradient(columns["sum"], places, watched)
+            self._watch_gradient(columns["sum"], places, slope)
             if slopes:
                 weighted = [(columns[name] * slopes[name][places]).sum() for name in slopes]
                 return sum(weighted[1:], weighted[0]) * scale
@@ -245,9 +248,11 @@ class RankTrainer:
         else:
             self.runner.backward(batches, self.loss.token_columns, objective)
         self._complete_gradients()
-        result = self._update(rows or [self._no_sums(facts, known)], numbers, batches, limits)
+        pairs = {"policy": policy, "slope": slope, "reference": known_sums}
+        result = self._update(rows or [self._no_sums(facts, known)], pairs, batches, limits)
         if result.skip_reason == "nonfinite":
-            result = self._with_report(result, numbers, batches, [] if slopes else rows)
+            by_pair = torch.cat(list(pairs.values()), dim=1)
+            result = self._with_report(result, by_pair, batches, [] if slopes else rows)
         self._trained.zero_grad()
         return result
 
@@ -264,10 +269,10 @@ class RankTrainer:
         """Sum gradients in the weights' own precision from now on; return whether that changed."""
         return self.optimizer is not None and self.optimizer.narrow_gradients()
 
-    def _watch_gradient(self, sums: Tensor, places: Tensor, watched: Tensor) -> None:
+    def _watch_gradient(self, sums: Tensor, places: Tensor, slope: Tensor) -> None:
         """Record the gradient with respect to log-probs, without waiting for the device."""
         if sums.requires_grad:
-            sums.register_hook(partial(watched.__setitem__, places))  # type: ignore[no-untyped-call]
+            sums.register_hook(partial(slope.__setitem__, places))  # type: ignore[no-untyped-call]
 
     def _score(
         self, facts: PairFacts, policy: Columns, reference: Columns | None, step: PairFacts
@@ -294,7 +299,7 @@ class RankTrainer:
         slopes = torch.autograd.grad(scored.losses @ facts.weight / total, list(leaves.values()))
         sums = weighted_sums(scored, facts.weight, self.loss)
         policy = columns["sum"].detach()
-        if any(self.mesh.places.values()):  # all ranks have computed the same; the first reports it
+        if not self._is_first:  # all ranks have computed the same; the first reports it
             sums = {name: torch.zeros_like(value) for name, value in sums.items()}
             policy = torch.zeros_like(policy)
         return sums, policy, dict(zip(leaves, slopes, strict=True))
@@ -328,32 +333,38 @@ class RankTrainer:
         return weighted_sums(scored, facts.weight[none], self.loss)
 
     def _update(
-        self, rows: Sequence[Sums], pairs: Tensor, batches: Sequence[PairBatch], limits: Limits
+        self,
+        rows: Sequence[Sums],
+        pairs: Mapping[str, Tensor],
+        batches: Sequence[PairBatch],
+        limits: Limits,
     ) -> StepResult:
         """Clip and step, unless the numbers, which all ranks share, are a reason to skip it."""
         optimizer, scale = self._trained, self._trained.loss_scale
-        values = torch.stack([torch.stack(list(row.values())) for row in rows])
-        table = values.new_zeros(self._dp * len(batches), values.shape[1])  # dp ranks take turns
-        table[self._dp_rank :: self._dp][: len(rows)] = values
         optimizer.prepare()  # now, because `_reduce_numbers` waits for the device
-        tokens = values.new_empty(2)  # filled without waiting for the device
-        tokens[0].fill_(sum(batch.real_tokens for batch in batches))
-        tokens[1].fill_(sum(len(batch.ids_N) for batch in batches))
-        numbers = self._reduce_numbers(torch.cat([tokens, table.flatten(), pairs.flatten()]))
-        grad_norm, zeros, real, laid_out = numbers[:4].tolist()
-        table = numbers[4 : 4 + table.numel()].view_as(table)
-        logps, slopes, *known = torch.split(numbers[4 + table.numel() :].view_as(pairs), 2, dim=1)
-        sums = dict(zip(rows[0], reduce(torch.add, table).tolist(), strict=True))  # in rank order
+        reduced = self._reduce_numbers(rows, pairs, batches)
+        real_tokens, laid_out = map(int, reduced.tokens.tolist())
+        # Added in the order of the micro-batches, whatever the number of ranks.
+        totals = reduce(torch.add, reduced.metrics)
+        sums = dict(zip(rows[0], totals.tolist(), strict=True))
         for name, value in self.balance.metrics().items() if self.balance else ():
             sums[name] = value * sums["weight"]
         result = StepResult(
-            sums, logps, grad_norm, optimizer.lr, None, int(zeros) if self.count_zeros else None,
-            ratios=logps - sum(known), pull=slopes.abs().sum(dim=1) / optimizer.scale,
-            real_tokens=int(real), laid_out=int(laid_out), table=table,
-        )  # fmt: skip
+            sums,
+            reduced.policy,
+            grad_norm=float(reduced.grad_norm),
+            lr=optimizer.lr,
+            skip_reason=None,
+            zeros_in_grad=int(reduced.zeros) if self.count_zeros else None,
+            ratios=reduced.policy - reduced.reference,
+            pull=reduced.slope.abs().sum(dim=1) / optimizer.scale,
+            real_tokens=real_tokens,
+            laid_out=laid_out,
+            table=reduced.metrics,
+        )
         reason = self._skip_reason(result, limits)
         if reason is None:
-            optimizer.step(grad_norm)
+            optimizer.step(result.grad_norm)
         if scale and reason in (None, "overflow"):
             scale.overflowed() if reason else scale.succeeded()
         return replace(result, skip_reason=reason)
@@ -369,19 +380,31 @@ class RankTrainer:
             return "overflow" if scale and scale.value > 1 else "nonfinite"
         return "spike" if limits and limits.exceeded(result.loss, result.grad_norm) else None
 
-    def _reduce_numbers(self, known: Tensor) -> Tensor:
-        """Return [norm of the gradient, zeros in it, *known]: the one host sync of a step."""
-        norm = self._trained.grad_norm(self._counted).to(known.device)
-        zeros = torch.zeros((), dtype=torch.float64, device=known.device)
+    def _reduce_numbers(
+        self, rows: Sequence[Sums], pairs: Mapping[str, Tensor], batches: Sequence[PairBatch]
+    ) -> PackedNumbers:
+        """Return the numbers of all ranks, on the host: the one host sync of a step."""
+        own_metrics = torch.stack([torch.stack(list(row.values())) for row in rows])
+        count = own_metrics.shape[1]
+        metrics = own_metrics.new_zeros(self._dp * len(batches), count)  # dp ranks take turns
+        metrics[self._dp_rank :: self._dp][: len(rows)] = own_metrics
+        tokens = own_metrics.new_empty(2)  # filled without waiting for the device
+        tokens[0].fill_(sum(batch.real_tokens for batch in batches))
+        tokens[1].fill_(sum(len(batch.ids_N) for batch in batches))
+        zeros = own_metrics.new_zeros(())
         for gradient in self._trained.gradients(self._counted) if self.count_zeros else ():
             zeros += (gradient == 0).sum()
+        grad_norm = self._trained.grad_norm(self._counted).to(own_metrics.device)
+        numbers = PackedNumbers(grad_norm, zeros, tokens, metrics, **pairs)
         if self._is_alone:
-            return torch.cat([torch.stack([norm, zeros]), known]).cpu()
-        own = known if self._is_primary else torch.zeros_like(known)
-        vector = torch.cat([torch.stack([norm.square(), zeros]), own])
+            return numbers.unpack(numbers.pack().cpu())
+        numbers.grad_norm = grad_norm.square()
+        vector = numbers.pack()
+        if not self._is_primary:
+            vector[2:] = 0  # another rank reports all but its own shard of the gradient
         dist.all_reduce(vector)
         vector[0].sqrt_()
-        return vector.cpu()
+        return numbers.unpack(vector.cpu())
 
     # --- weights and state ---
 
@@ -425,7 +448,7 @@ class RankTrainer:
     def state(self) -> tuple[dict[str, dict[str, Tensor | Shard]], dict[str, Any]]:
         """Return everything a later step depends on: this rank's shards by group, and numbers."""
         optimizer, rng = self._trained, dict[str, Tensor | Shard]()
-        if not any(self.mesh.places.values()):  # a step draws nothing, but a user's loss may
+        if self._is_first:  # a step draws nothing, but a user's loss may
             rng["cpu"] = torch.get_rng_state()
             if torch.cuda.is_available():
                 rng["cuda"] = torch.cuda.get_rng_state()

@@ -1,0 +1,35 @@
+"""PackedNumbers: the numbers of a step as one vector, for one collective and one host copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class PackedNumbers:
+    """What all ranks sum up in a step. Only one rank contributes each number; the others add 0.
+
+    The exceptions are `grad_norm`, whose squares are added, and `zeros`: every rank has its shard.
+    """
+
+    grad_norm: Tensor  # []
+    zeros: Tensor  # [] in the gradient
+    tokens: Tensor  # [2] of the micro-batches: without padding, and with it
+    metrics: Tensor  # [micro-batches of all dp ranks, metrics]
+    policy: Tensor  # [pairs, 2] log-probs
+    slope: Tensor  # [pairs, 2] gradients of the loss by the log-probs
+    reference: Tensor  # [pairs, 2] log-probs; 0 if there is no reference
+
+    def pack(self) -> Tensor:
+        """Return all numbers as one vector."""
+        return torch.cat([getattr(self, field.name).flatten() for field in fields(self)])
+
+    def unpack(self, vector: Tensor) -> PackedNumbers:
+        """Return the numbers of a vector that was packed from numbers of the same shapes."""
+        own = [getattr(self, field.name) for field in fields(self)]
+        parts = torch.split(vector, [tensor.numel() for tensor in own])
+        views = (part.view(tensor.shape) for part, tensor in zip(parts, own, strict=True))
+        return PackedNumbers(*views)
