@@ -57,10 +57,26 @@ def segment_attention(
     if isinstance(segments, SpreadSegments):  # one message; backward sums the ranks' gradients
         both = gather(torch.cat([key, value], dim=-1), 2, segments.group)
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        query = _scaled_by_position(module, query, segments)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not softcap:
         return _varlen(query, key, value, segments, scale, sliding_window, s_aux), None
     return _one_by_one(query, key, value, segments, scale, sliding_window, softcap, s_aux), None
+
+
+def _scaled_by_position(module: Any, query: Tensor, segments: Segments) -> Tensor:
+    """Scale queries by their position in the sequence. Llama 4 has scaled them by their row."""
+    rows = torch.arange(query.shape[2], device=query.device)
+    segment = torch.searchsorted(segments.cu_q[1:-1], rows, right=True)
+    own_keys = segments.cu_k.diff() - segments.cu_q.diff()
+    positions = rows - segments.cu_q[segment] + own_keys[segment]
+
+    def scale(places: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((places + 1.0) / module.floor_scale)) * module.attn_scale + 1
+
+    factor = scale(positions) / scale(rows)
+    return (query * factor[:, None]).to(query.dtype)
 
 
 # --- CPU, float32, soft-caps: one segment after another ---

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -39,6 +39,12 @@ TOLERANCE = {
 }  # relative, per token
 
 
+# Lengths from which a family attends otherwise: with a sparse index, or in chunks.
+SWITCHES = ("index_topk", "attention_chunk_size")
+LONGEST = 64  # tokens, more than the pairs of a check have
+PER_LAYER = "hidden_size_per_layer_input"  # Gemma's further embeddings; 0: none
+MOST_LAYERS = 12  # of a twin
+
 _families: dict[str, bool] = {}  # results of this process: policy and reference are often alike
 
 
@@ -52,10 +58,10 @@ def check_family(config: PretrainedConfig) -> bool:
 
 def _check_family(config: PretrainedConfig) -> bool:
     has_experts = experts_of(config) > 0
-    chosen = getattr(config.get_text_config(), "num_experts_per_tok", None)
+    key, chosen = _chosen(config)
     if has_experts and chosen is not None and not 0 < chosen <= experts_of(config):
         raise ConfigError(
-            f"num_experts_per_tok of config.json is {chosen}, but a layer has "
+            f"{key} of config.json is {chosen}, but a layer has "
             f"{experts_of(config)} experts; correct the file."
         )
     try:
@@ -64,7 +70,7 @@ def _check_family(config: PretrainedConfig) -> bool:
         _padded(twin, two_pairs(text.vocab_size)[0])
         if has_experts:
             (_, router), *_ = routers_of(twin)
-            _logits, _scores, _chosen = router(torch.zeros(1, text.hidden_size))
+            routed(router, router(torch.zeros(1, text.hidden_size)))
     except Exception as error:
         if has_experts:
             raise ConfigError(
@@ -79,8 +85,34 @@ def _check_family(config: PretrainedConfig) -> bool:
 def experts_of(config: PretrainedConfig) -> int:
     """Return the number of experts of a layer among which a router chooses; 0 for a dense model."""
     text = config.get_text_config()
+    if getattr(text, "enable_moe_block", True) is False:
+        return 0
     keys = ("num_local_experts", "num_experts", "n_routed_experts")
     return max(int(getattr(text, key, None) or 0) for key in keys)
+
+
+def chosen_of(config: PretrainedConfig) -> int:
+    """Return how many experts of a layer a token uses."""
+    return _chosen(config)[1] or 0
+
+
+def _chosen(config: PretrainedConfig) -> tuple[str, int | None]:
+    text = config.get_text_config()
+    keys = [key for key in ("num_experts_per_tok", "top_k_experts") if hasattr(text, key)]
+    key = keys[0] if keys else "num_experts_per_tok"
+    return key, getattr(text, key, None)
+
+
+def routed(router: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, scores and chosen experts from what a router returns.
+
+    That of Llama 4 returns scores of all experts, which are 0 for those that are not chosen.
+    """
+    if len(outputs) == 2:
+        scores, logits = outputs
+        return logits, scores, logits.topk(router.top_k, dim=1).indices
+    logits, scores, chosen = outputs
+    return logits, scores, chosen
 
 
 def expert_blocks(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -95,15 +127,23 @@ def expert_blocks(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def routers_of(model: nn.Module) -> Iterator[tuple[int, Any]]:
     """Yield (number of its layer, router) for each layer with experts."""
     for name, block in expert_blocks(model):
-        yield int(re.findall(r"\.(\d+)\.", name)[-1]), getattr(block, "gate", None) or block.router
+        yield (
+            int(re.findall(r"\.(\d+)(?=\.|$)", name)[-1]),
+            getattr(block, "gate", None) or block.router,
+        )
 
 
 @torch.no_grad()
-def check_model(policy: PolicyModel) -> None:
-    """Refuse loaded weights on which this device's kernels disagree with the padded forward."""
+def check_model(policy: PolicyModel, longest: int | None = None) -> None:
+    """Refuse loaded weights on which this device's kernels disagree with the padded forward.
+
+    The pairs have at most `longest` tokens; None: as many as the family attends to at once.
+    """
     model = policy.causal_lm
     refused = f"model family '{model.config.model_type}' cannot be trained"
-    pairs, text = two_pairs(policy.vocabulary_size), model.config.get_text_config()
+    text = model.config.get_text_config()
+    shortest = min((getattr(text, key, None) or LONGEST for key in SWITCHES), default=LONGEST)
+    pairs = two_pairs(policy.vocabulary_size, longest or shortest)
     # A random token may be the padding, before which transformers would look for the last token.
     padding, text.pad_token_id = text.pad_token_id, None
     try:
@@ -141,11 +181,32 @@ def check_length(config: PretrainedConfig, tokens: int) -> None:
             f"sequence_length: {tokens} exceeds the {limit} positions on which '{text.model_type}' "
             f"can be trained; set it to at most {limit}"
         )
+    for key in SWITCHES:
+        switch = getattr(text, key, None)
+        if switch and tokens > switch and not agrees_beyond(text, key):
+            raise ConfigError(
+                f"sequence_length: {tokens} exceeds {key}: {switch} of '{text.model_type}', from "
+                "which on it attends to a part of the tokens only, which packed pairs cannot; set "
+                f"it to at most {switch}"
+            )
     if positions and tokens > positions:
         _warn(
             f"sequence_length: {tokens} exceeds max_position_embeddings of '{text.model_type}', "
             f"{positions}; longer sequences have positions for which it was not made"
         )
+
+
+def agrees_beyond(config: PretrainedConfig, key: str) -> bool:
+    """Return whether a family's packed log-probs are right beyond a length that switches code."""
+    known = f"{type(config)} {key}"
+    if known not in _families:
+        try:
+            twin = twin_of(config, **{key: 8})
+            check_model(PolicyModel(twin), longest=LONGEST)
+            _families[known] = True
+        except ConfigError:
+            _families[known] = False
+    return _families[known]
 
 
 def refuse_tower(config: PretrainedConfig) -> None:
@@ -157,8 +218,12 @@ def refuse_tower(config: PretrainedConfig) -> None:
         )
 
 
-def two_pairs(vocab: int) -> list[TokenPair]:
-    return random_pairs(vocab, ((12, 28, 21), (20, 9, 20)))
+def two_pairs(vocab: int, longest: int = LONGEST) -> list[TokenPair]:
+    """Return two pairs of 40 tokens and fewer; of shorter sequences where `longest` is less."""
+    lengths = ((12, 28, 21), (20, 9, 20))
+    if longest < 40:
+        lengths = tuple(tuple(max(1, n * longest // 42) for n in each) for each in lengths)
+    return random_pairs(vocab, lengths)
 
 
 def random_pairs(vocab: int, lengths: Iterable[tuple[int, int, int]]) -> list[TokenPair]:
@@ -188,11 +253,13 @@ def _padded(model: Any, pair: TokenPair) -> Tensor:
     return torch.cat(logps)
 
 
-def twin_of(config: PretrainedConfig, kv_heads: int = 2) -> Any:
-    """Return a small random model of the family in float32."""
+def twin_of(config: PretrainedConfig, kv_heads: int = 2, **changes: int) -> Any:
+    """Return a small random model of the family in float32; `changes` are made to its config."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)  # the CPU's only: fork_rng restores no GPU's
         small = _shrunken(config.get_text_config(), kv_heads)
+        for key, value in changes.items():
+            setattr(small, key, value)
         options: dict[str, Any] = {
             "dtype": torch.float32,
             "attn_implementation": "eager",  # the config's own choice may be a kernel from a hub
@@ -232,24 +299,36 @@ def packed_twin(config: PretrainedConfig, kv_heads: int = 2) -> tuple[PolicyMode
 def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
     """Return a small config of the family: a layer of each kind, few heads, a window of 8."""
     small = copy.deepcopy(config)
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
+    layers, lists = _kept_layers(config), _per_layer_lists(config)
+    differing = small.to_dict().get("per_layer_config") or {}
+    if differing:
+        small.per_layer_config = None  # until the fewer layers have their own
+    heads, kv_heads = small.num_attention_heads, getattr(small, "num_key_value_heads", None)
+    old_head_dim = getattr(small, "head_dim", None) or small.hidden_size // heads
     changes = {
-        "num_hidden_layers": max(2, len(kinds)),
-        "layer_types": (kinds * 2)[: max(2, len(kinds))],
+        "num_hidden_layers": len(layers),
+        **{key: [values[layer] for layer in layers] for key, values in lists.items()},
         "hidden_size": 32 * few,
         "num_attention_heads": 2 * few,
         "num_key_value_heads": 2 * few if kv_heads == heads else few,
         "head_dim": 16,
         "intermediate_size": 96,
+        "intermediate_size_mlp": 96,
+        "hidden_size_per_layer_input": 16 if getattr(small, PER_LAYER, None) else 0,
+        "vocab_size_per_layer_input": 128,
+        "num_kv_shared_layers": sum(_shares_keys(config, layer) for layer in layers),
         # A dense layer, if there are any, and one with experts; of several groups two are left.
         "moe_intermediate_size": 24,
         "num_experts": 8,
         "num_local_experts": 8,
+        "n_routed_experts": 8,
         "num_experts_per_tok": min(2, getattr(config, "num_experts_per_tok", None) or 2),
+        "top_k_experts": 2,
         "n_group": min(2, getattr(config, "n_group", None) or 1),
         "topk_group": 1,
         "first_k_dense_replace": min(1, getattr(config, "first_k_dense_replace", None) or 0),
+        "num_dense_layers": sum(_is_dense(config, layer) for layer in layers),
+        "moe_layers": [n for n, layer in enumerate(layers) if _has_experts(config, layer)],
         "decoder_sparse_step": 1,
         "mlp_only_layers": [0] if getattr(config, "mlp_only_layers", None) else [],
         "q_lora_rank": 24,
@@ -258,6 +337,8 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
         "qk_rope_head_dim": 16,
         "qk_head_dim": 32,
         "v_head_dim": 16,
+        "index_head_dim": 32,
+        "index_n_heads": 2,
         "vocab_size": 128,
         "sliding_window": 8,
         "pad_token_id": None,
@@ -278,17 +359,112 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
         "mamba_expand": 2,
         "n_groups": few,
         "mamba_n_groups": few,
-        # lists with one entry per layer must fit the fewer layers
-        "no_rope_layers": [1, 0, 1, 0],
+        # Positions at which a family changes what it computes: the pairs reach beyond these, and
+        # not beyond those.
+        "floor_scale": 8,
+        **{key: max(LONGEST, getattr(config, key, None) or 0) for key in SWITCHES},
     }
     for key, value in changes.items():
-        if getattr(config, key, None) is not None:
+        if getattr(small, key, None) is not None:
             with suppress(AttributeError):  # falcon computes its head_dim from the others
                 setattr(small, key, value)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if isinstance(getattr(config, "intermediate_size", None), list):  # one number for each layer
+        small.intermediate_size = [96] * len(layers)
+    _shrink_rope(small, old_head_dim)
+    if differing:
+        by_layer = {int(layer): values for layer, values in differing.items()}
+        small.per_layer_config = {
+            number: _shrunken_layer(by_layer[layer], old_head_dim, few)
+            for number, layer in enumerate(layers)
+            if layer in by_layer
+        }
+    return small
+
+
+def shorten(config: PretrainedConfig, layers: Sequence[int]) -> None:
+    """Reduce a config to some of its layers."""
+    kept = {key: [all_[n] for n in layers] for key, all_ in _per_layer_lists(config).items()}
+    differing = config.to_dict().get("per_layer_config") or {}
+    by_layer = {int(layer): values for layer, values in differing.items()}
+    shared = sum(_shares_keys(config, layer) for layer in layers)
+    if by_layer:
+        config.per_layer_config = None
+    for key, values in {**kept, "num_hidden_layers": len(layers)}.items():
+        with suppress(AttributeError):  # nemotron_h counts its list
+            setattr(config, key, values)
+    if shared_keys(config):
+        config.num_kv_shared_layers = shared
+    if by_layer:
+        own = {n: by_layer[layer] for n, layer in enumerate(layers) if layer in by_layer}
+        config.per_layer_config = own or None
+
+
+def _shrunken_layer(values: dict[str, Any], head_dim: int, few: int) -> dict[str, Any]:
+    """Return what is different in a layer: wider heads, or another number of them."""
+    small = {"head_dim": 16 * max(1, values.get("head_dim", head_dim) // head_dim)}
+    if "num_key_value_heads" in values:
+        small["num_key_value_heads"] = few
+    return small
+
+
+def _shrink_rope(small: PretrainedConfig, old_head_dim: int) -> None:
     rope = getattr(small, "rope_parameters", None) or {}
     if "mrope_section" in rope:  # of 8 frequencies: time, height, width
         rope["mrope_section"] = [2, 2, 4]
     for name in rope.keys() & {"short_factor", "long_factor"}:  # one number per frequency
-        rope[name] = rope[name][: len(rope[name]) * 16 // head_dim]
-    return small
+        rope[name] = rope[name][: len(rope[name]) * 16 // old_head_dim]
+
+
+def _per_layer_lists(config: PretrainedConfig) -> dict[str, list[Any]]:
+    """Return the settings that have an entry for each layer."""
+    fields = {key: value for key, value in vars(config).items() if key != "moe_layers"}
+    return {
+        key: value
+        for key, value in fields.items()
+        if isinstance(value, list) and len(value) == config.num_hidden_layers
+    }
+
+
+def _kept_layers(config: PretrainedConfig) -> list[int]:
+    """Return the first layer of each kind, at least two layers."""
+    first: dict[Any, int] = {}
+    lists = _per_layer_lists(config).values()
+    for layer in range(config.num_hidden_layers):
+        kind = (
+            *(str(values[layer]) for values in lists),
+            _shares_keys(config, layer),
+            _is_dense(config, layer),
+            _has_experts(config, layer),
+        )
+        first.setdefault(kind, layer)
+    if len(first) > MOST_LAYERS:
+        raise ValueError(f"its {len(first)} layers differ from one another")
+    layers = sorted(first.values())
+    others = [layer for layer in range(config.num_hidden_layers) if layer not in layers]
+    return sorted(layers + others[: max(0, 2 - len(layers))])
+
+
+def shared_keys(config: PretrainedConfig) -> int:
+    """Return how many layers, the last ones, attend with the keys of earlier layers."""
+    return int(getattr(config.get_text_config(), "num_kv_shared_layers", None) or 0)
+
+
+def _shares_keys(config: PretrainedConfig, layer: int) -> bool:
+    return layer >= config.num_hidden_layers - shared_keys(config)
+
+
+def _is_dense(config: PretrainedConfig, layer: int) -> bool:
+    return layer < int(getattr(config, "num_dense_layers", None) or 0)
+
+
+def _has_experts(config: PretrainedConfig, layer: int) -> bool:
+    return layer in (getattr(config, "moe_layers", None) or ())
+
+
+def over_layers(config: PretrainedConfig, key: str) -> list[int]:
+    """Return the values of a number that may differ between layers, such as the width of heads."""
+    if getattr(config, "is_heterogeneous", False):
+        values = [getattr(layer, key, None) for layer in config.per_layer_config]
+    else:
+        values = [getattr(config, key, None)]
+    return sorted({int(value) for value in values if value})

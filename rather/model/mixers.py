@@ -177,8 +177,7 @@ def _run(
 def _own_places(segments: Segments) -> Tensor:
     """Return where the rows of all segments are among the gathered keys; without waiting."""
     rows = torch.arange(len(segments.start_N) - 1, device=segments.cu_q.device)
-    segment = torch.searchsorted(segments.cu_q, rows, right=True) - 1
-    segment = segment.clamp(max=len(segments.cu_q) - 2)
+    segment = torch.searchsorted(segments.cu_q[1:-1], rows, right=True)
     return rows + (segments.cu_k - segments.cu_q)[segment + 1]
 
 

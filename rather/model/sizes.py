@@ -20,7 +20,7 @@ from rather.config.strategies import layout
 from rather.errors import ConfigError
 from rather.files import inspect_folder
 from rather.model.attention import IMPLEMENTATION
-from rather.model.check import experts_of
+from rather.model.check import chosen_of, experts_of, over_layers, shorten
 from rather.model.reward import auto_class
 from rather.model.towers import new_model
 
@@ -132,13 +132,13 @@ def _sizes_of(name: str, revision: str | None, trusted: bool, _written: int) -> 
         heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
         shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
         experts = experts_of(config)
-        chosen = int(text.num_experts_per_tok) if experts else 0
+        chosen = chosen_of(config) if experts else 0
         return Sizes(
             hidden=hidden,
             layers=int(text.num_hidden_layers),
             heads=heads,
-            key_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-            head=int(getattr(text, "head_dim", None) or hidden // heads),
+            key_heads=max(over_layers(text, "num_key_value_heads"), default=heads),
+            head=max(over_layers(text, "head_dim"), default=hidden // heads),
             inner=_inner(text, shapes, chosen),
             vocabulary=int(text.vocab_size),
             tied=bool(config.tie_word_embeddings),
@@ -160,10 +160,7 @@ def _sizes_of(name: str, revision: str | None, trusted: bool, _written: int) -> 
 def few_layers(name: str, args: ModelArgs, layers: int, device: str, dtype: torch.dtype) -> Any:
     """Return the model with random weights and few layers; with its adapter, if it has one."""
     config = _config(name, args, local_files_only=True)
-    text = config.get_text_config()
-    text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+    shorten(config.get_text_config(), range(layers))
     with torch.device(device):
         loader = auto_class(config, reward=False)
         model: Any = new_model(loader, config, dtype=dtype, attn_implementation=IMPLEMENTATION)
@@ -187,7 +184,7 @@ def model_problems(name: str, role: RoleConfig) -> Iterator[str]:
     plan = getattr(text, "base_model_tp_plan", None) or {}
     if any(style in BY_HEADS and "att" in module for module, style in plan.items()):
         for key in ("num_attention_heads", "num_key_value_heads"):
-            count = getattr(text, key, None) or wanted.tp
+            count = min(over_layers(text, key), default=wanted.tp)
             if count % wanted.tp and (key == "num_attention_heads" or wanted.tp % count):
                 yield (
                     f"{name}.strategy_args.tp_size: {wanted.tp} does not divide {key}: {count} of "

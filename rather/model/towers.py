@@ -81,7 +81,10 @@ def has_tower(model: Any) -> bool:
 
 def decoder_of(causal_lm: Any) -> Any:
     """Return the language model without its head."""
-    return causal_lm.get_decoder() if has_tower(causal_lm) else causal_lm.base_model
+    if has_tower(causal_lm):
+        return causal_lm.get_decoder()
+    base = causal_lm.base_model
+    return causal_lm.model if base is causal_lm else base  # Llama 4 names its base otherwise
 
 
 def set_attention(causal_lm: Any, implementation: str) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rather.data.batch import SCORED, Columns, PairBatch
 from rather.errors import ConfigError
-from rather.model.check import experts_of, routers_of
+from rather.model.check import experts_of, routed, routers_of
 from rather.model.policy import PolicyModel
 from rather.parallel.mesh import Mesh
 from rather.parallel.stages import Objective, Stages, parts_of
@@ -142,14 +142,17 @@ def _unscored(batch: PairBatch) -> PairBatch:
     return replace(batch, **{name: getattr(batch, name)[:0] for name in SCORED})
 
 
-def _count(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _count(router: Any, hidden: Tensor) -> tuple[Tensor, ...]:
     """The forward of a router, all of whose layers share this function and its compiled code."""
-    logits, scores, chosen_NK = type(router).forward(router, hidden)
+    outputs: tuple[Tensor, ...] = type(router).forward(router, hidden)
+    logits, scores, chosen_NK = routed(router, outputs)
     balance: Balance = router.balance
     mask_N, record = balance.mask_N, router.balance_record
     if len(mask_N) != len(logits):  # generation
-        return logits, scores, chosen_NK
-    if hasattr(router, "e_score_correction_bias"):  # independent affinities (DeepSeek-V3)
+        return outputs
+    if hasattr(router, "per_expert_scale"):  # Gemma 4 returns probabilities
+        p_NE = logits.float()
+    elif hasattr(router, "e_score_correction_bias"):  # independent affinities (DeepSeek-V3)
         affinity = logits.float().sigmoid()
         p_NE = affinity / affinity.sum(-1, keepdim=True)
     else:
@@ -158,7 +161,7 @@ def _count(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     each = mask_N.repeat_interleave(chosen_NK.shape[1])
     choices_E = torch.zeros_like(p_E).scatter_add(0, chosen_NK.flatten(), each)
     scores = torch.ops.rather.balance(scores, p_E, choices_E, record, balance.slope)
-    return logits, scores, chosen_NK
+    return (scores, logits) if len(outputs) == 2 else (logits, scores, chosen_NK)
 
 
 # One operator, so that compiled layers neither specialise on a layer nor drop the counting. It adds

@@ -30,7 +30,7 @@ from torch.distributed.pipelining import (
 from rather.config.strategies import Pipeline
 from rather.data.batch import SCORED, Columns, PairBatch
 from rather.errors import ConfigError
-from rather.model.check import packed_twin
+from rather.model.check import packed_twin, shared_keys
 from rather.model.policy import PolicyModel, head_of, pair_columns
 from rather.model.towers import decoder_of
 from rather.parallel.context import filled_to
@@ -131,6 +131,8 @@ def _ends(causal_lm: Any) -> tuple[str, str]:
     base, head = decoder_of(causal_lm), head_of(causal_lm)
     if "layers" not in names or not hasattr(base, "layers"):
         raise _refused(config, "transformers has no plan of its stages")
+    if count := shared_keys(config):
+        raise _refused(config, f"its last {count} layers attend with the keys of earlier layers")
     before, after = names[0], names[-1]
     parts = (getattr(base, before), base.layers, getattr(base, after), head)
     known = {id(parameter) for part in parts for parameter in part.parameters()}

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from rather.data.batch import PairBatch
 from rather.errors import ConfigError
-from rather.model.check import packed_twin
+from rather.model.check import over_layers, packed_twin
 from rather.model.collectives import (
     Group,
     all_reduce_,
@@ -172,6 +172,8 @@ def check_split(config: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> 
     whole, divided, batch = whole.to(mesh.device), divided.to(mesh.device), batch.to(mesh.device)
     split_model(divided, mesh, sequence_parallel=sequence_parallel)
     refused = f"tp_size: {tp}: model family '{config.model_type}' cannot be divided"
+    if sequence_parallel:
+        refused += " with sequence_parallel: true"
     try:
         expected = _with_gradients(whole, batch)
         found = _with_gradients(divided, filled_up(batch, divided.token_parts))
@@ -228,7 +230,7 @@ def _planned(causal_lm: Any, tp: int) -> Iterator[tuple[str, Any, str]]:
             counts = {f"the width of {name}": width}
         elif style != SUMMED and "att" in name.split(".")[-2]:
             keys = ("num_attention_heads", "num_key_value_heads")
-            counts = {key: getattr(config, key, None) or 0 for key in keys}
+            counts = {key: min(over_layers(config, key), default=0) for key in keys}
             if (few := counts[keys[1]]) and few < tp and tp % few == 0:
                 counts.pop(keys[1])
                 style = SHARED if name.endswith((".k_proj", ".v_proj")) else style

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -182,6 +183,27 @@ def test_sequences_beyond_the_positions_are_refused(config: PretrainedConfig, li
     check_length(config, limit)
     with pytest.raises(
         ConfigError, match=f"sequence_length: {limit + 1} .*{config.model_type}.* at most {limit}"
+    ):
+        check_length(config, limit + 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "limit"),
+    [
+        ("deepseek_v32", "index_topk", 2048),
+        ("glm_moe_dsa", "index_topk", 2048),
+        ("llama4_text", "attention_chunk_size", 8192),
+    ],
+)
+def test_sequences_beyond_a_length_that_switches_code_are_refused(
+    family: str, key: str, limit: int
+) -> None:
+    """Up to there the twin agrees; with the length at 8, pairs of 40 tokens do not."""
+    config = AutoConfig.for_model(family)
+    check_family(config)
+    check_length(config, limit)
+    with pytest.raises(
+        ConfigError, match=f"{limit + 1} exceeds {key}: {limit} of '{family}'.*at most {limit}"
     ):
         check_length(config, limit + 1)
 
