@@ -123,6 +123,12 @@ class Tuning:
         return found
 
     @property
+    def runs(self) -> JsonObject:
+        """What was measured of each run, by its name."""
+        runs: JsonObject = self.state["runs"]
+        return runs
+
+    @property
     def left(self) -> float:
         return self.budget - float(self.state["seconds"])
 
@@ -131,8 +137,7 @@ class Tuning:
 
     def train(self, name: str, values: JsonObject, steps: int) -> int:
         """Train one setting up to so many steps and measure it; return an exit code to end with."""
-        runs = self.state["runs"]
-        run = runs.setdefault(name, {"values": dict(values), "steps": 0})
+        run = self.runs.setdefault(name, {"values": dict(values), "steps": 0})
         if run["steps"] >= steps or "error" in run:
             return 0
         own = [*(f"{key}={value}" for key, value in values.items()), f"exp_name={name}"]
@@ -149,45 +154,34 @@ class Tuning:
             run["error"] = error
         else:
             columns = MetricsReader(config.run_dir / "metrics.jsonl").update()
-            prefix = next(each for each in columns if each.endswith("calibrated_loss"))[:-15]
-            known = {each: columns.get(prefix + each) for each in MEASURED}
-            run |= {each: column.values[-1] for each, column in known.items() if column}
-            step = median(
-                pairs / speed
-                for pairs, speed in zip(
-                    columns["pairs"].values, columns["pairs_per_second"].values, strict=True
-                )
-            )
+            prefix = next(name for name in columns if name.endswith(MEASURED[0]))
+            prefix = prefix.removesuffix(MEASURED[0])
+            for metric in MEASURED:
+                if prefix + metric in columns:
+                    run[metric] = columns[prefix + metric].values[-1]
+            timed = zip(columns["pairs"].values, columns["pairs_per_second"].values, strict=True)
+            step = median(pairs / speed for pairs, speed in timed)
             # What a start costs: loading, and the evaluation at the end.
             start = max(0.0, spent - step * (steps - run["steps"]))
             run |= {"steps": steps, "step_seconds": step, "start_seconds": start}
         self.save()
         return 0
 
+    def loss(self, name: str) -> float:
+        """Return a held-out loss that is comparable between betas; infinite if the run failed."""
+        run = self.runs[name]
+        value = run.get("calibrated_loss", math.inf)
+        return float(value) if math.isfinite(value) and "error" not in run else math.inf
+
     def ranked(self, names: Iterable[str]) -> list[str]:
-        """Return the names, best first: by held-out loss that is comparable between betas."""
-        runs = self.state["runs"]
-
-        def loss(name: str) -> float:
-            value = runs[name].get("calibrated_loss", math.inf)
-            return math.inf if math.isnan(value) or "error" in runs[name] else float(value)
-
-        return sorted(names, key=loss)
-
-    def usable(self, names: Iterable[str]) -> list[str]:
-        """Return the names of runs that were measured and did not diverge; raise if there is none."""
-        names = list(names)
-        runs = self.state["runs"]
-        good = [
-            name
-            for name in names
-            if "error" not in runs[name]
-            and math.isfinite(runs[name].get("calibrated_loss", math.nan))
-        ]
+        """Return the runs that were measured and did not diverge, best first; raise without any."""
+        losses = {name: self.loss(name) for name in names}
+        good = [name for name in sorted(losses, key=losses.__getitem__) if losses[name] < math.inf]
         if good:
             return good
-        reasons = [runs[name].get("error", "the held-out loss is not finite") for name in names]
-        tried = "; ".join(f"{name}: {why}" for name, why in zip(names, reasons, strict=True))
+        why = {name: self.runs[name].get("error", "the held-out loss is not finite")
+               for name in losses}  # fmt: skip
+        tried = "; ".join(f"{name}: {error}" for name, error in why.items())
         raise NonFiniteError(
             f"No setting is usable: each one diverged or failed ({tried}). Lower {RATE}, and look at "
             f"{self.folder / STATE}."
@@ -202,14 +196,10 @@ class Tuning:
         first = min(total_steps, FIRST)
 
         def probe(steps: int) -> int:
-            return next(
-                (
-                    code
-                    for name, values in probes.items()
-                    if (code := self.train(f"range-{name}", {**values, **fixed}, steps))
-                ),
-                0,
-            )
+            for name, values in probes.items():
+                if code := self.train(f"range-{name}", {**values, **fixed}, steps):
+                    return code
+            return 0
 
         if code := probe(first):
             return code
@@ -220,9 +210,8 @@ class Tuning:
         longer = longer if longer >= 2 * first else first  # a few steps are not worth a start
         if code := probe(rounds.setdefault("range", min(total_steps, longer))):
             return code
-        tried = [name for name in self.state["runs"] if name.startswith("range-")]
-        best = self.state["runs"][self.ranked(self.usable(tried))[0]]
-        rounds.setdefault("rate", best["values"][RATE])
+        tried = [name for name in self.runs if name.startswith("range-")]
+        rounds.setdefault("rate", self.runs[self.ranked(tried)[0]]["values"][RATE])
         return self._halve(float(rounds["rate"]), losses, total_steps)
 
     def _halve(self, rate: float, losses: Sequence[str], total_steps: int) -> int:
@@ -237,7 +226,7 @@ class Tuning:
         steps = self.state["rounds"]["steps"]
         while True:
             for name in names:
-                done = self.state["runs"].get(name, {}).get("steps", 0)
+                done = self.runs.get(name, {}).get("steps", 0)
                 step, start = self._costs
                 if self.left < start + step * max(0, steps - done):
                     echo("tune: the budget is used up; the best so far counts.", err=True)
@@ -246,19 +235,17 @@ class Tuning:
                     return code
             if len(names) <= PER_ROUND or steps >= total_steps:  # the best of these is chosen
                 return 0
-            names = self.ranked(names)[: math.ceil(len(names) / PER_ROUND)]
+            names = sorted(names, key=self.loss)[: math.ceil(len(names) / PER_ROUND)]
             steps = min(total_steps, PER_ROUND * steps)
 
     @property
     def _costs(self) -> tuple[float, float]:
         """The seconds of a step, and what a run takes besides; the first ones fill caches."""
-        found = [run for run in self.state["runs"].values() if run["steps"]]
-        if not found:
+        timed = [run for run in self.runs.values() if run["steps"]]
+        if not timed:
             raise ConfigError(f"No setting could be trained; see {self.folder / STATE}.")
-        step, start = (
-            min(run[name] for run in found) for name in ("step_seconds", "start_seconds")
-        )
-        return float(step), float(start)
+        step = min(run["step_seconds"] for run in timed)
+        return float(step), float(min(run["start_seconds"] for run in timed))
 
     def _first_steps(self, settings: int, total_steps: int) -> int:
         """Return the steps of the first round, so that all rounds fit into the budget."""
@@ -273,17 +260,19 @@ class Tuning:
 
     def result(self) -> JsonObject:
         """Return the frontier of held-out loss and drift, the best setting, and why."""
-        runs = self.state["runs"]
-        usable = self.usable(runs)
-        most = max(runs[name]["steps"] for name in usable)
-        order = self.ranked(name for name in usable if runs[name]["steps"] == most)
+        order = self.ranked(self.runs)
+        most = max(self.runs[name]["steps"] for name in order)
+        best = next(name for name in order if self.runs[name]["steps"] == most)
         frontier, least = [], math.inf
-        for name in self.ranked(name for name in runs if "calibrated_loss" in runs[name]):
-            if runs[name].get("drift", 0.0) < least:
-                least = runs[name].get("drift", 0.0)
+        for name in order:
+            drift = self.runs[name].get("drift", 0.0)
+            if drift < least:
+                least = drift
                 frontier.append(name)
-        found = {"best": order[0], "frontier": frontier, "runs": runs}
-        return found | {"seconds": self.state["seconds"], "budget": self.budget}
+        return {
+            "best": best, "frontier": frontier, "runs": self.runs,
+            "seconds": self.state["seconds"], "budget": self.budget,
+        }  # fmt: skip
 
 
 def tune(file: Path, overrides: Sequence[str], budget: float, losses: Sequence[str]) -> Tuning:
@@ -303,7 +292,8 @@ def write_best(tuning: Tuning, found: JsonObject, out: Path) -> None:
              "settings were compared with a constant one."]  # fmt: skip
     lines += [f"{key}: {value}" for key, value in best["values"].items()]
     lines.append(f"held-out after {best['steps']} steps: " + _numbers(best))
-    others = [name for name in tuning.ranked(found["runs"]) if name != found["best"]]
+    order = sorted(found["runs"], key=tuning.loss)
+    others = [name for name in order if name != found["best"]]
     lines += [f"next: {name}: {_numbers(found['runs'][name])}" for name in others[:3]]
     changes = [f"{key}={value}" for key, value in best["values"].items()]
     config = settings(tuning.file, [*tuning.state["asked"]["overrides"], *changes])
@@ -313,9 +303,8 @@ def write_best(tuning: Tuning, found: JsonObject, out: Path) -> None:
 def _numbers(run: JsonObject) -> str:
     if not {*MEASURED[:2], *MEASURED[3:5]} <= run.keys():
         return str(run.get("error", "not measured"))
-    low, high = run["rewards/accuracies_low"], run["rewards/accuracies_high"]
-    text = f"loss {run['calibrated_loss']:.4f}, accuracy {run['rewards/accuracies']:.1%} "
-    text += f"({low:.1%} to {high:.1%})"
+    loss, accuracy, _, low, high = (run.get(name) for name in MEASURED[:5])
+    text = f"loss {loss:.4f}, accuracy {accuracy:.1%} ({low:.1%} to {high:.1%})"
     return text + (f", drift {run['drift']:.4g} per token" if "drift" in run else "")
 
 
