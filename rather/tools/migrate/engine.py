@@ -52,7 +52,10 @@ ORDER = (*INCOMPLETE, OPEN, LEFT_OUT, CHANGED, WRITTEN, RENAMED, KEPT, NEEDLESS)
 MAPPINGS = (".columns.", ".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # any name
 FOLDERS = {"output_dir", "exp_name", "logging_dir"}
 # What an incomplete file has where its source says nothing.
-PLACES = {"model": "path/to/model", "data": "path/to/pairs.jsonl"}
+PLACES = {
+    "pretrain": "path/to/model",
+    "actor_train.data_args.file_name": "path/to/pairs.jsonl",
+}
 DEVICES = "actor_train.device_mapping"
 STRATEGY = "actor_train.strategy_args.strategy_name"
 _TRAINING, _MODEL = "actor_train.training_args.", "actor_train.model_args."
@@ -211,20 +214,61 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
             f"{source.name}: {source.program} is not a training that Rather offers; of {peer.name} "
             f"it converts {', '.join(peer.programs)}."
         )
-    file = source.file
-    if peer.config and not file and source.script:
-        file = source.script.parent / peer.config
+    count = devices or source.devices
+    file = _file_of(source, peer)
+    written = _written_keys(source, peer, file)
+    given = {
+        COUNT: count or 1,
+        FOLDER: file.parent if file else source.folder,
+        ALIASED: any(key in peer.aliases for key in written),
+        NOT_READ: source.unknown,
+        **{peer.aliases.get(key, key): value for key, value in written.items()},
+    }
+    filled = _fill_defaults(peer, source, given)
+    rows = _launched(count) + [_row(peer, key, value, given) for key, value in written.items()]
+    rows = _agreed(rows)
+    stated = set(_values(rows))
+    rows += [Outcome(LEFT_OUT, note=note, key=key) for key, note in source.left_out.items()]
+    rows += [_not_read(peer, key, note, given) for key, note in source.unknown.items()]
+    stated = stated.union(*(_paths(peer, key, given) for key in source.unknown))
+    fallbacks = [_row(peer, key, given[key], given) for key in filled]
+    rows += [row for fallback in fallbacks if (row := _default(fallback, stated))]
+    knows_devices = bool(count) or DEVICES in stated
+    if count == 0:
+        rows.append(Outcome(MISSING, note=UNSURE, key=COUNT))
+    elif not knows_devices and _needs_devices(_values(rows)):
+        rows.append(Outcome(MISSING, note=SHARDED, key=COUNT))
+    determined = stated.union(*(row.values for row in fallbacks))
+    rows += _places(peer, _values(rows), determined)
+    rows, config = _judged(rows)
+    rows += _missing(peer, rows, determined, config)
+    rows += _refuse_model(source, config)
+    rows.sort(key=lambda row: ORDER.index(row.status))
+    return Migrated(peer, source.name, nested(_values(rows)), rows, config, knows_devices)
+
+
+def _file_of(source: SourceSettings, peer: Peer) -> Path | None:
+    """Return the config file; a program may read one that the command line does not name."""
+    if peer.config and not source.file and source.script:
+        return source.script.parent / peer.config
+    return source.file
+
+
+def _written_keys(source: SourceSettings, peer: Peer, file: Path | None) -> JsonObject:
+    """Return the keys that a source sets; `--no_remove_unused_columns` sets one to false."""
     values = peer.reader(file, source.flags) if peer.reader and file else source.values
-    written: JsonObject = {PROGRAM: source.program} if source.program in peer.programs else {}
+    written: JsonObject = {}
+    if source.program in peer.programs:
+        written[PROGRAM] = source.program
     for key, value in flatten(values, whole=peer.whole.split()).items():
-        # `--no_remove_unused_columns` means remove_unused_columns: false.
         name = key.removeprefix("no_")
         turned = value is True and peer.rule(key) is None and peer.rule(name) is not None
         written |= {name: False} if turned else {key: value}
-    count = devices or source.devices
-    here = {COUNT: count or 1, FOLDER: file.parent if file else source.folder,
-            ALIASED: any(key in peer.aliases for key in written), NOT_READ: source.unknown}  # fmt: skip
-    given = here | {peer.aliases.get(key, key): v for key, v in written.items()}
+    return written
+
+
+def _fill_defaults(peer: Peer, source: SourceSettings, given: JsonObject) -> list[str]:
+    """Add the defaults of keys that are not set, in their order; return these keys."""
     filled = []
     for key, default in peer.defaults.items():
         with suppress(TypeError, ValueError, ArithmeticError):  # it depends on senseless values
@@ -233,47 +277,40 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
             if value is not UNSET and not is_set:
                 given[key] = value
                 filled.append(key)
-    launched = []
-    if count and count > 1:
-        mapping = {DEVICES: f"0-{count - 1}"}
-        launched = [Outcome(RENAMED, mapping, "from the launcher", COUNT, count)]
-    rows = _agreed([*launched, *(_row(peer, key, v, given) for key, v in written.items())])
-    stated = {path for row in rows for path in row.values}
-    rows += [Outcome(LEFT_OUT, note=note, key=key) for key, note in source.left_out.items()]
-    for key, note in source.unknown.items():
-        paths = _paths(peer, key, given)
-        places = {ESSENTIAL[name][0]: place for name, place in PLACES.items()}
-        missing = {path: place for path, place in places.items() if path in paths}
-        rows.append(Outcome(MISSING, missing, note, key))
-        stated |= paths
-    fallbacks = [_row(peer, key, given[key], given) for key in filled]
-    rows += [row for each in fallbacks if (row := _default(each, stated))]
-    knows_devices = bool(count) or DEVICES in stated
-    if count == 0:
-        rows.append(Outcome(MISSING, note=UNSURE, key=COUNT))
-    elif not knows_devices and _needs_devices(_values(rows)):
-        rows.append(Outcome(MISSING, note=SHARDED, key=COUNT))
-    determined = stated.union(*(row.values for row in fallbacks))
-    for name, place in PLACES.items():
+    return filled
+
+
+def _launched(count: int | None) -> list[Outcome]:
+    if not count or count == 1:
+        return []
+    return [Outcome(RENAMED, {DEVICES: f"0-{count - 1}"}, "from the launcher", COUNT, count)]
+
+
+def _not_read(peer: Peer, key: str, note: str, given: Given) -> Outcome:
+    """Return the row of a key whose value only a run has."""
+    paths = _paths(peer, key, given)
+    places = {path: place for path, place in PLACES.items() if path in paths}
+    return Outcome(MISSING, places, note, key)
+
+
+def _places(peer: Peer, values: JsonObject, determined: set[str]) -> Iterator[Outcome]:
+    """Yield something to fill in for a model or pairs that the source does not name."""
+    for name in ("model", "data"):
         [path] = ESSENTIAL[name]
-        if path not in _values(rows):
+        if path not in values:
             status = OPEN if path in determined else MISSING  # OPEN: another row says why
-            rows.append(Outcome(status, {path: place}, _unset(peer, path), f"({name})"))
-    rows, config = _judged(rows)
-    rejected = {path for row in rows for path in row.rejected}
-    reported = {row.key for row in rows}
-    rows += [
-        row for row in _missing(determined - rejected, config, peer) if row.key not in reported
-    ]
-    named = (
-        f"{config.pretrain} {' '.join(map(str, as_list(config.actor_train.data_args.file_name)))}"
-    )
+            yield Outcome(status, {path: PLACES[path]}, _unset(peer, path), f"({name})")
+
+
+def _refuse_model(source: SourceSettings, config: DPOConfig) -> list[Outcome]:
+    """Raise for models and data of other kinds; return a row for quantised weights."""
+    files = map(str, as_list(config.actor_train.data_args.file_name))
+    named = f"{config.pretrain} {' '.join(files)}"
     if VISION.search(f"{source.program} {named}"):
         raise ConfigError(f"{source.name}: {named}: Rather trains language models only.")
-    if ROUNDED.search(str(config.pretrain)):
-        rows.append(Outcome(IMPOSSIBLE, note=QUANTISED, key="(model)", value=config.pretrain))
-    ordered = sorted(rows, key=lambda row: ORDER.index(row.status))
-    return Migrated(peer, source.name, nested(_values(rows)), ordered, config, knows_devices)
+    if not ROUNDED.search(str(config.pretrain)):
+        return []
+    return [Outcome(IMPOSSIBLE, note=QUANTISED, key="(model)", value=config.pretrain)]
 
 
 def _paths(peer: Peer, key: str, given: Given) -> set[str]:
@@ -310,8 +347,10 @@ def _agreed(rows: list[Outcome]) -> list[Outcome]:
     return result
 
 
-def _missing(determined: set[str], config: DPOConfig, peer: Peer) -> Iterator[Outcome]:
-    """Yield what makes a training and is neither in the source nor a default of the tool."""
+def _missing(
+    peer: Peer, rows: list[Outcome], determined: set[str], config: DPOConfig
+) -> list[Outcome]:
+    """Return what makes a training and is neither in the source nor a default of the tool."""
     needless = {
         "beta": config.loss_names == ["sft"] or config.task == "reward",
         # PEFT's own choice depends on the model; other tools choose all layers, as Rather does.
@@ -320,9 +359,15 @@ def _missing(determined: set[str], config: DPOConfig, peer: Peer) -> Iterator[Ou
         "scored turns": config.task != "sft",
         "router loss": not MIXTURE.search(str(config.pretrain)),
     }
-    for name, paths in ESSENTIAL.items():
-        if not needless.get(name) and determined.isdisjoint(paths):
-            yield Outcome(MISSING, note=_unset(peer, paths[0]), key=f"({name})")
+    determined = determined.difference(*(row.rejected for row in rows))
+    reported = {row.key for row in rows}
+    return [
+        Outcome(MISSING, note=_unset(peer, paths[0]), key=f"({name})")
+        for name, paths in ESSENTIAL.items()
+        if not needless.get(name)
+        and determined.isdisjoint(paths)
+        and f"({name})" not in reported
+    ]
 
 
 def _unset(peer: Peer, path: str) -> str:

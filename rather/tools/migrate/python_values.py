@@ -13,8 +13,6 @@ from typing import Any
 from rather.config.redaction import HIDDEN, looks_secret, redact
 
 MOST = 10**12  # no setting is larger
-NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler
-LITERALS = (str, int, float, type(None))
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow,
     ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
@@ -67,8 +65,7 @@ class Module:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             inner = node
         for name, value in self._bound_names(node):
-            bindings = self.bindings.setdefault((scope, name), [])
-            bindings.append(Binding(node, value, in_branch))
+            self._add(scope, name, Binding(node, value, in_branch))
         branches = isinstance(
             node, ast.If | ast.For | ast.AsyncFor | ast.While | ast.Try | ast.Match
         )
@@ -81,29 +78,35 @@ class Module:
 
     def _bound_names(self, node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
         """Yield each name that a node binds, and its value if that is an expression."""
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            for alias in node.names:
-                name = alias.asname or alias.name.partition(".")[0]
-                self.imported[name] = f"{module}.{alias.name}" if module else alias.name
-                if name == "*":  # it may bind any name
-                    self.stars.append(place_of(node))
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                module = f"{getattr(node, 'module', None) or ''}."
+                for alias in node.names:
+                    name = alias.asname or alias.name.partition(".")[0]
+                    self.imported[name] = (module + alias.name).lstrip(".")
+                    if name == "*":  # it may bind any name
+                        self.stars.append(place_of(node))
+                    yield name, None
+            case ast.Global() | ast.Nonlocal():  # a function may change it at any time
+                for name in node.names:
+                    self._add(self.tree, name, Binding(node, None, in_branch=True))
+            case ast.Assign():
+                for target in node.targets:
+                    self._assign(target, node.value)
+            case ast.AnnAssign(value=ast.expr() as value):
+                self._assign(node.target, value)
+            case ast.Name(ctx=ast.Store() | ast.Del()):
+                yield node.id, self.value_of.get(node)  # no value: for, with, +=, :=, del
+            case ast.arg(arg=str(name)):
                 yield name, None
-        elif isinstance(node, ast.Global | ast.Nonlocal):
-            for name in node.names:  # a function may change it at any time
-                bindings = self.bindings.setdefault((self.tree, name), [])
-                bindings.append(Binding(node, None, in_branch=True))
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
-                self._assign(target, node.value)
-        elif isinstance(node, ast.AnnAssign) and node.value:
-            self._assign(node.target, node.value)
-        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            yield node.id, self.value_of.get(node)  # no value: for, with, +=, :=, del
-        elif isinstance(node, ast.arg):
-            yield node.arg, None
-        elif isinstance(node, NAMED) and node.name:
-            yield node.name, None
+            case (
+                ast.FunctionDef(name=str(name)) | ast.AsyncFunctionDef(name=str(name))
+                | ast.ClassDef(name=str(name)) | ast.ExceptHandler(name=str(name))
+            ):  # fmt: skip
+                yield name, None
+
+    def _add(self, scope: ast.AST, name: str, binding: Binding) -> None:
+        self.bindings.setdefault((scope, name), []).append(binding)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         """Note the value of a target; of `a, b = 1, 2` that of each."""
@@ -153,37 +156,34 @@ class Module:
             raise NotKnown(node) from None
 
     def _value(self, node: ast.expr) -> Any:
-        if isinstance(node, ast.Constant) and isinstance(node.value, LITERALS):
-            return node.value
-        if isinstance(node, ast.Name):
-            value = self.assigned(node)
-            if isinstance(value, ast.List | ast.Dict | ast.Set) and self._is_changed(node.id):
-                raise NotKnown(node)
-            return self.value(value)
-        if isinstance(node, ast.List | ast.Tuple | ast.Set):
-            return [self.value(item) for item in node.elts]
-        if isinstance(node, ast.Dict):
-            if None in node.keys:
-                raise NotKnown(node)
-            return {self.value(key): self.value(item)
-                    for key, item in zip(node.keys, node.values, strict=True) if key}  # fmt: skip
-        if isinstance(node, ast.JoinedStr):
-            return "".join(self._text(part) for part in node.values)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
-            inner = self.value(node.operand)
-            return not inner if isinstance(node.op, ast.Not) else -inner
-        if isinstance(node, ast.BinOp):
-            return self._computed(node)
-        if isinstance(node, ast.Attribute) and self.origin(node) in DTYPES:
-            return node.attr
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
-            return {key.arg: self.value(key.value) for key in node.keywords if key.arg}
+        match node:
+            case ast.Constant(value=str() | int() | float() | None):
+                return node.value
+            case ast.Name():
+                value = self.assigned(node)
+                if isinstance(value, ast.List | ast.Dict | ast.Set) and self._is_changed(node.id):
+                    raise NotKnown(node)
+                return self.value(value)
+            case ast.List() | ast.Tuple() | ast.Set():
+                return [self.value(item) for item in node.elts]
+            case ast.Dict() if None not in node.keys:  # None: `**other`
+                items = zip(node.keys, node.values, strict=True)
+                return {self.value(key): self.value(item) for key, item in items if key}
+            case ast.Call(func=ast.Name(id="dict"), args=[]):
+                return {item.arg: self.value(item.value) for item in node.keywords if item.arg}
+            case ast.JoinedStr():
+                return "".join(str(self.value(part)) for part in node.values)
+            case ast.FormattedValue(conversion=-1, format_spec=None):
+                return self.value(node.value)
+            case ast.UnaryOp(op=ast.Not()):
+                return not self.value(node.operand)
+            case ast.UnaryOp(op=ast.USub()):
+                return -self.value(node.operand)
+            case ast.BinOp():
+                return self._computed(node)
+            case ast.Attribute() if self.origin(node) in DTYPES:
+                return node.attr
         raise NotKnown(node)
-
-    def _text(self, part: ast.expr) -> str:
-        if isinstance(part, ast.FormattedValue) and part.conversion < 0 and not part.format_spec:
-            return str(self.value(part.value))
-        return str(self.value(part))
 
     def _computed(self, node: ast.BinOp) -> Any:
         left, right = self.value(node.left), self.value(node.right)

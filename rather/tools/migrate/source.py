@@ -29,6 +29,7 @@ PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus", "n
              "NPROC_PER_NODE")  # fmt: skip
 NODES = ("nnodes", "num_nodes", "num_machines", "NNODES")
 LAUNCHED = (*PROCESSES, *NODES)
+CONFIG_FLAGS = ("config", "config_path", "config_name")  # name a file
 ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "CUDA_VISIBLE_DEVICES")
 ALL_VISIBLE = ("accelerate", "deepspeed", "llamafactory-cli", "axolotl")  # start one each
 STARTS_ONE = ("torchrun", "swift", "megatron")  # processes, unless told otherwise
@@ -58,27 +59,37 @@ def read_line(
         raise ConfigError(f"{name}: is not a command line ({error}).") from None
     program, after = start or ("", 0)
     launcher = dict(_written(words[: after or None]))
-    written = [item for item in _written(words[after:]) if start or item[0] not in LAUNCHED]
-    flags = {key: value for key, value in written if key}
-    others = [str(value) for key, value in written if not key]
+    flags, others = _flags(words[after:], has_program=start is not None)
     config = _config_file(flags, others, folder, name)
     if start:  # a typing error such as -lr for --lr
         flags |= {word: True for word in others if not word.endswith(FILES)}
-    for key in ("config", "config_path", "config_name") if config else ():
-        flags.pop(key, None)
+    if config:
+        flags = {key: value for key, value in flags.items() if key not in CONFIG_FLAGS}
     values = (read_mapping(config) if config else {}) | flags
     own = {key: environment[key] for key in ENVIRONMENT if key in environment}
     launched = {**own, **_accelerate(launcher, folder), **launcher}
     devices = _devices(words[:1], launched, folder)
     script = folder / words[after - 1] if start else folder
-    found = script if script.is_file() else None
-    if found and found.suffix == ".py":
-        if (trainer := trainer_in(found)) and not flags and not config:
-            return replace(read_script(found), devices=devices)
-        program = trainer or program
+    if not script.is_file():
+        return SourceSettings(name, values, tuple(words), devices, config, program, flags, folder)
+    trainer = trainer_in(script) if script.suffix == ".py" else ""
+    if trainer and not flags and not config:
+        return replace(read_script(script), devices=devices)
     return SourceSettings(
-        name, values, tuple(words), devices, config, program, flags, folder, found
+        name, values, tuple(words), devices, config, trainer or program, flags, folder, script
     )
+
+
+def _flags(words: list[str], *, has_program: bool) -> tuple[JsonObject, list[str]]:
+    """Return settings by key, and other words; without a program, launchers' flags are none."""
+    flags: JsonObject = {}
+    others = []
+    for key, value in _written(words):
+        if not key:
+            others.append(str(value))
+        elif has_program or key not in LAUNCHED:
+            flags[key] = value
+    return flags, others
 
 
 def _training(
@@ -223,19 +234,24 @@ def _accelerate(launcher: JsonObject, folder: Path) -> JsonObject:
 def _devices(first: list[str], flags: JsonObject, folder: Path) -> int | None:
     """Return how many processes a launcher starts; 0 if that is only known when it runs."""
     numbers = {key: plain(flags[key]) for key in LAUNCHED if key in flags}
-    processes = next((numbers[key] for key in PROCESSES if key in numbers), None)
     nodes = next((numbers[key] for key in NODES if key in numbers), 1)
     if hosts := flags.get("hostfile"):
         file = folder / str(hosts)
         nodes = len(_text(file).split()) if file.is_file() else None
+    processes = next((numbers[key] for key in PROCESSES if key in numbers), None)
     if processes is None:
-        visible = str(flags.get("CUDA_VISIBLE_DEVICES", ""))
-        every = first and first[0].rpartition("/")[2] in ALL_VISIBLE
-        processes = len(visible.split(",")) if visible and every and "$" not in visible else None
-        if processes is None and first and first[0].rpartition("/")[2] in STARTS_ONE:
-            processes = 1
-        if processes is None:
-            return None if nodes == 1 and not {"include", "exclude"} & set(flags) else 0
+        launcher = first[0].rpartition("/")[2] if first else ""
+        processes = _processes_of(launcher, str(flags.get("CUDA_VISIBLE_DEVICES", "")))
+    if processes is None and nodes == 1 and not {"include", "exclude"} & set(flags):
+        return None
     if not isinstance(processes, int) or not isinstance(nodes, int):
         return 0
     return processes * (1 if "num_processes" in flags else nodes)
+
+
+def _processes_of(launcher: str, visible: str) -> int | None:
+    """Return how many processes a launcher starts if no flag says it; None if that is not known."""
+    if launcher in STARTS_ONE:
+        return 1
+    is_known = visible and "$" not in visible
+    return len(visible.split(",")) if launcher in ALL_VISIBLE and is_known else None

@@ -71,7 +71,6 @@ class PairHistory:
     last: Floats
     mean: Floats
     flip_score: Floats
-    lowest: Floats  # margin after the first visit
     highest: Floats  # margin before the last visit
     chosen_moved: Floats  # log-ratio of the chosen answer at the last visit minus the first
     gradient_weight: Floats  # mean
@@ -88,8 +87,7 @@ class PairHistory:
         start = np.cumsum(visits) - visits
         last = start + visits - 1
         margin, chosen = column["margin"][order], column["chosen"][order]
-        after, before = margin.copy(), margin.copy()
-        after[start[visits > 1]] = np.inf
+        before = margin.copy()
         before[last[visits > 1]] = -np.inf
         longer = (column["chosen_tokens"] - column["rejected_tokens"])[order][start]
         return PairHistory(
@@ -99,7 +97,6 @@ class PairHistory:
             margin[last],
             np.add.reduceat(margin, start) / visits,
             _doubt(margin, start, visits),
-            np.minimum.reduceat(after, start),
             np.maximum.reduceat(before, start),
             chosen[last] - chosen[start],
             np.add.reduceat(column["gradient_weight"][order].astype(float), start) / visits,

@@ -78,24 +78,35 @@ def read_as(entry: JsonObject, given: Given) -> tuple[str | None, dict[str, str]
         entry = {key: v for key, v in entry.items() if TURNS.get(key, ...) != v}
     if isinstance(kind, dict):
         own, kind = kind, "user_defined"
-        formats = {key: v for key, v in own.items() if key.endswith("_format") and v}
-        if any(v != "{" + key.removesuffix("_format") + "}" for key, v in formats.items()):
-            raise Unsupported(
-                "a format of its own; write a Jinja file and name it: global_template"
-            )
+        refuse_formats(own)
     template, _, shape = str(kind or "chat_template").partition(".")
     if template not in KINDS or shape not in SHAPES:
         raise Unsupported(
             f"rows of type {kind} are not read; save them as prompt, chosen, rejected"
         )
-    mapped = set((entry.get("message_property_mappings") or {}).values())
-    roles = {role for names in (entry.get("roles") or {}).values() for role in names}
-    fields = {key.removeprefix("field_"): v for key, v in own.items() if key.startswith("field_")}
-    other = (mapped - {"role", "content", "from", "value"}) | (roles - {*KNOWN_ROLES, *ROLES})
-    other |= {key for key in entry if not key.startswith("field_")} - OF_ENTRY
-    if other:
+    if other := unread(entry):
         raise Unsupported(f"rows with {', '.join(sorted(other))} are not read")
+    fields = {key.removeprefix("field_"): v for key, v in own.items() if key.startswith("field_")}
     return KINDS[template], {key: name for key, name in fields.items() if name and name != key}
+
+
+def refuse_formats(kind: JsonObject) -> None:
+    """Refuse formats other than the column alone, such as prompt_format: "{prompt}"."""
+    for key, value in kind.items():
+        column = key.removesuffix("_format")
+        if column != key and value and value != f"{{{column}}}":
+            raise Unsupported(
+                "a format of its own; write a Jinja file and name it: global_template"
+            )
+
+
+def unread(entry: JsonObject) -> set[str]:
+    """Return the settings, the keys of messages and the roles of an entry that are not read."""
+    settings = {key for key in entry if not key.startswith("field_")}
+    mapped = set((entry.get("message_property_mappings") or {}).values())
+    roles = set().union(*(entry.get("roles") or {}).values())
+    keys_of_messages = {"role", "content", "from", "value"}
+    return (settings - OF_ENTRY) | (mapped - keys_of_messages) | (roles - {*KNOWN_ROLES, *ROLES})
 
 
 def entries(value: Any) -> list[JsonObject]:

@@ -202,29 +202,37 @@ def gpus(value: Any, given: Given) -> Outcome:
     return gives({"num_gpus_per_node": value, **devices(value * given.get("cluster.num_nodes", 1))})
 
 
+SCHEDULES = {"ConstantLR": "constant", "LinearLR": "linear", "CosineAnnealingLR": "cosine"}
+
+
 def schedule(value: Any, given: Given) -> Outcome:
     """Translate a list of torch schedulers: a linear warm-up and what follows it, to the end."""
-    parts = [part for part in (value if isinstance(value, list) else [value]) if part.get("name")]
+    listed = value if isinstance(value, list) else [value]
+    parts = [part for part in listed if part.get("name")]
     found = [(str(part["name"]).rpartition(".")[2], part.get("kwargs") or {}) for part in parts]
     warmup = 0
     if found[:1] and found[0][0] == "LinearLR" and found[0][1].get("end_factor", 1.0) == 1:
         warmup = int(found.pop(0)[1].get("total_iters", 5))
-    kind, numbers = found[0] if found else ("ConstantLR", {"factor": 1.0})
-    steps = numbers.get("T_max", numbers.get("total_iters", 5))
-    is_flat = kind == "ConstantLR" and numbers.get("factor", 1 / 3) == 1
-    falls = kind == "CosineAnnealingLR" or (kind == "LinearLR" and numbers.get("start_factor") == 1)
-    if len(found) > 1 or not (
-        is_flat or (falls and warmup + steps == given.get("dpo.max_num_steps"))
-    ):
+    found = found or [("ConstantLR", {"factor": 1.0})]
+    if len(found) > 1 or not reaches_end(*found[0], given.get("dpo.max_num_steps"), warmup):
         raise Unsupported(
             "not a warm-up and a constant, linear or cosine schedule until max_num_steps"
         )
-    name = {"ConstantLR": "constant", "LinearLR": "linear", "CosineAnnealingLR": "cosine"}[kind]
+    kind, numbers = found[0]
     floors = {"min_lr": numbers.get("eta_min"), "min_lr_rate": numbers.get("end_factor")}
-    floor = {key: number for key, number in floors.items() if number and not is_flat}
-    values = {"training.lr_scheduler_type": name, "training.warmup_steps": warmup}
+    floor = {key: number for key, number in floors.items() if number and kind != "ConstantLR"}
+    values = {"training.lr_scheduler_type": SCHEDULES[kind], "training.warmup_steps": warmup}
     values |= {"training.lr_scheduler_kwargs": floor} if floor else {}
     return gives(values, "the warm-up starts at 0" if warmup else "")
+
+
+def reaches_end(kind: str, numbers: JsonObject, last_step: Any, warmup: int) -> bool:
+    """Return whether a schedule is constant, or falls from its peak until the last step."""
+    if kind == "ConstantLR":
+        return bool(numbers.get("factor", 1 / 3) == 1)
+    falls = kind == "CosineAnnealingLR" or (kind == "LinearLR" and numbers.get("start_factor") == 1)
+    steps = numbers.get("T_max", numbers.get("total_iters", 5))
+    return falls and bool(warmup + steps == last_step)
 
 
 def same_as(key: str) -> Rule:
