@@ -2,8 +2,9 @@
 
 `python -m tests.defects` prints a table of defects and tests. `--run` also runs each test in this
 tree, where it must pass, and `--before COMMIT` in a checkout of that commit with this tree's
-tests, where it must fail. It ends with status 1 if one does not. Surviving mutations are proved by
-`python -m tests.mutations` instead.
+tests, where it must fail. It ends with status 1 if one does not. There a test is `broken`, not
+`failed`, if it needs a name that the commit does not have. `--write FILE` keeps the table as JSON.
+Surviving mutations are proved by `python -m tests.mutations` instead.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.old_imports import NotThereError, allow_missing_names
 
 ROOT = Path(__file__).parents[1]
 # Modules that a name has moved to since: an old commit gets them, so that tests run there.
@@ -75,11 +79,13 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
+            needs_new_name = report.failed and NotThereError.__name__ in str(report.longrepr)
+            outcome = "broken" if needs_new_name else report.outcome
             with open(self.file, "a", encoding="utf-8") as file:
-                file.write(json.dumps([report.nodeid, report.outcome]) + "\n")
+                file.write(json.dumps([report.nodeid, outcome]) + "\n")
 
 
-def outcomes(tree: Path, tests: list[str]) -> dict[str, str]:
+def outcomes(tree: Path, tests: list[str], *, is_old: bool = False) -> dict[str, str]:
     """Return test -> `passed`, `failed` or `skipped` in a tree, or `broken` if it cannot run there.
 
     The tests of a file run in one process: importing takes longer than most of them.
@@ -91,6 +97,7 @@ def outcomes(tree: Path, tests: list[str]) -> dict[str, str]:
     for nodes in by_file.values():
         with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
             command = [sys.executable, "-m", "tests.defects", "--record", file.name, *nodes]
+            command += ["--old"] if is_old else []
             environment = os.environ | {"PYTHONPATH": str(tree)}
             options = {"cwd": tree, "env": environment, "stdout": subprocess.DEVNULL}
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -102,8 +109,10 @@ def outcomes(tree: Path, tests: list[str]) -> dict[str, str]:
     return results
 
 
-def record(file: Path, tests: list[str]) -> int:
+def record(file: Path, tests: list[str], *, is_old: bool) -> int:
     """Run tests in this process, and write their outcomes to a file."""
+    if is_old:
+        allow_missing_names()
     arguments = ["-q", "--all", "-p", "no:cacheprovider", *tests]
     return int(pytest.main(arguments, plugins=[Recorder(file)]))
 
@@ -145,10 +154,12 @@ def main() -> int:
     parser.add_argument("ids", nargs="*", help="only these defects")
     parser.add_argument("--run", action="store_true", help="run the tests in this tree")
     parser.add_argument("--before", metavar="COMMIT", help="run them on this commit as well")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="add the outcomes to this file")
     parser.add_argument("--record", metavar="FILE", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--old", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.record:
-        return record(options.record, options.ids)
+        return record(options.record, options.ids, is_old=options.old)
     tests = marked_tests()
     if options.ids:
         tests = {name: tests[name] for name in options.ids}
@@ -157,7 +168,18 @@ def main() -> int:
     before: dict[str, str] = {}
     if options.before:
         with tempfile.TemporaryDirectory() as folder:
-            before = outcomes(old_tree(options.before, Path(folder)), nodes)
+            before = outcomes(old_tree(options.before, Path(folder)), nodes, is_old=True)
+    if options.write:
+        write_table(options.write, tests, before, now)
+    wrong = print_table(tests, before, now)
+    print(f"{len(tests)} defects, {len(nodes)} tests; wrong: {wrong}")
+    return 1 if wrong else 0
+
+
+def print_table(
+    tests: Mapping[str, list[str]], before: Mapping[str, str], now: Mapping[str, str]
+) -> int:
+    """Print each defect with its tests; return the number of those that are not proved."""
     wrong = 0
     for name, group in tests.items():
         print(f"{name}:", *(f"  {node}" for node in group), sep="\n")
@@ -169,8 +191,21 @@ def main() -> int:
             words = [before[node] for node in group]
             wrong += {"failed", "broken"}.isdisjoint(words)
             print(f"  before: {_counts(words)}")
-    print(f"{len(tests)} defects, {len(nodes)} tests; wrong: {wrong}")
-    return 1 if wrong else 0
+    return wrong
+
+
+def write_table(
+    file: Path,
+    tests: Mapping[str, list[str]],
+    before: Mapping[str, str],
+    now: Mapping[str, str],
+) -> None:
+    """Add id -> test -> outcome before and now to a file; other ids in it stay."""
+    table = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for name, group in tests.items():
+        table[name] = {node: {"before": before.get(node), "now": now.get(node)} for node in group}
+    ordered = dict(sorted(table.items(), key=lambda pair: _sort_key(pair[0])))
+    file.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 
 
 def _counts(outcomes: list[str]) -> str:
