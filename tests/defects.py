@@ -200,10 +200,14 @@ def write_table(
     before: Mapping[str, str],
     now: Mapping[str, str],
 ) -> None:
-    """Add id -> test -> outcome before and now to a file; other ids in it stay."""
+    """Add id -> test -> outcome before and now to a file; what else is in it stays."""
     table = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for name, group in tests.items():
-        table[name] = {node: {"before": before.get(node), "now": now.get(node)} for node in group}
+        rows = table.setdefault(name, {})
+        for node in group:
+            row = rows.setdefault(node, {"before": None, "now": None})
+            row["before"] = before.get(node, row["before"])
+            row["now"] = now.get(node, row["now"])
     ordered = dict(sorted(table.items(), key=lambda pair: _sort_key(pair[0])))
     file.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 

@@ -32,12 +32,12 @@ MEANINGS = {
 # Of the flip score, chosen on other seeds than the reported ones (bench/flipped_pairs.py).
 FADING = 0.4  # what a visit counts of the one before it: models learn wrong labels by heart
 UNDECIDED = 0.5  # the score of a pair without a margin; above it the model disagrees
-LIKELY = 0.7  # chance of a wrong label from which on a pair is likely flipped
+SURE = 0.51  # a score from which on the model contradicts a label by more than a hair
 FLOOR = 5.4  # evidence (LabelNoise) that 1 % of the runs with right labels reach by chance
 MOST_ERRORS = 2 / 3  # of what contradicts a sure model may be its own errors
 CERTAIN = 2.7  # evidence that 5 % of the runs with more errors reach by chance
 OR_PLANT = "or calibrate with `rather pairs RUN --plant 0.2`"
-PRECISION = 0.8  # of the pairs that a calibrated run calls likely flipped
+PRECISION = 0.8  # of the pairs that are called likely flipped: that many labels are wrong
 
 
 def read_ledger(run_dir: Path) -> Any:
@@ -332,12 +332,28 @@ class Doctor:
         """Return name -> which pairs."""
         history = self.history
         disagrees = history.flip_score > UNDECIDED
-        likely = disagrees & (self.chance >= self.calibration.get("chance", LIKELY))
-        if not self.calibration:
-            likely &= history.visits > 1
         if self.why_none:
-            likely[:] = False
+            likely = np.zeros_like(disagrees)
+        elif self.calibration:
+            likely = disagrees & (self.chance >= self.calibration["chance"])
+        else:
+            likely = self._mostly_wrong() & (history.visits > 1)
         return {"likely_flipped": likely, "disagrees": disagrees & ~likely, **history.findings}
+
+    def _mostly_wrong(self) -> Flags:
+        """Return the pairs with the highest scores, as many as have PRECISION wrong labels.
+
+        That is their mean chance, so that the set as a whole has at most a fifth of right labels.
+        A limit for each single pair would leave out many that are wrong.
+        """
+        score = self.history.flip_score
+        order = np.argsort(-score, kind="stable")
+        expected = np.cumsum(self.chance[order]) / np.arange(1, len(order) + 1)
+        enough = np.flatnonzero((expected >= PRECISION) & (score[order] >= SURE))
+        flags = np.zeros(len(order), dtype=bool)
+        if len(enough):
+            flags[order[: enough[-1] + 1]] = True
+        return flags
 
     def rows(self) -> list[JsonObject]:
         """Return one object per pair, the most suspicious first."""
