@@ -10,6 +10,8 @@ import typer
 
 from rather.commands.terminal import (
     AsJson,
+    Force,
+    Imports,
     OutFile,
     Overrides,
     TrustPaths,
@@ -17,6 +19,7 @@ from rather.commands.terminal import (
     echo,
     known_model,
     print_json,
+    writable,
 )
 from rather.errors import ConfigError
 from rather.files import JsonObject
@@ -118,6 +121,74 @@ def chat_command(
     names = [model, beside] if beside else [model]
     trust = Trust(trust_code, trust_paths, any_base)
     chat(names, prompt, system, decoding, seed or 0, trust=trust)
+
+
+@command
+def generate_command(
+    model: Model,
+    prompts: Path,
+    out: Annotated[Path, typer.Option(callback=writable)],
+    answers: Annotated[int, typer.Option(min=1)] = 1,
+    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.01, max=1.0)] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
+    stop: list[str] | None = None,
+    system: str | None = None,
+    batch: Annotated[int | None, typer.Option(min=1)] = None,
+    dry_run: bool = False,
+    force: Force = False,
+    as_json: AsJson = False,
+    imports: Imports = None,
+    trust_code: TrustCode = False,
+    trust_paths: TrustPaths = False,
+    any_base: AnyBase = False,
+) -> None:
+    """Write the answers of a model to the prompts of a file, and OUT.meta.json about them.
+
+    Run the same command again to continue after an interruption; the file is the same as without.
+
+    prompts: A file of prompts: any shape that training takes, with or without answers.
+    out: The JSONL file of prompts and answers to write.
+    answers: Answers to each prompt.
+    temperature: 0: greedy; from 0.01: sample. Default: 0 for one answer, 1 for several.
+    top_p: Sample from the likeliest tokens of this share.
+    max_new_tokens: Longest answer in tokens.
+    seed: Seed for sampling.
+    stop: End an answer before this text; repeatable.
+    system: The system message of prompts that have none.
+    batch: Answers generated at a time; default: as many as fit in memory.
+    dry_run: Print the number of tokens and the first prompt, then exit.
+    """
+    if temperature is None:
+        temperature = 1.0 if answers > 1 else 0.0
+    if not (temperature == 0 or 0.01 <= temperature < math.inf):
+        raise ConfigError(f"--temperature must be 0 or at least 0.01 (got {temperature}).")
+    if temperature == 0 and answers > 1:
+        raise ConfigError(
+            "--answers: several answers with --temperature 0 would be equal; raise the temperature."
+        )
+    if temperature == 0 and top_p is not None:
+        raise ConfigError("--top-p needs sampling: set --temperature as well.")
+    if any(not text for text in stop or ()):
+        raise ConfigError("--stop must not be empty.")
+    from rather.commands.generate import Request, generate_answers
+    from rather.config import plugins
+    from rather.config.found import Trust
+    from rather.model.generate import Decoding
+
+    plugins.load_requested()
+    decoding = Decoding(max_new_tokens, temperature, top_p or 1.0, tuple(stop or ()))
+    request = Request(answers, decoding, seed, system)
+    trust = Trust(trust_code, trust_paths, any_base)
+    options: JsonObject = {"trust": trust, "force": force, "dry_run": dry_run}
+    meta = generate_answers(model, prompts, out, request, batch=batch, **options)
+    if as_json:
+        print_json(meta)
+    elif meta:
+        tokens = meta["tokens"]["answers"]
+        length = "" if tokens is None else f", {tokens} tokens"
+        echo(f"{out}: {meta['rows']} prompts, {meta['rows'] * answers} answers{length}")
 
 
 @command

@@ -6,26 +6,31 @@ that two models are compared by the same rule; its end tokens are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from rather.model.towers import set_attention
 
+SPARE_TOKENS = 8  # special tokens, which have no text, among the tokens of a stop text
+BATCH_ON_CPU, LARGEST_BATCH = 32, 1024  # answers that are generated at a time
+
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the next token is chosen, and the maximum number of tokens."""
+    """How the next token is chosen, and when an answer ends besides its end token."""
 
     max_new_tokens: int
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
+    stop: tuple[str, ...] = ()  # texts that end an answer
 
 
 class GeneratedAnswer(NamedTuple):
@@ -35,26 +40,34 @@ class GeneratedAnswer(NamedTuple):
     ended: bool
 
 
+def end_tokens(causal_lm: Any, tokenizer: Any, more: Iterable[int | None] = ()) -> list[int]:
+    """Return the tokens that end an answer: of the tokenizer, of the model, and others."""
+    own = causal_lm.generation_config.eos_token_id
+    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own]), *more]
+    return list(dict.fromkeys(token for token in ends if token is not None))
+
+
 def generate(
     causal_lm: Any,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
     decoding: Decoding,
     on_tokens: Callable[[list[int]], None] | None = None,
+    *,
+    answers: int = 1,
+    end_of_turn: int | None = None,
 ) -> list[GeneratedAnswer]:
-    """Return one answer to each prompt; the model may be in training.
+    """Return answers to each prompt, those to one prompt together; the model may be in training.
 
     `on_tokens` gets the next token of each answer as it is generated; finished answers are padded.
     """
     attention = causal_lm.config.get_text_config()._attn_implementation
     settings = causal_lm.generation_config
-    own = settings.eos_token_id
-    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
-    ends = list(dict.fromkeys(token for token in ends if token is not None))
+    ends = end_tokens(causal_lm, tokenizer, [end_of_turn])
     padding = ends[0] if ends else 0
     rows = [torch.tensor(prompt) for prompt in prompts]
-    ids = pad_sequence(rows, True, padding, "left")
-    seen = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
+    ids = pad_sequence(rows, True, padding, "left").to(causal_lm.device)
+    seen = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left").to(ids.device)
     sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
     own_rule = GenerationConfig(
         max_new_tokens=decoding.max_new_tokens,
@@ -63,24 +76,85 @@ def generate(
         do_sample=bool(decoding.temperature),
         **(sampling if decoding.temperature else {}),
     )
+    stop = StoppingCriteriaList()
+    if decoding.stop:
+        stop.append(_StopTexts(tokenizer, decoding.stop, ids.shape[1]))
     set_attention(causal_lm, "sdpa" if causal_lm._supports_sdpa else "eager")
     causal_lm.generation_config = GenerationConfig()  # none of the model's defaults
     try:
         with torch.no_grad():
+            cache = _prefilled(causal_lm, ids, seen, answers) if answers > 1 else None
             out: Tensor = causal_lm.generate(
-                input_ids=ids.to(causal_lm.device),
-                attention_mask=seen.to(causal_lm.device),
+                input_ids=ids.repeat_interleave(answers, 0),
+                attention_mask=seen.repeat_interleave(answers, 0),
                 generation_config=own_rule,
+                stopping_criteria=stop,
                 streamer=_Streamer(on_tokens) if on_tokens else None,
+                **({"past_key_values": cache} if cache else {}),
             )
     finally:
         set_attention(causal_lm, attention)
         causal_lm.generation_config = settings
-    answers = []
+    found = []
     for tokens in out[:, ids.shape[1] :].tolist():
-        stop = next((place for place, token in enumerate(tokens) if token in ends), None)
-        answers.append(GeneratedAnswer(tokens[:stop], stop is not None))
-    return answers
+        end = next((place for place, token in enumerate(tokens) if token in ends), None)
+        found.append(GeneratedAnswer(tokens[:end], end is not None))
+    return found
+
+
+def _prefilled(causal_lm: Any, ids: Tensor, seen: Tensor, answers: int) -> DynamicCache | None:
+    """Return the cache of all tokens but the last, computed once per prompt, for each answer.
+
+    None for prompts of one token, and for models whose caches cannot be repeated: these compute
+    each prompt once per answer.
+    """
+    if ids.shape[1] == 1:
+        return None
+    cache = DynamicCache(config=causal_lm.config)
+    if not all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
+        return None
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    causal_lm(
+        input_ids=ids[:, :-1],
+        attention_mask=seen[:, :-1],
+        position_ids=positions[:, :-1],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    cache.batch_repeat_interleave(answers)
+    return cache
+
+
+def batch_that_fits(causal_lm: Any, tokens: int) -> int:
+    """Return how many answers of so many tokens, prompts included, are generated at a time."""
+    device = causal_lm.device
+    if device.type != "cuda":
+        return BATCH_ON_CPU
+    config = causal_lm.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = causal_lm.dtype.itemsize
+    # A cache is copied when it grows by a token; logits are float32 in several copies.
+    cached = 2 * 2 * tokens * config.num_hidden_layers * heads * width * size
+    logits = 4 * 6 * config.vocab_size
+    free, _ = torch.cuda.mem_get_info(device)
+    fits = int(0.6 * free / (cached + logits))
+    return max(1, min(LARGEST_BATCH, 1 << max(fits, 1).bit_length() - 1))
+
+
+class _StopTexts(StoppingCriteria):
+    """Ends an answer whose last tokens contain a stop text."""
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str], start: int) -> None:
+        self.tokenizer, self.texts, self.start = tokenizer, texts, start
+        self.window = max(len(text.encode()) for text in texts) + SPARE_TOKENS
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        first = max(self.start, input_ids.shape[1] - self.window)
+        tails = self.tokenizer.batch_decode(input_ids[:, first:], skip_special_tokens=True)
+        found = [any(text in tail for text in self.texts) for tail in tails]
+        return torch.tensor(found, device=input_ids.device)
 
 
 class _Streamer(BaseStreamer):

@@ -11,6 +11,7 @@ import torch
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
+from rather.checkpoint.manifest import MANIFEST
 from rather.config.found import NO_TRUST, OF_A_CHECKPOINT, OF_A_RESULT, Trust
 from rather.config.load import load_found
 from rather.config.paths import is_local
@@ -19,8 +20,8 @@ from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.data.hub import refuse_unknown_model
 from rather.data.template import load_tokenizer, tokenizer_of
 from rather.errors import CheckpointError, ConfigError
-from rather.files import read_json
-from rather.model.files import BASE_WEIGHTS, model_folder, refuse_other_base
+from rather.files import file_sha, read_json, text_sha
+from rather.model.files import BASE_WEIGHTS, model_folder, refuse_other_base, weights_digest
 from rather.model.policy import PolicyModel
 from rather.model.reward import is_reward_model
 from rather.optim.rounding import Rounding
@@ -65,6 +66,20 @@ class Weights:
         with suppress(OSError, ValueError, AttributeError):  # loading it reports why
             return folder is not None and is_reward_model(read_json(folder / "config.json"))
         return False
+
+    def digest(self) -> str:
+        """Return a digest of all weights: of the model, an adapter and a checkpoint."""
+        folder = model_folder(self.model, self.args.revision)
+        found = weights_digest(folder) if folder else None
+        if found is None:
+            raise ConfigError(f"{self.name}: {self.model} has no weights that can be read")
+        if adapter := self.args.adapter_name_or_path:
+            from rather.model.adapters import adapter_digest
+
+            found = text_sha(found + adapter_digest(Path(adapter)))
+        if self.checkpoint:
+            found = text_sha(found + file_sha(self.checkpoint.path / MANIFEST))
+        return found
 
     def tokenizer(self) -> Any:
         """Load the tokenizer, with the chat template of the training if it is known."""

@@ -83,6 +83,8 @@ COMMANDS: dict[str, list[list[str]]] = {
     "save-now": [*FOLDERS, ["{yaml:run}"]],
     "verify": [*FOLDERS, ["{run}/checkpoint-1"]],
     "chat": [[*words, "--prompt", "w1", TRUSTED] for words in SOURCES],
+    "generate": [[*words, "{data}", "--out", f"answers-{place}.jsonl", "--max-new-tokens", "4", TRUSTED]
+        for place, words in enumerate(SOURCES)],
     "score": [*([*words, "{data}", TRUSTED] for words in SOURCES), ["{good}", "{data}"]],
     "export": [
         *([*words, f"out-{place}", TRUSTED] for place, words in enumerate(SOURCES)),

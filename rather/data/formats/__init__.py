@@ -223,7 +223,7 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
         named = {name: value for name, value in row.items() if name not in taken}
         named |= {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
         form = _format_of(named, layout)
-        prompt, answers = _read_by(form, named)
+        prompt, answers = read_by(form, named)
         prompt = text_or_turns(prompt, "the prompt")
         extras = extras_of(named)
         couples, ties = _couples(answers, named, layout)
@@ -241,7 +241,7 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
     return found
 
 
-def _read_by(form: DataFormat, row: Row) -> tuple[Any, Any]:
+def read_by(form: DataFormat, row: Row) -> tuple[Any, Any]:
     """Call the function of a format; a mistake in it is an error that names its line."""
     try:
         prompt, answers = form.read(row)
@@ -320,13 +320,9 @@ def _format_of(row: Row, layout: RowLayout) -> DataFormat:
     if layout.format != "auto":
         require(row, *FORMATS[layout.format].needs)
         return FORMATS[layout.format]
-    given = {name for name, value in row.items() if value is not None}
-    for name in reversed(list(FORMATS)):
-        form = FORMATS[name]
-        if form.single and layout.rows == "pairs":
-            continue
-        if given.issuperset(form.needs) and (not form.one_of or given.intersection(form.one_of)):
-            return form
+    if form := matching_format(row, layout):
+        return form
+    given = _columns_with_values(row)
     if "responses" not in given:
         single = [f for f in FORMATS.values() if f.single and given.issuperset(f.needs)]
         if single and layout.rows == "pairs" and not given.intersection(ANSWERS):
@@ -341,6 +337,22 @@ def _format_of(row: Row, layout: RowLayout) -> DataFormat:
             )
         require(row, *ANSWERS)
     return FORMATS["ranked"]  # it reports that ranks or scores are missing
+
+
+def matching_format(row: Row, layout: RowLayout) -> DataFormat | None:
+    """Return the last registered format whose columns a row has; None if it has those of none."""
+    given = _columns_with_values(row)
+    for name in reversed(list(FORMATS)):
+        form = FORMATS[name]
+        if form.single and layout.rows == "pairs":
+            continue
+        if given.issuperset(form.needs) and (not form.one_of or given.intersection(form.one_of)):
+            return form
+    return None
+
+
+def _columns_with_values(row: Row) -> set[str]:
+    return {name for name, value in row.items() if value is not None}
 
 
 def _ranked(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:

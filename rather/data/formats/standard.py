@@ -49,6 +49,28 @@ def _system(row: Row) -> Turns:
     return as_turns(text_of(row["system"], "system"), "system") if row.get("system") else ()
 
 
+# ---- no answer: what `rather generate` reads
+
+
+def bare_prompt(row: Row) -> Prompt | None:
+    """Return the prompt of a row that needs no answer; None if no column has one."""
+    given = [name for name in (*PROMPTS, "question") if row.get(name) is not None]
+    if given and given[0] in ("messages", "conversations"):
+        return _turns(row, given[0])
+    if given:
+        return _prompt(row, given[0])
+    if row.get("instruction") is not None:
+        return _instruction_prompt(row)
+    return _prompt(row, "input") if row.get("input") is not None else None
+
+
+def ends_with_question(row: Row) -> bool:
+    """Return whether the messages of a row have no answer at their end."""
+    name = "messages" if row.get("messages") is not None else "conversations"
+    turns = turns_of(row[name], name) if row.get(name) is not None else ()
+    return bool(turns) and turns[-1]["role"] != "assistant"
+
+
 # ---- one answer; rows with these columns are pairs only if they have more
 
 

@@ -1,0 +1,306 @@
+"""`rather generate`: answers to the prompts of a file, by a model or by a server that runs it.
+
+The prompts are sorted by length and cut into chunks. A chunk is generated with a seed of its own, a
+digest of weights, prompts, decoding and its number, and written to a journal whole or not at all.
+So a command that was killed anywhere and repeated ends in the same file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rather.commands.journal import Journal, different_keys, first_entry, write_atomic
+from rather.commands.terminal import echo
+from rather.config.found import NO_TRUST, Trust
+from rather.config.run_config import DPOConfig
+from rather.config.schema import TrainDataArgs
+from rather.data.formats import TextPair
+from rather.data.json_rows import DropReason
+from rather.data.pool import encoder_of
+from rather.data.prepare import recipe_of
+from rather.data.prompts import PromptRow, read_prompts
+from rather.errors import ConfigError, DataError, MemoryShortage
+from rather.files import JsonObject, read_json, text_sha
+from rather.model.generate import Decoding, batch_that_fits, generate
+from rather.run_folder.model_source import Weights, here, weights_of
+from rather.tracking.json_lines import strict_json
+
+COLUMNS = ("prompt", "responses", "ended", "response_ids", "prompt_ids")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for: how many answers to each prompt, and how they are decoded."""
+
+    answers: int
+    decoding: Decoding
+    seed: int = 0
+    system: str | None = None
+
+    def as_json(self) -> JsonObject:
+        """Return it as meta.json has it."""
+        decoding = asdict(self.decoding) | {"stop": list(self.decoding.stop)}
+        return {"answers": self.answers, **decoding, "seed": self.seed, "system": self.system}
+
+
+class Answer(NamedTuple):
+    """A finished answer; the ids are None if a server does not say them."""
+
+    text: str
+    ended: bool
+    ids: list[int] | None
+
+
+class Prompts:
+    """The prompts of a file, rendered and tokenised as `rather chat` does."""
+
+    def __init__(self, weights: Weights, file: Path, request: Request) -> None:
+        self.rows = read_prompts(file)
+        self.tokenizer = weights.tokenizer()
+        recipe = recipe_of(self.tokenizer, DPOConfig(), TrainDataArgs())
+        if request.system and recipe.template is None:
+            raise ConfigError(f"--system: {weights.name} has no chat template to put it into.")
+        self.has_template = recipe.template is not None
+        self.template_sha = text_sha(recipe.template.text) if recipe.template else None
+        self.tokenizer_sha = text_sha(recipe.tokenizer)
+        self.system = request.system
+        self.encoder: Any = encoder_of(replace(recipe, default_system=request.system), str(file))
+        self.end_of_turn: int | None = self.encoder.end_of_turn
+        self.ids = [self._ids(file, number, row) for number, row in enumerate(self.rows, 1)]
+
+    def _ids(self, file: Path, number: int, row: PromptRow) -> list[int]:
+        if not self.has_template and not isinstance(row.prompt, str):
+            raise DataError(
+                f"{file}: prompt {number} holds messages or a system message, but the model has no "
+                "chat template; use a model that has one, or prompts of plain text."
+            )
+        pair = TextPair(row.prompt, "", "", row.tools, row.template_kwargs)
+        try:
+            ids: list[int] = self.encoder.prompt_ids(pair)
+        except DropReason as reason:
+            raise DataError(f"{file}: prompt {number}: {reason.detail}") from None
+        if not ids:
+            raise DataError(f"{file}: prompt {number} has no tokens.")
+        return ids
+
+    def written_row(self, index: int, answers: Sequence[Answer]) -> JsonObject:
+        """Return the row of the output file for one prompt."""
+        row = self.rows[index]
+        written = row.written
+        if self.system and not row.has_system:
+            written["system"] = self.system  # the answers were given with it
+        ids = [answer.ids for answer in answers]
+        own: JsonObject = {
+            "prompt": written.pop("prompt"),
+            "responses": [answer.text for answer in answers],
+            "ended": [answer.ended for answer in answers],
+            "response_ids": None if any(one is None for one in ids) else ids,
+            "prompt_ids": self.ids[index],
+        }
+        return own | {name: value for name, value in written.items() if name not in COLUMNS}
+
+    def cut_at_stop(self, answer: Answer, texts: Sequence[str]) -> Answer:
+        """Return the answer up to a stop text, which ends it."""
+        places = [answer.text.find(text) for text in texts if text in answer.text]
+        if not places:
+            return answer
+        text = answer.text[: min(places)]
+        if answer.ids is None:
+            return Answer(text, True, None)
+        kept = len(answer.ids)
+        while kept and not text.startswith(self.decode(answer.ids[:kept])):
+            kept -= 1
+        ids = answer.ids[:kept]
+        if self.decode(ids) != text:  # the stop text begins inside a token
+            ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        return Answer(text, True, ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+class Output:
+    """The answers file, its meta.json and the journal that they are made from."""
+
+    def __init__(self, path: Path, *, force: bool) -> None:
+        self.path, self.force = path, force
+        self.meta = path.with_name(f"{path.name}.meta.json")
+        self.part = path.with_name(f"{path.name}.part")
+
+    def is_finished(self, work: JsonObject) -> bool:
+        """Return whether the file is the result of this work; refuse to replace another one."""
+        if not self.path.exists():
+            return False
+        try:
+            earlier = read_json(self.meta)
+            names = different_keys(work, {name: earlier.get(name) for name in work})
+        except (OSError, ValueError, AttributeError):
+            names = ["its meta.json, which is missing"]
+        if names and not self.force:
+            raise ConfigError(
+                f"{self.path}: already exists and differs in {', '.join(names)}; name another "
+                "--out, or replace it with --force."
+            )
+        if names and first_entry(self.part) is None:
+            self.path.unlink()
+        return not names
+
+    def finish(self, rows: Iterator[JsonObject], meta: JsonObject, journal: Journal) -> None:
+        """Write both files; the answers last, as they say that the work is done."""
+        write_atomic(self.meta, [strict_json(meta, indent=1), "\n"])
+        write_atomic(self.path, (f"{strict_json(row)}\n" for row in rows))
+        journal.remove()
+
+
+def progress_bar(total: int, done: int) -> Progress:
+    """Return a bar on stderr that counts answers."""
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar.add_task("answers", total=total, completed=done)
+    return bar
+
+
+def generate_answers(
+    model: str,
+    file: Path,
+    out: Path,
+    request: Request,
+    *,
+    batch: int | None = None,
+    trust: Trust = NO_TRUST,
+    force: bool = False,
+    dry_run: bool = False,
+) -> JsonObject:
+    """Write the answers of a model in this process, and return meta.json."""
+    weights = weights_of(model, trust)
+    if weights.is_reward:
+        raise ConfigError(f"{model}: is a reward model, which writes no text; use `rather judge`.")
+    prompts = Prompts(weights, file, request)
+    if dry_run:
+        print_forecast(prompts, request)
+        return {}
+    work: JsonObject = {
+        "model": model,
+        "weights": weights.digest(),
+        "rows": len(prompts.rows),
+        "prompts": text_sha(strict_json([row.row for row in prompts.rows])),
+        "tokenizer": prompts.tokenizer_sha,
+        "template": prompts.template_sha,
+        "decoding": request.as_json(),
+        "server": None,
+        "device": here().partition(":")[0],
+    }
+    output = Output(out, force=force)
+    if output.is_finished(work):
+        output.part.unlink(missing_ok=True)
+        echo(f"{out}: is already complete.", err=True)
+        return dict(read_json(output.meta))
+    causal_lm = weights.load(here()).causal_lm
+    sampler = Sampler(causal_lm, prompts, request, text_sha(strict_json(work)))
+    started = first_entry(output.part)
+    if batch is None and started and isinstance(started.get("batch"), int):
+        batch = started["batch"]
+    sampler.set_batch(batch)
+    journal = Journal(output.part, work | {"batch": sampler.batch})
+    answers: dict[int, list[Answer]] = {}
+    for entry in journal.entries:
+        for index, found in entry["answers"]:
+            answers[index] = [Answer(*each) for each in found]
+    with progress_bar(len(prompts.ids) * request.answers, len(answers) * request.answers) as bar:
+        for number, chunk in enumerate(sampler.chunks):
+            if all(index in answers for index in chunk):
+                continue
+            found = sampler.answer(number)
+            journal.append({"chunk": number, "answers": list(found.items())})
+            answers |= found
+            bar.advance(bar.task_ids[0], len(found) * request.answers)
+    meta = work | {"batch": sampler.batch, "tokens": token_counts(prompts, answers)}
+    rows = (prompts.written_row(index, answers[index]) for index in range(len(prompts.ids)))
+    output.finish(rows, meta, journal)
+    return meta
+
+
+def token_counts(prompts: Prompts, answers: dict[int, list[Answer]]) -> JsonObject:
+    """Return how many tokens prompts and answers have; null if a server does not say ids."""
+    ids = [answer.ids for each in answers.values() for answer in each]
+    lengths = [len(one) for one in ids if one is not None]
+    known = sum(lengths) if len(lengths) == len(ids) else None
+    return {"prompts": sum(map(len, prompts.ids)), "answers": known}
+
+
+def print_forecast(prompts: Prompts, request: Request) -> None:
+    """Print what would be generated, and the first prompt as the model gets it."""
+    count = len(prompts.ids) * request.answers
+    asked = sum(map(len, prompts.ids)) * request.answers
+    most = count * request.decoding.max_new_tokens
+    echo(f"prompts: {len(prompts.ids)}, answers: {count}")
+    echo(f"tokens: {asked} in prompts, at most {most} in answers")
+    echo(f"the first prompt, {len(prompts.ids[0])} tokens:")
+    echo(prompts.tokenizer.decode(prompts.ids[0], skip_special_tokens=False))
+
+
+class Sampler:
+    """Generates answers chunk by chunk; the batch size is part of the result."""
+
+    def __init__(self, causal_lm: Any, prompts: Prompts, request: Request, work: str) -> None:
+        self.causal_lm, self.prompts, self.request, self.work = causal_lm, prompts, request, work
+        longest, largest = max(map(len, prompts.ids)), max(map(max, prompts.ids))
+        embeddings = causal_lm.get_input_embeddings().num_embeddings
+        if largest >= embeddings:
+            raise ConfigError(
+                f"the prompts have token ids up to {largest}, but the model has {embeddings} "
+                "embeddings; the tokenizer belongs to another model."
+            )
+        config = causal_lm.config.get_text_config()
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        if self.positions and longest >= self.positions:
+            raise DataError(
+                f"a prompt has {longest} tokens, the model only {self.positions} positions; "
+                "remove or shorten it."
+            )
+
+    def set_batch(self, batch: int | None) -> None:
+        """Use the batch size of the first start, or choose one that fits into memory."""
+        longest = max(map(len, self.prompts.ids))
+        tokens = longest + self.request.decoding.max_new_tokens
+        self.batch = batch or batch_that_fits(self.causal_lm, tokens)
+        # The longest come first: if they fit into memory, all others do.
+        order = sorted(range(len(self.prompts.ids)), key=lambda i: (-len(self.prompts.ids[i]), i))
+        size = max(1, self.batch // self.request.answers)
+        self.chunks = [order[first : first + size] for first in range(0, len(order), size)]
+
+    def answer(self, number: int) -> dict[int, list[Answer]]:
+        """Return the answers of one chunk, by the index of their prompt."""
+        chunk = self.chunks[number]
+        ids = [self.prompts.ids[index] for index in chunk]
+        decoding, count = self.request.decoding, self.request.answers
+        if self.positions:
+            room = self.positions - max(map(len, ids))
+            decoding = replace(decoding, max_new_tokens=min(decoding.max_new_tokens, room))
+        text = strict_json([self.work, number, ids])
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+        device = self.causal_lm.device
+        end = self.prompts.end_of_turn
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            try:
+                found = generate(
+                    self.causal_lm, self.prompts.tokenizer, ids, decoding, answers=count,
+                    end_of_turn=end,
+                )  # fmt: skip
+            except torch.OutOfMemoryError as error:
+                raise MemoryShortage(
+                    f"{self.batch} answers at a time do not fit in memory ({error}); lower "
+                    "--max-new-tokens or --batch."
+                ) from None
+        answers = [Answer(self.prompts.decode(one.ids), one.ended, one.ids) for one in found]
+        cut = [self.prompts.cut_at_stop(answer, decoding.stop) for answer in answers]
+        return {index: cut[i * count : (i + 1) * count] for i, index in enumerate(chunk)}

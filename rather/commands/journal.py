@@ -1,0 +1,103 @@
+"""A journal of finished work next to an output file: after a kill, the same command continues.
+
+The first line says what the work is; every other line is a finished piece of it. A line that a kill
+cut off is removed when the journal is opened again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from rather.errors import ConfigError
+from rather.files import JsonObject, own, parse_json, read_bytes
+from rather.tracking.json_lines import strict_json
+
+MOST_BYTES = 64 << 30
+
+
+class Journal:
+    """Lines that are appended as work is done. `entries` are those of earlier commands."""
+
+    def __init__(self, path: Path, work: JsonObject) -> None:
+        self.path = path
+        self.entries: list[JsonObject] = []
+        self._lock = Lock()
+        whole = self._read() if path.exists() else 0
+        if whole == 0:
+            self._file = open(path, "wb", opener=own)  # noqa: SIM115 - open as long as the work
+            self.append(work)
+            return
+        earlier = self.entries.pop(0)
+        if names := different_keys(earlier, work):
+            raise ConfigError(
+                f"{path}: belongs to another command, which differs in {', '.join(names)}; "
+                "repeat that command, delete the file, or name another --out."
+            )
+        self._file = open(path, "r+b", opener=own)  # noqa: SIM115
+        self._file.truncate(whole)
+        self._file.seek(whole)
+
+    def _read(self) -> int:
+        """Read the complete lines and return their bytes."""
+        whole = 0
+        for line in read_bytes(self.path, MOST_BYTES, own).splitlines(keepends=True):
+            try:
+                entry = parse_json(line)
+            except ValueError:
+                break
+            if not line.endswith(b"\n") or not isinstance(entry, dict):
+                break
+            self.entries.append(entry)
+            whole += len(line)
+        return whole
+
+    def append(self, entry: JsonObject) -> None:
+        """Add a line; it survives a kill of this process as soon as this returns."""
+        with self._lock:
+            self._file.write(strict_json(entry).encode() + b"\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def remove(self) -> None:
+        """Delete the journal of finished work."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+
+def first_entry(path: Path) -> JsonObject | None:
+    """Return what the work of a journal is; None if there is none."""
+    try:
+        with open(path, "rb", opener=own) as file:
+            entry = parse_json(file.readline())
+    except (OSError, ValueError):
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def different_keys(one: JsonObject, other: JsonObject) -> list[str]:
+    """Return the names whose values differ, in objects inside as `decoding.seed`."""
+    names = []
+    for name in dict.fromkeys([*one, *other]):
+        left, right = one.get(name), other.get(name)
+        if isinstance(left, dict) and isinstance(right, dict):
+            names += [f"{name}.{inner}" for inner in different_keys(left, right)]
+        elif json.dumps(left) != json.dumps(right):
+            names.append(name)
+    return names
+
+
+def write_atomic(path: Path, lines: Any) -> None:
+    """Write an output file whole or not at all."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "x", encoding="utf-8", opener=own) as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

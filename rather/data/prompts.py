@@ -1,0 +1,98 @@
+"""Read the prompts of a file in any shape that training takes, with or without answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rather.data.formats import (
+    MEDIA,
+    Row,
+    RowLayout,
+    extras_of,
+    matching_format,
+    read_by,
+    require,
+)
+from rather.data.formats.standard import bare_prompt, ends_with_question
+from rather.data.json_rows import DropReason
+from rather.data.messages import Content, as_turns, text_or_turns
+from rather.data.read import chunks, find_sources, parsed_rows
+from rather.errors import DataError, counted
+
+SHOWN = 5  # bad rows that an error lists
+SYSTEM = ("system", "developer")
+FOR_TEMPLATES = ("tools", "chat_template_kwargs")
+
+
+class PromptRow(NamedTuple):
+    """A prompt as text or messages, what its template gets, and the row it came from."""
+
+    prompt: Content
+    tools: list[Any] | None
+    template_kwargs: dict[str, Any]
+    row: dict[str, Any]
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The row with its prompt under `prompt`; a system message keeps the column it has."""
+        prompt = self.prompt
+        if self.row.get("system") and self.has_system:
+            prompt = prompt[1:]
+        if not isinstance(prompt, str):
+            turns = list(prompt)
+            is_question = len(turns) == 1 and turns[0].keys() == {"role", "content"}
+            was_text = not isinstance(self.row.get("prompt"), list)
+            return {
+                **self.row,
+                "prompt": turns[0]["content"] if is_question and was_text else turns,
+            }
+        return {**self.row, "prompt": prompt}
+
+    @property
+    def has_system(self) -> bool:
+        return not isinstance(self.prompt, str) and self.prompt[0]["role"] in SYSTEM
+
+
+def read_prompts(path: Path) -> list[PromptRow]:
+    """Return the prompts of all rows; an error lists the rows that have none."""
+    prompts: list[PromptRow] = []
+    problems: list[str] = []
+    for source in find_sources(path):
+        for chunk in chunks(source, 0):
+            for number, row in parsed_rows(chunk):
+                try:
+                    if isinstance(row, DropReason):
+                        raise row
+                    prompts.append(_prompt_row(row))
+                except DropReason as reason:
+                    problems.append(f"{source.path}:{number}: {reason.detail}")
+    if problems:
+        more = len(problems) - SHOWN
+        end = [f"... and {counted(more, 'rows')} more"] if more > 0 else []
+        raise DataError("\n".join([*problems[:SHOWN], *end]))
+    if not prompts:
+        raise DataError(f"{path}: has no prompt in it.")
+    return prompts
+
+
+def _prompt_row(row: dict[str, Any]) -> PromptRow:
+    extras = extras_of(
+        {name: value for name, value in row.items() if name in (*MEDIA, *FOR_TEMPLATES)}
+    )
+    prompt = text_or_turns(_prompt(row), "the prompt")
+    if not isinstance(prompt, str) and (not prompt or prompt[-1]["role"] not in ("user", "tool")):
+        raise DropReason("bad_roles", "a prompt must end with a user or tool turn")
+    if not any(turn["content"].strip() for turn in as_turns(prompt, "user")):
+        raise DropReason("empty_prompt", "the prompt is empty")
+    return PromptRow(prompt, extras.get("tools"), extras.get("template_kwargs", {}), row)
+
+
+def _prompt(row: Row) -> Any:
+    form = matching_format(row, RowLayout(rows="answers"))
+    if form and not (form.single and ends_with_question(row)):
+        return read_by(form, row)[0]
+    prompt = bare_prompt(row)
+    if prompt is None:
+        require(row, "prompt")
+    return prompt

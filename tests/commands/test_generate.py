@@ -1,0 +1,266 @@
+"""`rather generate`: the answers of transformers, in a file that a kill anywhere does not change."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rather.commands import generate as module
+from rather.commands.generate import Request, generate_answers
+from rather.commands.journal import Journal
+from rather.config.run_config import DPOConfig
+from rather.model import generate as sampler
+from rather.model.generate import Decoding
+from tests.commands.conftest import rather, told
+from tests.commands.test_chat import TEMPLATE, plainly
+
+
+@pytest.fixture(scope="module")
+def model(run: DPOConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generate") / "model"
+    shutil.copytree(run.run_dir / "model", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def write(file: Path, *rows: Any) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    lengths = (2, 9, 4, 4, 7, 1, 3)
+    texts = [" ".join(f"w{(3 * i + j) % 30}" for j in range(n)) for i, n in enumerate(lengths)]
+    return write(tmp_path / "prompts.jsonl", *({"prompt": text, "id": text} for text in texts))
+
+
+def test_greedy_answers_are_those_of_transformers(model: Path, tmp_path: Path) -> None:
+    """In every shape of a prompt, rendered by the chat template, with other columns copied."""
+    system, user = (
+        {"role": role, "content": text} for role, text in (("system", "w9"), ("user", "w5 w6"))
+    )
+    answer = {"role": "assistant", "content": "w7"}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "w5 w6", "id": 7, "images": []},
+        {"prompt": "w5 w6", "chosen": "w1", "rejected": "w2", "system": "w9"},
+        {"messages": [system, user]},
+        {"conversations": [{"from": "human", "value": "w5 w6"}]},
+        {"instruction": "w5 w6", "output": "w3"},
+        {"chosen": [user, answer], "rejected": [user, {**answer, "content": "w8"}]},
+        {"prompt": "w5", "responses": ["w1", "w2"], "scores": [1, 0]},
+        {"question": "w5 w6", "chosen": "w1"},
+    ]
+    out = tmp_path / "out.jsonl"
+    given = write(tmp_path / "in.jsonl", *rows)
+    meta = told("generate", model, given, "--out", out, "--max-new-tokens", 6)
+    plain, with_system, short = (
+        plainly(model, f"<s> {text} w2 ", 6) for text in ("w1 w5 w6", "w0 w9 w1 w5 w6", "w1 w5")
+    )
+    expected = [plain, with_system, with_system, plain, plain, plain, short, plain]
+    answers = rows_of(out)
+    assert [row["responses"] for row in answers] == [[text] for text in expected]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for row, before in zip(answers, rows, strict=True):
+        assert list(row)[:5] == ["prompt", "responses", "ended", "response_ids", "prompt_ids"]
+        assert tokenizer.decode(row["response_ids"][0]) == row["responses"][0]
+        changed = {"prompt", "responses"}
+        assert {name: row[name] for name in before if name not in changed} == {
+            name: value for name, value in before.items() if name not in changed
+        }
+    assert answers[1]["prompt"] == "w5 w6", "the system message stays in its column"
+    assert answers[2]["prompt"] == [system, user]
+    assert answers[0]["ended"] == [len(answers[0]["response_ids"][0]) < 6]
+    assert meta == json.loads(Path(f"{out}.meta.json").read_text())
+    assert meta["tokens"]["prompts"] == sum(len(row["prompt_ids"]) for row in answers)
+    assert meta["decoding"]["temperature"] == 0
+    assert meta["server"] is None
+    assert meta["batch"] > 0
+    again = write(tmp_path / "again.jsonl", {"prompt": "w5 w6"})
+    told(
+        "generate",
+        model,
+        again,
+        "--out",
+        tmp_path / "s.jsonl",
+        "--max-new-tokens",
+        6,
+        "--system",
+        "w9",
+    )
+    assert rows_of(tmp_path / "s.jsonl")[0]["responses"] == [with_system]
+    assert rows_of(tmp_path / "s.jsonl")[0]["system"] == "w9", "the answers were given with it"
+
+
+def test_samples_share_a_prefill_and_follow_the_distribution(model: Path) -> None:
+    """Many first tokens of one prompt: as often as softmax says; and equal to a prefill of each."""
+    causal_lm: Any = AutoModelForCausalLM.from_pretrained(model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = [tokenizer(text).input_ids for text in ("w5 w6", "w7 w8 w9 w4")]
+    with torch.no_grad():
+        share = causal_lm(torch.tensor([prompts[0]])).logits[0, -1].div(0.7).softmax(0)
+    torch.manual_seed(3)
+    many = sampler.generate(causal_lm, tokenizer, prompts[:1], Decoding(1, 0.7), answers=4000)
+    ends = sampler.end_tokens(causal_lm, tokenizer)
+    counts = torch.zeros_like(share)
+    for answer in many:
+        counts[answer.ids[0] if answer.ids else ends[0]] += 1
+    error = (4000 * share * (1 - share)).sqrt()
+    assert ((counts - 4000 * share).abs() < 5 * error + 1).all()
+    torch.manual_seed(4)
+    shared = sampler.generate(causal_lm, tokenizer, prompts, Decoding(8, 1.0, 0.9), answers=3)
+    torch.manual_seed(4)
+    each = [prompt for prompt in prompts for _ in range(3)]
+    assert shared == sampler.generate(causal_lm, tokenizer, each, Decoding(8, 1.0, 0.9))
+    assert len({tuple(answer.ids) for answer in shared}) > 2
+
+
+def test_a_stop_text_ends_an_answer(model: Path, tmp_path: Path, prompts: Path) -> None:
+    options = ("--max-new-tokens", 12, "--answers", 4, "--stop", " w", "--stop", "?")
+    told("generate", model, prompts, "--out", tmp_path / "cut.jsonl", *options)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for row in rows_of(tmp_path / "cut.jsonl"):
+        assert row["ended"] == [True] * 4
+        for text, ids in zip(row["responses"], row["response_ids"], strict=True):
+            assert " w" not in text
+            assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def asked(model: Path, prompts: Path, out: Path) -> dict[str, Any]:
+    request = Request(3, Decoding(10, 1.0), seed=2)
+    return generate_answers(str(model), prompts, out, request, batch=6)
+
+
+def in_fork(work: Callable[..., None], *args: Any) -> int:
+    """Run `work` in a fork, which has imported everything, and return its exit status."""
+    child = os.fork()
+    if child == 0:
+        work(*args)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+class Killed(BaseException):
+    """Ends a command as SIGKILL does: nothing handles it."""
+
+
+def die_at(line: int, share: float, die: Callable[[], None]) -> Callable[..., None]:
+    """Write a part of a line of the journal, and die."""
+    append, lines = Journal.append, [0]
+
+    def append_or_die(journal: Journal, entry: Any) -> None:
+        lines[0] += 1
+        append(journal, entry)
+        if lines[0] > line:
+            size = len(json.dumps(entry))
+            os.truncate(journal.path, journal.path.stat().st_size - int(share * size))
+            die()
+
+    return append_or_die
+
+
+def killed(model: Path, prompts: Path, out: Path) -> None:
+    Journal.append = die_at(1, 0.5, lambda: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[method-assign]
+    asked(model, prompts, out)
+
+
+def test_killed_anywhere_it_ends_in_the_same_file(
+    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = asked(model, prompts, tmp_path / "whole.jsonl")
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    out = tmp_path / "killed.jsonl"
+    assert in_fork(killed, model, prompts, out) == signal.SIGKILL
+
+    def die() -> None:
+        raise Killed
+
+    for line, share in ((0, 0.5), (1, 0.0), (1, 0.5), (0, 0.1)):  # 7 prompts in chunks of 2
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "append", die_at(line, share, die))
+            with pytest.raises(Killed):
+                asked(model, prompts, out)
+        assert not out.exists()
+    assert asked(model, prompts, out) == meta
+    assert out.read_bytes() == whole
+    assert not list(tmp_path.glob("*.part"))
+    other = Request(3, Decoding(10, 1.0), seed=3)
+    with pytest.raises(module.ConfigError, match=r"already exists and differs in decoding.seed"):
+        generate_answers(str(model), prompts, out, other, batch=6)
+    generate_answers(str(model), prompts, out, other, batch=6, force=True)
+    assert out.read_bytes() != whole
+
+
+@pytest.mark.wide
+def test_killed_at_random_moments(model: Path, prompts: Path, tmp_path: Path) -> None:
+    asked(model, prompts, tmp_path / "whole.jsonl")
+    draw = random.Random(0)
+    kills = 0
+    for number in range(20):
+        out = tmp_path / f"{number}.jsonl"
+        kills += in_fork(killed_after, model, prompts, out, draw.uniform(0.05, 1.0)) != 0
+        asked(model, prompts, out)
+        assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert kills > 5
+
+
+def killed_after(model: Path, prompts: Path, out: Path, seconds: float) -> None:
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+    asked(model, prompts, out)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--answers", 2, "--temperature", 0], "would be equal"),
+        (["--top-p", 0.5], "--top-p needs sampling"),
+        (["--stop", ""], "--stop must not be empty"),
+        (["--temperature", 0.001], "at least 0.01"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    model: Path, prompts: Path, tmp_path: Path, words: list[Any], message: str
+) -> None:
+    done = rather("generate", model, prompts, "--out", tmp_path / "a.jsonl", *words)
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+def test_rows_without_a_prompt_are_named(model: Path, tmp_path: Path) -> None:
+    bad = write(
+        tmp_path / "bad.jsonl",
+        {"prompt": "w1"},
+        {"text": "w2"},
+        {"prompt": "w3", "images": ["a.png"]},
+    )
+    done = rather("generate", model, bad, "--out", tmp_path / "a.jsonl")
+    assert done.exit_code == 3
+    assert "bad.jsonl:2: no key 'prompt'" in done.output
+    assert "bad.jsonl:3: the row has a column images" in done.output
+
+
+def test_a_dry_run_counts_and_writes_nothing(model: Path, prompts: Path, tmp_path: Path) -> None:
+    done = rather(
+        "generate", model, prompts, "--out", tmp_path / "a.jsonl", "--answers", 2, "--dry-run"
+    )
+    assert done.exit_code == 0
+    assert "answers: 14" in done.output
+    assert "at most 7168 in answers" in done.output
+    assert list(tmp_path.iterdir()) == [prompts]
