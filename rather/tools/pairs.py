@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rather.config.found import Trust
     from rather.data.pairs import PairDataset
     from rather.tools.report.pair_texts import PairTexts
+    from rather.tools.report.pairs import Doctor
 
 Action = Literal["drop", "weight", "flip"]
 CORRECTIONS: dict[str, JsonObject] = {
@@ -64,7 +65,7 @@ def pairs_command(
     shown: Pairs that are printed with their texts, the most suspicious first.
     """
     from rather.config.found import Trust
-    from rather.tools.report.pairs import MEANINGS, Doctor
+    from rather.tools.report.pairs import Doctor
 
     trust = Trust(paths=trust_paths)
     texts = _pair_texts(run, trust)
@@ -86,10 +87,23 @@ def pairs_command(
         for row in rows:
             echo(strict_json(row))
         return 0
-    meanings = {
-        **MEANINGS,
-        "contradicting": "the same two answers are also preferred the other way",
-    }
+    _print_summary(run, doctor, summary)
+    if shown:
+        _print_suspects(rows[:shown], texts)
+    if write and flipped:
+        echo(f"{count(len(flipped), 'correction')} in {write}. Train again with them:")
+        echo(f"  actor_train.data_args.corrections={write}")
+    elif write:
+        echo(f"{write} was not written: no pair is likely flipped, so there is nothing to correct.")
+    return 0
+
+
+def _print_summary(run: Path, doctor: Doctor, summary: JsonObject) -> None:
+    """Print what was found in all pairs, and how sure that is."""
+    from rather.tools.report.pairs import MEANINGS
+
+    contradicting = "the same two answers are also preferred the other way"
+    meanings = {**MEANINGS, "contradicting": contradicting}
     counts = [(name, summary[name], text) for name, text in meanings.items() if name in summary]
     times = "once" if summary["epochs"] == 1 else f"up to {summary['epochs']} times"
     title = f"{run}: {count(summary['pairs'], 'pair')}, seen {times}"
@@ -102,14 +116,6 @@ def pairs_command(
             f"Planted flips: AUC {known['auc']:.2f}; likely_flipped finds {known['recall']:.0%} of "
             f"them, and at least {known['precision']:.0%} of its pairs were flipped."
         )
-    if shown:
-        _print_suspects(rows[:shown], texts)
-    if write and flipped:
-        echo(f"{count(len(flipped), 'correction')} in {write}. Train again with them:")
-        echo(f"  actor_train.data_args.corrections={write}")
-    elif write:
-        echo(f"{write} was not written: no pair is likely flipped, so there is nothing to correct.")
-    return 0
 
 
 def _print_suspects(rows: list[JsonObject], texts: PairTexts | None) -> None:

@@ -362,25 +362,39 @@ def choose_metric(base: DPOConfig, wanted: str | None) -> str | None:
 
 def results(sweep: Sweep, metric: str | None) -> JsonObject:
     """Return the metrics of all runs so far, and which run is the best, as JSON types."""
-    runs, key, sign = [], str(metric), 1 if str(metric).endswith(FALLS) else -1
-    for run in sweep.runs:
-        path = run.config.run_dir
-        folder = Folder(path) if (path / METRICS).is_file() else None
-        curves, times = (curves_of(folder), folder.times) if folder else ({}, {})
-        final = {name: curve[max(curve)] for name, curve in curves.items()}
-        pairs = final.get(f"{key.removesuffix(ACCURACY)}pairs") if key.endswith(ACCURACY) else None
-        found = {"name": run.name, "folder": str(path), **run.as_json()}
-        found |= {"steps": folder.step if folder else 0, "value": final.get(key)}
-        found["interval"] = wilson(final[key], pairs) if pairs and key in final else None
-        found["reference_forwards"] = (times.get("reference") or {}).get("forwards")
-        runs.append({**found, "seconds": times.get("seconds"), "final": final})
+    key = str(metric)
+    runs = [_measured(run, key) for run in sweep.runs]
     ended = [run for run in runs if run["state"] == "finished" and key in run["final"]]
     known = [run for run in ended if not math.isnan(run["value"])]
-    ranked = sorted(known, key=lambda run: sign * run["value"])
+    ranked = sorted(known, key=lambda run: run["value"], reverse=not key.endswith(FALLS))
     top = ranked[0] if ranked else {"name": None, "interval": None}
     low, high = top["interval"] or (math.inf, -math.inf)
     near = [run["name"] for run in ranked[1:] if low <= run["value"] <= high]
     return {"metric": metric, "best": top["name"], "not_worse": near, "runs": runs}
+
+
+def _measured(run: SweepRun, metric: str) -> JsonObject:
+    """Return what a run has written so far, with the interval of an accuracy."""
+    path = run.config.run_dir
+    folder = Folder(path) if (path / METRICS).is_file() else None
+    curves = curves_of(folder) if folder else {}
+    times = folder.times if folder else {}
+    final = {name: curve[max(curve)] for name, curve in curves.items()}
+    value, interval = final.get(metric), None
+    if metric.endswith(ACCURACY):
+        pairs = final.get(f"{metric.removesuffix(ACCURACY)}pairs")
+        interval = wilson(value, pairs) if pairs and value is not None else None
+    return {
+        "name": run.name,
+        "folder": str(path),
+        **run.as_json(),
+        "steps": folder.step if folder else 0,
+        "value": value,
+        "interval": interval,
+        "reference_forwards": (times.get("reference") or {}).get("forwards"),
+        "seconds": times.get("seconds"),
+        "final": final,
+    }
 
 
 def print_results(sweep: Sweep, found: JsonObject) -> None:

@@ -397,33 +397,31 @@ class Script(Module):
         while isinstance(node, ast.Name):
             self._check_rows(node.id)
             node = self.assigned(node)
-        if isinstance(node, ast.Subscript):
-            part = self.value(node.slice)
-            rows = self._rows(node.value, test=test)
-            if "held_out" in rows:
-                if part != ("test" if test else "train"):
-                    raise NotKnown(node)
-                return rows
-            if rows["split"] is not None:
-                raise NotKnown(node)
-            return self._file_of({**rows, "split": part}, node)
-        if not isinstance(node, ast.Call):
+        match node:
+            case ast.Subscript():
+                return self._part(self._rows(node.value, test=test), node, test=test)
+            case ast.Call() if last_name(node.func) == "load_dataset":
+                return self._load_dataset(node)
+            case ast.Call(func=ast.Attribute(value=inner, attr="shuffle")):
+                return self._rows(inner, test=test)
+            case ast.Call(func=ast.Attribute(value=inner, attr="train_test_split")):
+                rows = self._rows(inner, test=test)
+                named = {keyword.arg: keyword.value for keyword in node.keywords}
+                size = named.get("test_size") or (node.args[0] if node.args else None)
+                if size is not None and "held_out" not in rows and rows["split"] is not None:
+                    return {**rows, "held_out": self.value(size)}
+            case ast.Call(func=ast.Attribute()):
+                raise NotKnown(node, f"{code_of(node)} changes the rows; {SAVE_THEM}")
+        raise NotKnown(node)
+
+    def _part(self, rows: JsonObject, node: ast.Subscript, *, test: bool) -> JsonObject:
+        """Return a part of rows: `data["train"]`."""
+        part = self.value(node.slice)
+        if "held_out" in rows and part == ("test" if test else "train"):
+            return rows
+        if "held_out" in rows or rows["split"] is not None:
             raise NotKnown(node)
-        name = last_name(node.func)
-        if name == "load_dataset":
-            return self._load_dataset(node)
-        if name == "shuffle" and isinstance(node.func, ast.Attribute):
-            return self._rows(node.func.value, test=test)
-        if name == "train_test_split" and isinstance(node.func, ast.Attribute):
-            rows = self._rows(node.func.value, test=test)
-            named = {keyword.arg: keyword.value for keyword in node.keywords}
-            size = named.get("test_size") or (node.args[0] if node.args else None)
-            if size is None or "held_out" in rows or rows["split"] is None:
-                raise NotKnown(node)
-            return {**rows, "held_out": self.value(size)}
-        if not isinstance(node.func, ast.Attribute):
-            raise NotKnown(node)
-        raise NotKnown(node, f"{code_of(node)} changes the rows; {SAVE_THEM}")
+        return self._file_of({**rows, "split": part}, node)
 
     def _check_rows(self, name: str) -> None:
         """Raise if rows are replaced or changed in place."""

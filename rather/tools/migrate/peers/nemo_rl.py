@@ -231,7 +231,7 @@ def reaches_end(kind: str, numbers: JsonObject, last_step: Any, warmup: int) -> 
     if kind == "ConstantLR":
         return bool(numbers.get("factor", 1 / 3) == 1)
     falls = kind == "CosineAnnealingLR" or (kind == "LinearLR" and numbers.get("start_factor") == 1)
-    steps = numbers.get("T_max", numbers.get("total_iters", 5))
+    steps: Any = numbers.get("T_max", numbers.get("total_iters", 5))
     return falls and bool(warmup + steps == last_step)
 
 
