@@ -1,6 +1,6 @@
 """Combinations of keys that are impossible: one pass yields (key, sentence) for every problem.
 
-A sentence names the keys that it depends on. It is not reported if one of them has a wrong value.
+A check that involves an invalid key is skipped: load.py looks for the key in the sentence.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from rather.config.compat import Problems, clippings, lora_file, parity_problems
 from rather.config.inherit import value_at
 from rather.config.plugins import did_you_mean
-from rather.config.schema import DETAILS_OF_ADAPTER, RunConfig
+from rather.config.schema import DETAILS_OF_ADAPTER, DataArgs, RunConfig
 from rather.config.strategies import (
     SCHEDULES,
     data_parallel,
@@ -87,28 +87,35 @@ EXCLUDES = [
 
 
 def _is_set(config: RunConfig, condition: str) -> bool:
-    path, _, wanted = condition.partition("=")
-    value = value_at(config, path)
-    if wanted or value is None:
-        return bool(wanted) and str(value).startswith(wanted)
+    path, _, beginning = condition.partition("=")
+    setting = value_at(config, path)
+    if beginning:
+        return str(setting).startswith(beginning)
+    if setting is None:
+        return False
     parent, _, name = path.rpartition(".")
-    owner = value_at(config, parent)
-    return isinstance(owner, dict) or bool(value != type(owner).model_fields[name].default)
+    section = value_at(config, parent)
+    return isinstance(section, dict) or bool(setting != type(section).model_fields[name].default)
+
+
+def _set_ones(config: RunConfig, conditions: tuple[str, ...]) -> list[str]:
+    return [condition for condition in conditions if _is_set(config, condition)]
 
 
 def problems(config: RunConfig) -> Problems:
     """Yield everything that cannot be combined."""
-    for keys, others in NEEDS:
-        if not any(_is_set(config, other) for other in others):
-            for key in (key for key in keys if _is_set(config, key)):
-                yield key, f"needs {' or '.join(others)}"
-    for keys, others in EXCLUDES:
-        for other in (other for other in others if _is_set(config, other)):
-            for key in (key for key in keys if _is_set(config, key)):
-                path, _, value = key.partition("=")
-                yield path, f"{value} cannot be combined with {other}; keep one of them".strip()
+    for keys, requirements in NEEDS:
+        if not _set_ones(config, requirements):
+            for key in _set_ones(config, keys):
+                yield key, f"needs {' or '.join(requirements)}"
+    for conditions, excluded in EXCLUDES:
+        for rival in _set_ones(config, excluded):
+            for condition in _set_ones(config, conditions):
+                path, _, word = condition.partition("=")
+                yield path, f"{word} cannot be combined with {rival}; keep one of them".strip()
     for check in (
-        _evaluation, _loss, _tracking, _data, _adapter, _schedule, _layouts, _devices, _reference,
+        _evaluation, _loss, _tracking, _data, _batch_size, _adapter, _quantization, _schedule,
+        _layouts, _devices, _reference,
     ):  # fmt: skip
         yield from check(config)
     if config.parity:
@@ -129,11 +136,11 @@ def missing(config: RunConfig) -> Problems:
 
 def device_problems(config: RunConfig, kind: str) -> list[str]:
     """Return settings that the device kind ("cpu" or "cuda") does not support."""
-    memory_shares = [
-        f"{name}.strategy_args.gpu_memory_utilization: {share}"
-        for name, role in config.roles.items()
-        if (share := role.strategy_args.gpu_memory_utilization) is not None
-    ]
+    memory_shares = []
+    for name, role in config.roles.items():
+        share = role.strategy_args.gpu_memory_utilization
+        if share is not None:
+            memory_shares.append(f"{name}.strategy_args.gpu_memory_utilization: {share}")
     if kind != "cpu":
         if len(memory_shares) == 1:
             return [f"{memory_shares[0]}: both roles share one GPU; set it for each"]
@@ -152,30 +159,39 @@ def device_problems(config: RunConfig, kind: str) -> list[str]:
 
 
 def _evaluation(config: RunConfig) -> Problems:
-    resume, data = config.resume_from_checkpoint, config.validation.data_args
+    resume = config.resume_from_checkpoint
     if config.overwrite and resume not in (False, "auto"):
         yield "overwrite", f"starts from scratch, and resume_from_checkpoint is {resume!r}"
-    metric, selects = (
-        config.metric_for_best_model,
-        config.save_best or config.early_stopping_patience,
-    )
-    prefixes = tuple(f"eval/{name}/" if name else "eval/" for name in data.names())
-    if selects and prefixes and not metric.startswith(prefixes):
+    evaluation_sets = config.validation.data_args.names()
+    metric = config.metric_for_best_model
+    selects_a_step = config.save_best or config.early_stopping_patience
+    prefixes = tuple(_metric_prefix(name) for name in evaluation_sets)
+    if selects_a_step and prefixes and not metric.startswith(prefixes):
         examples = ", ".join(f"{prefix}loss" for prefix in prefixes)
         yield "metric_for_best_model", f"'{metric}' is not measured; examples: {examples}"
-    for name, files in data.names().items():
+    for name, files in evaluation_sets.items():
         if not files or not re.fullmatch(r"\w+(-\w+)*|", name):
             text = f"the set '{name}' needs a file, and a name of letters, digits, _ and -"
             yield EVAL_PAIRS[0], text
-    devices, is_remote = config.actor_train.devices, config.num_nodes > 1 or config.ray.address
-    if config.eval_prompts and (len({*devices, *config.reference.devices}) > 1 or is_remote):
+    if config.eval_prompts:
+        yield from _eval_prompts(config)
+
+
+def _metric_prefix(evaluation_set: str) -> str:
+    return f"eval/{evaluation_set}/" if evaluation_set else "eval/"
+
+
+def _eval_prompts(config: RunConfig) -> Problems:
+    devices = {*config.actor_train.devices, *config.reference.devices}
+    if len(devices) > 1 or config.num_nodes > 1 or config.ray.address:
         yield "eval_prompts", "needs policy and reference on one device, without Ray; remove it"
-    if config.eval_prompts and config.task == "reward":
+    if config.task == "reward":
         yield "eval_prompts", "a reward model writes no answers; remove it"
 
 
 def _loss(config: RunConfig) -> Problems:
-    names, weights = config.loss_names, config.loss_weights
+    names = config.loss_names
+    weights = config.loss_weights
     if config.ipo and config.pref_loss not in ("sigmoid", "ipo"):
         yield (
             "ipo",
@@ -188,12 +204,10 @@ def _loss(config: RunConfig) -> Problems:
         )
     if weights is not None and len(weights) != len(names):
         yield "loss_weights", f"{len(weights)} weights for {len(names)} losses in pref_loss"
-    for key, value in clippings(config.actor_train).items():
-        if value not in (None, config.max_grad_norm):
-            yield (
-                key,
-                f"{value} differs from max_grad_norm at the top level ({config.max_grad_norm})",
-            )
+    for key, max_norm in clippings(config.actor_train).items():
+        if max_norm not in (None, config.max_grad_norm):
+            top = config.max_grad_norm
+            yield key, f"{max_norm} differs from max_grad_norm at the top level ({top})"
     if config.precision == "lean" and len(config.actor_train.devices) > 1:
         yield "precision", "lean is for one device in actor_train.device_mapping; set exact"
 
@@ -211,57 +225,80 @@ def _tracking(config: RunConfig) -> Problems:
 
 def _data(config: RunConfig) -> Problems:
     train = config.actor_train.data_args
-    for role, data in (("actor_train", train), ("validation", config.validation.data_args)):
-        if not config.apply_loss_mask and data.score != "all" and "score" in data.model_fields_set:
-            text = "apply_loss_mask: false scores every token; keep one of them"
-            yield f"{role}.data_args.score", text
-        if data.label_threshold is not None and config.task != "unpaired":
-            text = f"belongs to task: unpaired, and task is {config.task}; remove it"
-            yield f"{role}.data_args.label_threshold", text
-        for side in ("chosen", "rejected"):
-            top, path = getattr(config, f"{side}_key"), f"{role}.data_args.columns"
-            column = data.columns.get(side, top)
-            if path not in config.followed and top != side and column != top:
-                yield path, f"{side}: {column} differs from {side}_key ({top}); keep one of them"
+    yield from _role_data(config, "actor_train", train)
+    yield from _role_data(config, "validation", config.validation.data_args)
     if config.chosen_key == config.rejected_key:
         yield "rejected_key", f"'{config.rejected_key}' is also the chosen_key; use two columns"
     if train.corrections and config.task != "preference":
         yield "actor_train.data_args.corrections", f"belongs to pairs, and task is {config.task}"
     if config.pair_ledger and config.task != "preference":
         yield "pair_ledger", f"belongs to task: preference, and task is {config.task}; remove it"
-    files, weights = train.files, train.weights
-    if weights is not None and files and len(weights) != len(files):
-        text = f"{len(weights)} weights for {len(files)} files in file_name"
+    files = train.files
+    if train.weights is not None and files and len(train.weights) != len(files):
+        text = f"{len(train.weights)} weights for {len(files)} files in file_name"
         yield "actor_train.data_args.weights", text
-    total, training = config.train_batch_size, config.actor_train.training_args
-    size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
+
+
+def _role_data(config: RunConfig, role: str, args: DataArgs) -> Problems:
+    if not config.apply_loss_mask and args.score != "all" and "score" in args.model_fields_set:
+        text = "apply_loss_mask: false scores every token; keep one of them"
+        yield f"{role}.data_args.score", text
+    if args.label_threshold is not None and config.task != "unpaired":
+        text = f"belongs to task: unpaired, and task is {config.task}; remove it"
+        yield f"{role}.data_args.label_threshold", text
+    path = f"{role}.data_args.columns"
+    if path in config.followed:
+        return
+    for side in ("chosen", "rejected"):
+        top = getattr(config, f"{side}_key")
+        column = args.columns.get(side, top)
+        if top != side and column != top:
+            yield path, f"{side}: {column} differs from {side}_key ({top}); keep one of them"
+
+
+def _batch_size(config: RunConfig) -> Problems:
+    training = config.actor_train.training_args
+    size = training.per_device_train_batch_size
+    steps = training.gradient_accumulation_steps
     dp = data_parallel(config.actor_train)
-    if total not in (None, dp * size * steps):
+    if config.train_batch_size not in (None, dp * size * steps):
         sizes = f"per_device_train_batch_size {size} x gradient_accumulation_steps {steps}"
-        text = f"{total} pairs is not dp {dp} x {sizes}; change one of them, or remove the sizes"
-        yield "train_batch_size", text
+        text = f"{config.train_batch_size} pairs is not dp {dp} x {sizes}"
+        yield "train_batch_size", f"{text}; change one of them, or remove the sizes"
 
 
 def _adapter(config: RunConfig) -> Problems:
-    args, layout = config.actor_train.model_args, possible_layout(config.actor_train)
-    yield from ((f"{ARGS}.lora_config", text) for text in lora_file(args)[1])
+    args = config.actor_train.model_args
+    layout = possible_layout(config.actor_train)
+    _, file_problems = lora_file(args)
+    for text in file_problems:
+        yield f"{ARGS}.lora_config", text
+    if layout and layout.tp > 1:
+        yield from _split_adapter(config)
+    if config.reference.offload == "on" and reference_is_policy(config):
+        yield "reference.offload", "the reference is the policy without its adapter; set auto"
+
+
+def _split_adapter(config: RunConfig) -> Problems:
+    """Yield settings of an adapter that tensor parallelism does not support."""
+    args = config.actor_train.model_args
+    if config.task == "reward" and args.has_adapter:
+        text = "the head of a reward model needs whole weights; set tp_size to 1"
+        yield f"{ARGS}.lora_rank", text
     need_whole_weights = {
         "use_dora": args.use_dora,
         "init_lora_weights": args.changes_base,
         "modules_to_save": args.modules_to_save,
         "additional_target": args.additional_target,
     }
-    if config.task == "reward" and args.has_adapter and layout and layout.tp > 1:
-        yield (
-            f"{ARGS}.lora_rank",
-            "the head of a reward model needs whole weights; set tp_size to 1",
-        )
     for name, is_set in need_whole_weights.items():
-        if is_set and layout and layout.tp > 1:
+        if is_set:
             text = "needs whole weights, which tensor parallelism splits; set tp_size to 1"
             yield f"{ARGS}.{name}", f"{getattr(args, name)} {text}"
-    if config.reference.offload == "on" and reference_is_policy(config):
-        yield "reference.offload", "the reference is the policy without its adapter; set auto"
+
+
+def _quantization(config: RunConfig) -> Problems:
+    args = config.actor_train.model_args
     if args.quantization and config.task == "reward":
         yield f"{ARGS}.quantization", "a reward model is trained from whole weights; remove it"
     if args.quantization and len(config.actor_train.devices) > 1:
@@ -272,59 +309,72 @@ def _adapter(config: RunConfig) -> Problems:
 
 
 def _schedule(config: RunConfig) -> Problems:
-    training, path = config.actor_train.training_args, f"{TRAINING}.lr_scheduler_kwargs"
-    numbers, kind = training.lr_scheduler_kwargs, training.lr_scheduler_type
-    known = SCHEDULE_NUMBERS[kind]
+    path = f"{TRAINING}.lr_scheduler_kwargs"
+    training = config.actor_train.training_args
+    numbers = training.lr_scheduler_kwargs
+    kind = training.lr_scheduler_type
+    parameters = SCHEDULE_NUMBERS[kind]
     for name in numbers:
-        if name not in known:
-            hint = did_you_mean(name, known)
+        if name not in parameters:
+            hint = did_you_mean(name, parameters)
             yield f"{path}.{name}", f"unknown parameter of the schedule '{kind}'{hint}"
     floors = [name for name in FLOOR if name in numbers]
     if len(floors) > 1:
         yield path, "has min_lr and min_lr_rate; keep one of them"
     if kind == "cosine_with_min_lr" and not floors:
         yield f"{TRAINING}.lr_scheduler_type", f"{kind} needs lr_scheduler_kwargs.min_lr"
-    for name, most in (("min_lr", training.learning_rate), ("min_lr_rate", 1.0)):
-        if numbers.get(name, 0.0) > most:
-            yield f"{path}.{name}", f"{numbers[name]} is above {most}: the rate would rise"
+    for name, highest in (("min_lr", training.learning_rate), ("min_lr_rate", 1.0)):
+        if numbers.get(name, 0.0) > highest:
+            yield f"{path}.{name}", f"{numbers[name]} is above {highest}: the rate would rise"
     if numbers.get("timescale") == 0:
         yield f"{path}.timescale", "0 is not a number > 0"
 
 
 def _layouts(config: RunConfig) -> Problems:
-    found = list(strategy_problems(config.actor_train))
-    yield from ((f"actor_train.strategy_args.{key}", text) for key, text in found)
+    policy_problems = list(strategy_problems(config.actor_train))
+    yield from ((f"actor_train.strategy_args.{key}", text) for key, text in policy_problems)
     for key, text in strategy_problems(config.reference):
-        if (key, text) not in found:  # not inherited
+        if (key, text) not in policy_problems:  # not inherited
             yield f"reference.strategy_args.{key}", text
 
 
 def _devices(config: RunConfig) -> Problems:
-    actor, reference, per_node = config.actor_train, config.reference, config.num_gpus_per_node
-    for name, role in config.roles.items():
-        key, count = f"{name}.device_mapping", config.num_nodes * (per_node or 0)
-        if per_node is not None and max(role.devices) >= count and key not in config.followed:
-            sizes = f"num_nodes {config.num_nodes} x num_gpus_per_node {per_node}"
-            yield key, f"names device {max(role.devices)}; {sizes} gives devices 0 to {count - 1}"
+    actor = config.actor_train
+    reference = config.reference
+    if config.num_gpus_per_node is not None:
+        yield from _missing_devices(config, config.num_nodes * config.num_gpus_per_node)
     shares = [role.strategy_args.gpu_memory_utilization or 0 for role in config.roles.values()]
     if set(actor.devices) & set(reference.devices) and all(shares) and sum(shares) > 1:
         text = f"{shares[1]} and actor_train's {shares[0]} add up to more than a whole GPU"
         yield "reference.strategy_args.gpu_memory_utilization", text
     # Roles with equal device mappings share one process, and a process has one environment.
-    for name, value in reference.system_envs.items() if actor.devices == reference.devices else ():
-        if config.envs(actor).get(name) != value:
-            text = "both roles share one process; set it in system_envs at the top level"
-            yield f"reference.system_envs.{name}", text
+    if config.shares_devices:
+        policy_variables = config.envs(actor)
+        for name, variable in reference.system_envs.items():
+            if policy_variables.get(name) != variable:
+                text = "both roles share one process; set it in system_envs at the top level"
+                yield f"reference.system_envs.{name}", text
+
+
+def _missing_devices(config: RunConfig, devices: int) -> Problems:
+    sizes = f"num_nodes {config.num_nodes} x num_gpus_per_node {config.num_gpus_per_node}"
+    for name, role in config.roles.items():
+        key = f"{name}.device_mapping"
+        last = max(role.devices)
+        if last >= devices and key not in config.followed:
+            yield key, f"names device {last}; {sizes} gives devices 0 to {devices - 1}"
 
 
 def _reference(config: RunConfig) -> Problems:
-    reference, args, cache = config.reference, config.reference.model_args, config.reference.cache
-    key, tp = "model_args.tokenizer_name_or_path", reference.strategy_args.tp_size
+    reference = config.reference
+    args = reference.model_args
+    tp = reference.strategy_args.tp_size
     if config.ref_tp is not None and tp not in (None, config.ref_tp):
         text = f"{config.ref_tp} differs from reference.strategy_args.tp_size; keep one of them"
         yield "ref_tp", text
-    own = config.actor_train.model_args.tokenizer_name_or_path
-    if args.tokenizer_name_or_path not in (None, own):
+    tokenizer = config.actor_train.model_args.tokenizer_name_or_path
+    if args.tokenizer_name_or_path not in (None, tokenizer):
+        key = "model_args.tokenizer_name_or_path"
         yield f"reference.{key}", f"both roles use the same tokenizer; set actor_train.{key}"
     if reference.offload == "on" and len(reference.devices) > 1:
         text = "is for one device; set strategy_name: gemini_auto instead, and offload: auto"
@@ -332,6 +382,7 @@ def _reference(config: RunConfig) -> Problems:
     if args.disable_gradient_checkpointing is False:
         key = "reference.model_args.disable_gradient_checkpointing"
         yield key, "the reference has no backward pass; set it to true or remove it"
+    cache = reference.cache
     if cache.enabled and cache.per_token is False and config.ld_alpha not in (None, 1):
         text = "ld_alpha needs the log-probs of tokens; set it to true or remove it"
         yield "reference.cache.per_token", text

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rather.arithmetic import ceil_div
 from rather.config.schema import ActorConfig, ActorModelArgs, RunConfig, StrategyArgs
 from rather.config.values import section_problems
 from rather.errors import ConfigError
@@ -121,11 +122,15 @@ ROLE_REFUSED = {
 
 
 def _for_roles(top: Mapping[str, str], of_role: Mapping[str, str]) -> dict[str, str]:
-    return {**top, **{f"{role}.{path}": text for role in ROLES for path, text in of_role.items()}}
+    texts = dict(top)
+    for role in ROLES:
+        texts |= {f"{role}.{path}": text for path, text in of_role.items()}
+    return texts
 
 
 # Key path -> warning, or reason.
-IGNORED, REFUSED = _for_roles(TOP_IGNORED, ROLE_IGNORED), _for_roles(TOP_REFUSED, ROLE_REFUSED)
+IGNORED = _for_roles(TOP_IGNORED, ROLE_IGNORED)
+REFUSED = _for_roles(TOP_REFUSED, ROLE_REFUSED)
 
 
 def roll_keys(data: JsonObject) -> tuple[dict[Names, str], dict[Names, str]]:
@@ -141,7 +146,7 @@ def roll_keys(data: JsonObject) -> tuple[dict[Names, str], dict[Names, str]]:
         ignored["val_batch_size"] = "evaluation does not depend on batches; see infer_batch_size"
     warnings: dict[Names, str] = {}
     errors: dict[Names, str] = {}
-    for names, value in _paths(data):
+    for names, setting in _paths(data):
         # additional_configs holds further keys of strategy_config.
         path = ".".join(name for name in names if name != MORE)
         why = REFUSED.get(path)
@@ -149,8 +154,8 @@ def roll_keys(data: JsonObject) -> tuple[dict[Names, str], dict[Names, str]]:
             why = why or "is not supported; remove it"
         elif names[-1] == MORE:
             warnings[names] = ""
-        if path in ignored or (why and not value):
-            warnings[names] = ignored[path] if value else ""
+        if path in ignored or (why and not setting):
+            warnings[names] = ignored[path] if setting else ""
         elif why:
             errors[names] = why
     return warnings, errors
@@ -158,10 +163,29 @@ def roll_keys(data: JsonObject) -> tuple[dict[Names, str], dict[Names, str]]:
 
 def _paths(data: Mapping[str, Any], before: Names = ()) -> Iterator[tuple[Names, Any]]:
     """Return every key, groups included, with its value."""
-    for name, value in data.items():
-        yield (*before, name), value
-        if isinstance(value, Mapping):
-            yield from _paths(value, (*before, name))
+    for name, setting in data.items():
+        yield (*before, name), setting
+        if isinstance(setting, Mapping):
+            yield from _paths(setting, (*before, name))
+
+
+def roll_nodes(config: RunConfig) -> int:
+    """Return num_nodes, or the machines of device_mapping: ROLL's file has 16 GPUs on "1" node."""
+    strategy = config.actor_train.strategy_args.strategy_name or ""
+    gpus_per_node = config.num_gpus_per_node
+    if not strategy.startswith("megatron") or not gpus_per_node or config.num_nodes > 1:
+        return config.num_nodes
+    nodes, gpus_over = divmod(max(config.actor_train.devices) + 1, gpus_per_node)
+    return config.num_nodes if gpus_over else max(nodes, config.num_nodes)
+
+
+def answers_per_device(config: RunConfig, pairs_per_rank: int) -> bool:
+    """Whether per_device_train_batch_size counts answers, two per pair, as in older ROLL files."""
+    training = config.actor_train.training_args
+    size = training.per_device_train_batch_size
+    rows_per_rank = size * training.gradient_accumulation_steps
+    is_double = rows_per_rank == 2 * pairs_per_rank
+    return config.val_batch_size is not None and is_double and size % 2 == 0
 
 
 # --- a DeepSpeed configuration as strategy_config, or in a JSON file that it names: sharding stage,
@@ -204,8 +228,11 @@ def is_deepspeed(name: str | None) -> bool:
 def deepspeed_settings(details: JsonObject) -> JsonObject:
     """Return dotted key -> value, of strategy_config or of the file that it names."""
     content = read_object(Path(str(details[FILE]))) if FILE in details else details
-    found = {".".join(names): value for names, value in _paths(content)}
-    return {key: value for key, value in found.items() if not isinstance(value, Mapping)}
+    return {
+        ".".join(names): setting
+        for names, setting in _paths(content)
+        if not isinstance(setting, Mapping)
+    }
 
 
 def deepspeed_sharding(details: JsonObject) -> tuple[int, bool]:
@@ -219,8 +246,8 @@ def deepspeed_clipping(args: StrategyArgs) -> float | None:
     details = args.strategy_config
     if not is_deepspeed(args.strategy_name) or any(deepspeed_problems(details)):
         return None
-    found = deepspeed_settings(details).get(CLIPPING, "auto")
-    return None if found == "auto" else float(found)
+    max_norm = deepspeed_settings(details).get(CLIPPING, "auto")
+    return None if max_norm == "auto" else float(max_norm)
 
 
 def clippings(actor: ActorConfig) -> dict[str, float | None]:
@@ -241,13 +268,18 @@ def deepspeed_problems(details: JsonObject) -> Problems:
     except ConfigError as error:
         yield FILE, str(error)
         return
-    for key, value in settings.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    for key, setting in settings.items():
         allowed = ALLOWED.get(key, ("auto",))
-        if key not in UNUSED and value not in allowed and not (key == CLIPPING and is_number):
-            advice = f"set {ELSEWHERE[key]} instead" if key in ELSEWHERE else "remove it"
-            text = f"{value!r} is not supported, only {allowed}; {advice}"
-            yield (FILE, f"{details[FILE]}: {key}: {text}") if FILE in details else (key, text)
+        if key in UNUSED or setting in allowed or (key == CLIPPING and _is_norm(setting)):
+            continue
+        advice = f"set {ELSEWHERE[key]} instead" if key in ELSEWHERE else "remove it"
+        text = f"{setting!r} is not supported, only {allowed}; {advice}"
+        yield (FILE, f"{details[FILE]}: {key}: {text}") if FILE in details else (key, text)
+
+
+def _is_norm(setting: Any) -> bool:
+    is_number = isinstance(setting, int | float) and not isinstance(setting, bool)
+    return is_number and setting >= 0
 
 
 def read_object(file: Path) -> JsonObject:
@@ -257,7 +289,7 @@ def read_object(file: Path) -> JsonObject:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read ({getattr(error, 'strerror', error)})") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{file}: is not the config that belongs there, which is a JSON object")
+        raise ConfigError(f"{file}: expected a JSON object")
     return values
 
 
@@ -279,15 +311,16 @@ def lora_file(args: ActorModelArgs) -> tuple[JsonObject, list[str]]:
         values = read_object(Path(args.lora_config)) if args.lora_config else {}
     except ConfigError as error:
         return {}, [str(error)]
-    found = {
-        LORA_KEYS.get(key, key): INITIALIZATIONS.get(str(value), value)
-        for key, value in values.items()
-        if value is not None and key not in NOT_SUPPORTED
+    settings = {
+        LORA_KEYS.get(key, key): INITIALIZATIONS.get(str(setting), setting)
+        for key, setting in values.items()
+        if setting is not None and key not in NOT_SUPPORTED
     }
     wrong = [(key, f"must be {off}") for key, off in NOT_SUPPORTED.items()
              if values.get(key, off) != off]  # fmt: skip
-    wrong += section_problems(type(args), found)
-    return {} if wrong else found, [f"{key} in {args.lora_config}: {text}" for key, text in wrong]
+    wrong += section_problems(type(args), settings)
+    problems = [f"{key} in {args.lora_config}: {text}" for key, text in wrong]
+    return {} if problems else settings, problems
 
 
 # --- `parity: trl-1.x`: presets, and settings that TRL (0.29 and later) does not have. Tokens are
@@ -315,34 +348,41 @@ FIXED = {
 
 def parity_problems(config: RunConfig, dp: int) -> Problems:
     """Yield the settings that TRL cannot reproduce."""
-    training, data = config.actor_train.training_args, config.actor_train.data_args
+    yield from _loss_parity(config, dp)
+    data_args = config.actor_train.data_args
+    for key, only_choice in FIXED.items():
+        if getattr(data_args, key) != only_choice:
+            yield f"{DATA}.{key}", f"TRL has no such choice; leave it at {only_choice!r}"
+    if data_args.special_tokens in ("escape", "drop"):
+        yield f"{DATA}.special_tokens", "TRL keeps special tokens in the text; set keep or warn"
+    training = config.actor_train.training_args
+    has_warmup = training.warmup_steps or training.warmup_ratio
+    if training.lr_scheduler_type == "constant" and has_warmup:
+        text = "transformers' constant schedule has no warm-up; set constant_with_warmup"
+        yield "actor_train.training_args.lr_scheduler_type", text
+
+
+def _loss_parity(config: RunConfig, dp: int) -> Problems:
+    micro_batches = dp * config.actor_train.training_args.gradient_accumulation_steps
     for name in config.loss_names:
         if name not in TRL_LOSSES:
             yield "pref_loss", f"'{name}' is not a loss of TRL's DPO trainer"
-        if name in OF_A_MICRO_BATCH and dp * training.gradient_accumulation_steps > 1:
+        if name in OF_A_MICRO_BATCH and micro_batches > 1:
             text = f"'{name}' depends on micro-batches in TRL; use one device and no accumulation"
             yield "pref_loss", text
     if config.label_smoothing and "sigmoid" in config.loss_names:
         yield "label_smoothing", "TRL ignores it for sigmoid; remove it"
     for key in (key for key in NOT_IN_TRL if getattr(config, key) is not None):
         yield key, "TRL has no such setting; remove it"
-    for key, value in FIXED.items():
-        if getattr(data, key) != value:
-            yield f"{DATA}.{key}", f"TRL has no such choice; leave it at {value!r}"
-    if data.special_tokens in ("escape", "drop"):
-        yield f"{DATA}.special_tokens", "TRL keeps special tokens in the text; set keep or warn"
-    if training.lr_scheduler_type == "constant" and (
-        training.warmup_steps or training.warmup_ratio
-    ):
-        text = "transformers' constant schedule has no warm-up; set constant_with_warmup"
-        yield "actor_train.training_args.lr_scheduler_type", text
 
 
 def check_even(config: RunConfig, pairs: int, dp: int) -> None:
     """Refuse a smaller last micro-batch of an epoch, which weighs more in TRL than in Rather."""
     training = config.actor_train.training_args
-    size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    is_alone = dp == 1 and (steps == 1 or -(-pairs // size) % steps == 1)
+    size = training.per_device_train_batch_size
+    steps = training.gradient_accumulation_steps
+    # One micro-batch makes the last step, so its weight among others does not matter.
+    is_alone = dp == 1 and (steps == 1 or ceil_div(pairs, size) % steps == 1)
     if config.parity and pairs % (size * dp) and not is_alone:
         raise ConfigError(
             f"parity: {config.parity}: {pairs} pairs are not a multiple of "

@@ -118,29 +118,29 @@ def found_values(
     run_dir = path.absolute().parent
     home = run_dir.parent  # where the folder is now
     names = _Names(run_dir, is_trusted=trust.paths or is_signed(text))
-    kept: JsonObject = {}
+    allowed: JsonObject = {}
     for key in keys:
-        value = _written_at(written, key)
-        if value is Missing:
+        setting = _written_at(written, key)
+        if setting is Missing:
             continue
         if key.rpartition(".")[2] in NAMES:
-            value = names.checked(key, value, written)
-        elif _has_interpolation(value):
-            log.warning("%s: %s: %s is not filled in; the default is used", path, key, value)
+            setting = names.checked(key, setting, written)
+        elif _has_interpolation(setting):
+            log.warning("%s: %s: %s is not filled in; the default is used", path, key, setting)
             continue
-        set_at(kept, key, value)
+        set_at(allowed, key, setting)
     if names.problems:
         raise ConfigError([*names.problems.values(), *names.advice])
     if keys is ALLOWED:
-        _keep_pairs_per_step(kept, written)
+        _keep_pairs_per_step(allowed, written)
         if not trust.paths:
             _refuse_links(home, run_dir.name)
-    kept |= {"output_dir": str(home), "logging_dir": str(home / "logs")}
+    allowed |= {"output_dir": str(home), "logging_dir": str(home / "logs")}
     if RUN_NAME.fullmatch(run_dir.name):
-        kept["exp_name"] = run_dir.name
+        allowed["exp_name"] = run_dir.name
     for role in (ACTOR, REFERENCE):
-        set_at(kept, f"{role}.model_args.trust_remote_code", trust.remote_code)
-    return kept
+        set_at(allowed, f"{role}.model_args.trust_remote_code", trust.remote_code)
+    return allowed
 
 
 def _written_at(values: Any, key: str) -> Any:
@@ -180,14 +180,14 @@ class _Names:
     def _located(self, key: str, value: Any, folder: Any) -> Any:
         """Return file names, also in lists and named sets, as local paths; refuse addresses."""
         if isinstance(value, list):
-            return [self._located(key, item, folder) for item in value]
+            return [self._located(key, entry, folder) for entry in value]
         if isinstance(value, dict):
-            return {name: self._located(key, item, folder) for name, item in value.items()}
+            return {name: self._located(key, files, folder) for name, files in value.items()}
         if not isinstance(value, str) or not value:
             return value
         # The folder may be an address, or its first half.
-        data = DataArgs(dataset_dir=folder if isinstance(folder, str) and folder else None)
-        path = str(data.locate(value))
+        data_args = DataArgs(dataset_dir=folder if isinstance(folder, str) and folder else None)
+        path = str(data_args.locate(value))
         if path.startswith(ADDRESSES) or value.startswith(ADDRESSES):
             self._refuse(key, value, "is an address; a config in a run folder downloads nothing")
         elif _has_interpolation(path):
@@ -200,8 +200,8 @@ class _Names:
         target = real_path(Path(name).expanduser())
         is_inside = not is_hub_name and target.is_relative_to(real_path(self.run_dir))
         if not is_inside and not self.is_trusted:
-            what = "is a model of the hub" if is_hub_name else "is outside of the run folder"
-            self._refuse(key, name, what)
+            why = "is a model of the hub" if is_hub_name else "is outside of the run folder"
+            self._refuse(key, name, why)
             self.advice = [STRANGE]
 
     def _refuse(self, key: str, name: str, why: str) -> None:
@@ -225,25 +225,31 @@ def _refuse_links(home: Path, run_name: str) -> None:
             )
 
 
-def _keep_pairs_per_step(kept: JsonObject, written: JsonObject) -> None:
+def _keep_pairs_per_step(allowed: JsonObject, written: JsonObject) -> None:
     """Accumulate on one device the pairs that the devices of the run had in a step."""
     key = f"{ACTOR}.training_args.gradient_accumulation_steps"
-    layout = _written_at(written, f"{ACTOR}.strategy_args")
-    sections = [layout, _written_at(layout, "strategy_config")]
     try:
         devices = len(device_list(_written_at(written, f"{ACTOR}.device_mapping")) or [0])
-        degrees = [
-            int(section[name])
-            for short, long in DEGREES.items()
-            if short != "ep_size"
-            for section, name in ((sections[0], short), (sections[1], short), (sections[1], long))
-            if isinstance(section, dict) and section.get(name)
-        ]
-        steps = int(_written_at(kept, key))
+        devices_per_replica = prod(_written_degrees(written))
+        steps = int(_written_at(allowed, key))
     except (TypeError, ValueError):
         return  # a run on one device, or values that the validation refuses
     if devices > 1:
-        set_at(kept, key, steps * max(1, devices // prod(degrees)))
+        set_at(allowed, key, steps * max(1, devices // devices_per_replica))
+
+
+def _written_degrees(written: JsonObject) -> list[int]:
+    """Return the degrees of tp, pp and cp that a config names."""
+    strategy = _written_at(written, f"{ACTOR}.strategy_args")
+    details = _written_at(strategy, "strategy_config")
+    degrees = []
+    for short, long in DEGREES.items():
+        if short == "ep_size":
+            continue
+        for section, name in ((strategy, short), (details, short), (details, long)):
+            if isinstance(section, dict) and section.get(name):
+                degrees.append(int(section[name]))
+    return degrees
 
 
 # --- Rather's own signature ---
@@ -257,10 +263,10 @@ def signed(text: str) -> str:
 
 def is_signed(text: str) -> bool:
     """Whether this user's own run wrote a config.yaml, and nobody changed it since."""
-    first, _, rest = text.partition("\n")
-    signature = _signature(rest) if first.startswith(SIGNATURE) else None
+    first_line, _, signed_text = text.partition("\n")
+    signature = _signature(signed_text) if first_line.startswith(SIGNATURE) else None
     return signature is not None and hmac.compare_digest(
-        first.removeprefix(SIGNATURE).encode(), signature.encode()
+        first_line.removeprefix(SIGNATURE).encode(), signature.encode()
     )
 
 
@@ -278,16 +284,16 @@ def _key(*, make: bool) -> bytes:
     file = Path(state) / "rather" / "run.key"
     if make and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = file.with_name(f".{secrets.token_hex(8)}")
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        draft = file.with_name(f".{secrets.token_hex(8)}")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.write(descriptor, secrets.token_bytes(KEY_BYTES))
             os.close(descriptor)
-            os.link(part, file)  # a second process may be as far; the first one wins
+            os.link(draft, file)  # a second process may be as far; the first one wins
         except FileExistsError:
             pass
         finally:
-            part.unlink()
+            draft.unlink()
     status = file.lstat()
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ValueError(f"{file}: other users can read it")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from rather.config.compat import PRESETS, clippings, lora_file
+from rather.config.compat import PRESETS, answers_per_device, clippings, lora_file, roll_nodes
 from rather.config.schema import RunConfig
 from rather.config.strategies import DEGREES, data_parallel
 
@@ -63,79 +63,125 @@ def set_at(values: dict[str, Any], path: str, value: Any) -> None:
     values[name] = value
 
 
+class UnsetKeys:
+    """The keys of a config that is being built; sources are filled before what inherits from them."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.followed: dict[str, str] = {}  # key path -> the key path that it inherits from
+
+    def fill(self, path: str, source: str, value: Any) -> None:
+        """Set a key that is not written in the config to a value that the key `source` implies."""
+        parent, _, name = path.rpartition(".")
+        if name not in value_at(self.config, parent).model_fields_set:
+            self.replace(path, source, value)
+
+    def copy(self, path: str, source: str) -> None:
+        """Set a key that is not written in the config to the value of the key `source`."""
+        self.fill(path, source, value_at(self.config, source))
+
+    def replace(self, path: str, source: str, value: Any) -> None:
+        """Set a key, also one that is written in the config."""
+        parent, _, name = path.rpartition(".")
+        section = value_at(self.config, parent)
+        if getattr(section, name) != value:
+            section.__dict__[name] = value  # sections are frozen for users
+            self.followed[path] = self.followed.get(source, source)
+
+
 def complete(config: RunConfig) -> dict[str, str]:
-    """Fill unset keys of a config that is being built, sources before what inherits from them.
+    """Fill unset keys of a config that is being built.
 
     Return key path -> the key path that it inherits from.
     """
-    followed: dict[str, str] = {}
+    keys = UnsetKeys(config)
+    _complete_task(config, keys)
+    _complete_policy(config, keys)
+    _complete_reference(config, keys)
+    _complete_validation(config, keys)
+    _complete_nodes(config, keys)
+    _complete_clipping(config, keys)
+    _complete_batch_size(config, keys)
+    return keys.followed
 
-    def inherit(path: str, source: str, value: Any, *, replace: bool = False) -> None:
-        parent, _, name = path.rpartition(".")
-        owner = value_at(config, parent)
-        is_free = replace or name not in owner.model_fields_set
-        if is_free and getattr(owner, name) != value:
-            owner.__dict__[name] = value  # sections are frozen for users
-            followed[path] = followed.get(source, source)
 
-    actor, reference = config.actor_train, config.reference
+def _complete_task(config: RunConfig, keys: UnsetKeys) -> None:
     if isinstance(config.pref_loss, str) and config.pref_loss in TASK_OF_LOSS:
-        inherit("task", "pref_loss", TASK_OF_LOSS[config.pref_loss])
+        keys.fill("task", "pref_loss", TASK_OF_LOSS[config.pref_loss])
     if config.task in LOSS_OF_TASK and not config.loss_type:
-        inherit("pref_loss", "task", LOSS_OF_TASK[config.task])
+        keys.fill("pref_loss", "task", LOSS_OF_TASK[config.task])
     if config.task != "preference":
-        inherit("pair_ledger", "task", False)
+        keys.fill("pair_ledger", "task", False)
     if not config.apply_loss_mask:
-        inherit(f"{DATA}.score", "apply_loss_mask", "all")
-    for name, value in lora_file(actor.model_args)[0].items():
-        inherit(f"{ARGS}.{name}", f"{ARGS}.lora_config", value)
-    for path, value in PRESETS.items() if config.parity else ():
-        inherit(path, "parity", value)
+        keys.fill(f"{DATA}.score", "apply_loss_mask", "all")
+
+
+def _complete_policy(config: RunConfig, keys: UnsetKeys) -> None:
+    actor = config.actor_train
+    adapter_settings, _ = lora_file(actor.model_args)
+    for name, setting in adapter_settings.items():
+        keys.fill(f"{ARGS}.{name}", f"{ARGS}.lora_config", setting)
+    if config.parity:
+        for path, preset in PRESETS.items():
+            keys.fill(path, "parity", preset)
     if actor.model_args.model_name_or_path is None:
-        inherit(f"{ARGS}.model_name_or_path", "pretrain", config.pretrain, replace=True)
+        keys.replace(f"{ARGS}.model_name_or_path", "pretrain", config.pretrain)
     if actor.data_args.template is None:
-        inherit(f"{DATA}.template", "global_template", config.global_template, replace=True)
-    names = list(OF_REFERENCE)
-    own_model = reference.model_args.model_name_or_path
-    if own_model in (None, actor.model_args.model_name_or_path):
-        names += OF_SAME_WEIGHTS
-    has_layout = reference.strategy_args.model_fields_set & set(LAYOUT)
+        keys.replace(f"{DATA}.template", "global_template", config.global_template)
+
+
+def _complete_reference(config: RunConfig, keys: UnsetKeys) -> None:
+    reference = config.reference
+    inherited = list(OF_REFERENCE)
+    policy_model = config.actor_train.model_args.model_name_or_path
+    if reference.model_args.model_name_or_path in (None, policy_model):
+        inherited += OF_SAME_WEIGHTS
+    has_layout = bool(reference.strategy_args.model_fields_set & set(LAYOUT))
     if not has_layout:  # a layout is inherited as a whole
-        names += [f"strategy_args.{name}" for name in LAYOUT]
-    for name in names:
-        source = f"actor_train.{name}"
-        inherit(f"reference.{name}", source, value_at(config, source))
-    if config.ref_tp is not None:  # replaces a degree that was only inherited
+        inherited += [f"strategy_args.{name}" for name in LAYOUT]
+    for name in inherited:
+        keys.copy(f"reference.{name}", f"actor_train.{name}")
+    if config.ref_tp is not None:
         details = dict(reference.strategy_args.strategy_config)
-        for name in () if has_layout else ("tp_size", DEGREES["tp_size"]):
-            details.pop(name, None)
-        inherit("reference.strategy_args.strategy_config", DETAILS, details)
-        inherit("reference.strategy_args.tp_size", "ref_tp", config.ref_tp)
+        if not has_layout:  # ref_tp replaces a degree that was only inherited
+            details.pop("tp_size", None)
+            details.pop(DEGREES["tp_size"], None)
+        keys.fill("reference.strategy_args.strategy_config", DETAILS, details)
+        keys.fill("reference.strategy_args.tp_size", "ref_tp", config.ref_tp)
+
+
+def _complete_validation(config: RunConfig, keys: UnsetKeys) -> None:
     for name in type(config.validation.data_args).model_fields:
         if name not in ("file_name", "split"):
-            inherit(
-                f"validation.data_args.{name}", f"{DATA}.{name}", getattr(actor.data_args, name)
-            )
-    name, per_node = actor.strategy_args.strategy_name or "", config.num_gpus_per_node or 0
-    if name.startswith("megatron") and per_node and config.num_nodes == 1:
-        nodes = (max(actor.devices) + 1) // per_node  # ROLL's own file has 16 devices on "1" node
-        if nodes > 1 and (max(actor.devices) + 1) % per_node == 0:
-            log.warning(
-                "num_nodes: 1, but device_mapping has GPUs of %d nodes; read as that", nodes
-            )
-            inherit("num_nodes", "actor_train.device_mapping", nodes, replace=True)
-    for source, value in clippings(actor).items():
-        if value is not None:
-            inherit("max_grad_norm", source, value)
-    if config.train_batch_size is not None:
-        training, share = actor.training_args, config.train_batch_size // data_parallel(actor)
-        size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
-        source, counts_answers = "train_batch_size", size * steps == 2 * share and size % 2 == 0
-        if config.val_batch_size and counts_answers:
-            log.warning("%s: %d counts answers: read as %d pairs", PER_DEVICE, size, size // 2)
-            inherit(PER_DEVICE, source, size // 2, replace=True)
-        elif "per_device_train_batch_size" not in training.model_fields_set:
-            inherit(PER_DEVICE, source, share // steps)
-        else:
-            inherit(f"{TRAINING}.gradient_accumulation_steps", source, share // size)
-    return followed
+            keys.copy(f"validation.data_args.{name}", f"{DATA}.{name}")
+
+
+def _complete_nodes(config: RunConfig, keys: UnsetKeys) -> None:
+    nodes = roll_nodes(config)
+    if nodes > config.num_nodes:
+        log.warning("num_nodes is 1, but device_mapping spans %d nodes; using %d", nodes, nodes)
+        keys.replace("num_nodes", "actor_train.device_mapping", nodes)
+
+
+def _complete_clipping(config: RunConfig, keys: UnsetKeys) -> None:
+    for source, max_norm in clippings(config.actor_train).items():
+        if max_norm is not None:
+            keys.fill("max_grad_norm", source, max_norm)
+
+
+def _complete_batch_size(config: RunConfig, keys: UnsetKeys) -> None:
+    """Derive the size or the steps per device from train_batch_size."""
+    if config.train_batch_size is None:
+        return
+    source = "train_batch_size"
+    training = config.actor_train.training_args
+    size = training.per_device_train_batch_size
+    pairs_per_rank = config.train_batch_size // data_parallel(config.actor_train)
+    if answers_per_device(config, pairs_per_rank):
+        text = "%s: %d looks like a count of answers (two per pair); using %d pairs"
+        log.warning(text, PER_DEVICE, size, size // 2)
+        keys.replace(PER_DEVICE, source, size // 2)
+    elif "per_device_train_batch_size" not in training.model_fields_set:
+        keys.fill(PER_DEVICE, source, pairs_per_rank // training.gradient_accumulation_steps)
+    else:
+        keys.fill(f"{TRAINING}.gradient_accumulation_steps", source, pairs_per_rank // size)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from rather.config.compat import REMOVED, Names
 from rather.config.plugins import did_you_mean
@@ -128,9 +129,11 @@ class Key:
     @property
     def choices(self) -> list[str]:
         """Return the words that the key accepts, if it takes one of a list."""
-        return [
-            word for kind in self.accepted if get_origin(kind) is Literal for word in get_args(kind)
-        ]
+        words: list[str] = []
+        for kind in self.accepted:
+            if get_origin(kind) is Literal:
+                words += get_args(kind)
+        return words
 
     @property
     def only_text(self) -> bool:
@@ -143,8 +146,8 @@ class Key:
             return "a group of keys"
         if self.name in SPECIAL:
             return SPECIAL[self.name]
-        first, *others = [_word(kind) for kind in self.accepted]
-        return " or ".join([f"{first} {' and '.join(self.limits)}".strip(), *others])
+        first, *alternatives = [_word(kind) for kind in self.accepted]
+        return " or ".join([f"{first} {' and '.join(self.limits)}".strip(), *alternatives])
 
     def refusal(self, path: str, value: Any, reason: str) -> str:
         """Return why the key, or the entry `path` of a mapping, cannot have this value."""
@@ -157,13 +160,19 @@ class Key:
         if self.section:
             return f"{text} ({', '.join(self.section.model_fields)})"
         why = self.meaning.partition(" Range: ")[2]
-        other = OTHER_WORDS.get(str(value).lower())
-        near = difflib.get_close_matches(str(value), self.choices, n=1)
-        if near := [other] if other in self.choices else near:
-            return f"{text}; did you mean '{near[0]}'?"
+        meant = self._meant(str(value))
+        if meant:
+            return f"{text}; did you mean '{meant}'?"
         if isinstance(value, int | float) and (is_entry or self.only_text):
             return f"{text}; write it in quotes if it is meant as text"
         return f"{text}: {why.removesuffix('.')}" if why else text
+
+    def _meant(self, word: str) -> str | None:
+        """Return the choice that a wrong word was probably meant to be."""
+        synonym = OTHER_WORDS.get(word.lower())
+        if synonym in self.choices:
+            return synonym
+        return next(iter(difflib.get_close_matches(word, self.choices, n=1)), None)
 
 
 @cache
@@ -174,18 +183,11 @@ def table() -> dict[str, Key]:
 
 def _walk(model: type[Section], parent: str) -> Iterator[Key]:
     for name, field in model.model_fields.items():
-        accepted, path = accepted_types(field.annotation), f"{parent}.{name}".lstrip(".")
+        path = f"{parent}.{name}".lstrip(".")
+        accepted = accepted_types(field.annotation)
         first = accepted[0]
         section = first if isinstance(first, type) and issubclass(first, Section) else None
-        # In `Count | None` the limits are inside the union.
-        members = [get_args(each)[1:] for each in get_args(field.annotation)]
-        nested = [x for each in members for info in each for x in getattr(info, "metadata", ())]
-        limits = tuple(
-            f"{sign} {getattr(limit, bound):,}"
-            for limit in (*field.metadata, *nested)
-            for bound, sign in BOUNDS.items()
-            if hasattr(limit, bound)
-        )
+        limits = tuple(_limits(field))
         default = None if section else field.default
         meaning = " ".join((field.description or "").split())
         yield Key(path, parent, name, default, meaning, accepted, limits, section)
@@ -193,8 +195,21 @@ def _walk(model: type[Section], parent: str) -> Iterator[Key]:
             yield from _walk(section, path)
 
 
+def _limits(field: FieldInfo) -> Iterator[str]:
+    """Yield '>= 1' for each bound of a number."""
+    bounds = list(field.metadata)
+    for member in get_args(field.annotation):  # in `Count | None` they are inside the union
+        for annotation in get_args(member)[1:]:
+            bounds += getattr(annotation, "metadata", ())
+    for bound in bounds:
+        for name, sign in BOUNDS.items():
+            if hasattr(bound, name):
+                yield f"{sign} {getattr(bound, name):,}"
+
+
 def _word(kind: Any) -> str:
-    origin, members = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    members = get_args(kind)
     if origin is Literal:
         return " | ".join(map(str, members))
     if origin is list:
@@ -213,15 +228,15 @@ def nearest(path: str) -> str | None:
     siblings = {key.name: key.path for key in table().values() if key.parent == parent}
     # The first path of each name: actor_train comes first in the schema, and is what people mean.
     anywhere = {key.name: key.path for key in reversed(table().values())}
-    for places, cutoff in (
+    for candidates, cutoff in (
         (siblings, 0.8),
         (anywhere, 1),
         (siblings, 0.6),
         (dict.fromkeys(OTHER_NAMES), 0.8),
         (anywhere, 0.75),
     ):
-        if near := difflib.get_close_matches(name, places, n=1, cutoff=cutoff):
-            return places[near[0]] or nearest(near[0])
+        for similar in difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff):
+            return candidates[similar] or nearest(similar)
     return None
 
 
@@ -242,21 +257,22 @@ def suggestion(path: str) -> str:
 
 def field_problems(error: ValidationError, data: JsonObject) -> dict[Names, str]:
     """Return one sentence per key; pydantic has an error for each member of a union."""
-    found: dict[Names, str] = {}
-    for item in error.errors():
-        # Only the first part of pydantic's location is in the data; the rest names the member.
+    texts: dict[Names, str] = {}
+    for details in error.errors():
+        # Only the beginning of pydantic's location is in the data; then it names the union's member.
         names: Names = ()
-        value: Any = data
-        for name in item["loc"]:
-            if not isinstance(value, Mapping) or name not in value:
+        setting: Any = data
+        for name in details["loc"]:
+            if not isinstance(setting, Mapping) or name not in setting:
                 break
-            names, value = (*names, str(name)), value[name]
+            names = (*names, str(name))
+            setting = setting[name]
         path = ".".join(names)
-        if item["type"] == "extra_forbidden":
+        if details["type"] == "extra_forbidden":
             text = REMOVED.get(path) or f"unknown key{suggestion(path)}"
         else:
             key = table().get(path) or table()[path.rpartition(".")[0]]
-            reason = item["ctx"]["error"] if item["type"] == "value_error" else ""
-            text = key.refusal(path, value, str(reason))
-        found.setdefault(names, text)
-    return found
+            reason = details["ctx"]["error"] if details["type"] == "value_error" else ""
+            text = key.refusal(path, setting, str(reason))
+        texts.setdefault(names, text)
+    return texts

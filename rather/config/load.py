@@ -98,8 +98,8 @@ def load_found(path: Path, trust: Trust = NO_TRUST, keys: Collection[str] = ALLO
     pairs.
     """
     sources = _key_lines(path, own)
-    named = FOR_A_RUN if keys is ALLOWED else FOR_A_PART
-    config = config_from_dict(found_values(path, trust, keys), sources, context=named)
+    context = FOR_A_RUN if keys is ALLOWED else FOR_A_PART
+    config = config_from_dict(found_values(path, trust, keys), sources, context=context)
     config._sources.update(dict.fromkeys(table(), "default") | sources)
     return config
 
@@ -107,15 +107,18 @@ def load_found(path: Path, trust: Trust = NO_TRUST, keys: Collection[str] = ALLO
 @contextmanager
 def _limited_insertions() -> Iterator[None]:
     """Refuse ${...} that insert one another until they fill the memory."""
-    resolve, left = Container._resolve_node_interpolation, MOST_INSERTED
+    resolve = Container._resolve_node_interpolation
+    inserted = 0
 
     def count(*args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 5_000
-        if left < 0:
+        nonlocal inserted
+        inserted += 5_000
+        if inserted > MOST_INSERTED:
             raise ValueError("its ${...} insert too much text; write the values themselves")
         node = resolve(*args, **kwargs)
-        left -= len(value) if isinstance(value := node._value(), str) else 0
+        text = node._value()
+        if isinstance(text, str):
+            inserted += len(text)
         return node
 
     Container._resolve_node_interpolation = count  # type: ignore[method-assign]
@@ -143,9 +146,10 @@ def _validated(path: Path, composed: DictConfig, sources: dict[str, str]) -> DPO
                     OmegaConf.to_container(node, resolve=True)
             except UNREADABLE as error:
                 problems[names] = _in_short(error)
-    if code := [key for key in sources if key.rpartition(".")[2] == "_target_"]:
+    code_keys = [key for key in sources if key.rpartition(".")[2] == "_target_"]
+    if code_keys:
         text = "a config never names code to run; remove it"
-        raise ConfigError([f"{key} ({sources[key]}): {text}" for key in code])
+        raise ConfigError([f"{key} ({sources[key]}): {text}" for key in code_keys])
     try:
         values = _plain(OmegaConf.create(_without(raw, problems)), resolve=True)
     except UNREADABLE as error:
@@ -193,7 +197,7 @@ _Dumper.add_representer(str, _text)
 
 
 def config_from_dict(
-    data: JsonObject,
+    values: JsonObject,
     sources: Mapping[str, str] = MappingProxyType({}),
     found: Mapping[Names, str] = MappingProxyType({}),
     context: Mapping[str, Any] = FOR_A_RUN,
@@ -204,32 +208,45 @@ def config_from_dict(
     Keys with a problem are removed and the rest is validated again, so that a bad value does not
     hide an impossible combination elsewhere. A combination that names a removed key is skipped.
     """
-    ignored, refused = roll_keys(data)
+    ignored, refused = roll_keys(values)
     problems = {".".join(names): text for names, text in {**refused, **found}.items()}
-    data = _without(data, (*ignored, *refused, *found))
-    config, broken = None, set(problems)
-    while config is None:
-        try:
-            config = DPOConfig.model_validate(data, context=context)
-        except ValidationError as error:
-            if error.errors()[0]["type"] == "cross_field":
-                unknown = {path.rpartition(".")[2] for path in broken}
-                for key, text in error.errors()[0]["ctx"]["problems"]:
-                    if not unknown & set(re.findall(r"\w+", f"{key} {text}")):
-                        problems[key] = text
-                break
-            wrong = field_problems(error, data)
-            data = _without(data, wrong)
-            for names, text in wrong.items():
-                problems[(path := ".".join(names))] = text
-                broken |= {path} if path in table() else {path, nearest(path) or path}
+    values = _without(values, (*ignored, *refused, *found))
+    config = _valid_config(values, problems, context)
     if config is None or problems:
-        order = list(sources)
-        ordered = sorted(problems, key=lambda path: order.index(path) if path in order else 1e9)
+        order = {path: position for position, path in enumerate(sources)}
+        ordered = sorted(problems, key=lambda path: order.get(path, len(order)))
         raise ConfigError([f"{path}{_near(path, sources)}: {problems[path]}" for path in ordered])
-    for path, text in ((".".join(names), text) for names, text in ignored.items() if text):
-        log.warning("%s%s: %s", path, _near(path, sources), text)
+    for names, text in ignored.items():
+        if text:
+            path = ".".join(names)
+            log.warning("%s%s: %s", path, _near(path, sources), text)
     return config
+
+
+def _valid_config(
+    values: JsonObject, problems: dict[str, str], context: Mapping[str, Any]
+) -> DPOConfig | None:
+    """Return the config, or None; add what is wrong with it to the problems."""
+    broken_paths = set(problems)
+    while True:
+        try:
+            return DPOConfig.model_validate(values, context=context)
+        except ValidationError as error:
+            first_error = error.errors()[0]
+            if first_error["type"] == "cross_field":
+                broken_names = {path.rpartition(".")[2] for path in broken_paths}
+                for key, text in first_error["ctx"]["problems"]:
+                    if not broken_names & set(re.findall(r"\w+", f"{key} {text}")):
+                        problems[key] = text
+                return None
+            wrong = field_problems(error, values)
+            values = _without(values, wrong)
+            for names, text in wrong.items():
+                path = ".".join(names)
+                problems[path] = text
+                broken_paths.add(path)
+                if path not in table():
+                    broken_paths.add(nearest(path) or path)
 
 
 def _near(path: str, sources: Mapping[str, str]) -> str:
@@ -237,27 +254,30 @@ def _near(path: str, sources: Mapping[str, str]) -> str:
     while path and path not in sources:
         path = path.rpartition(".")[0]
     file = next(iter(sources.values()), "").rpartition(":")[0]
-    place = sources.get(path, file)
-    return f" ({place})" if place else ""
+    source = sources.get(path, file)
+    return f" ({source})" if source else ""
 
 
-def _without(data: JsonObject, dropped: Iterable[Names]) -> JsonObject:
+def _without(values: JsonObject, dropped: Iterable[Names]) -> JsonObject:
     """Return a copy of nested values without some keys."""
-    nested: dict[str, list[Names]] = {}
-    for first, *rest in dropped:
-        nested.setdefault(first, []).append(tuple(rest))
-    return {
-        name: _without(value, nested[name]) if name in nested else value
-        for name, value in data.items()
-        if () not in nested.get(name, ())
-    }
+    dropped_inside: dict[str, list[Names]] = {}
+    for name, *names_inside in dropped:
+        dropped_inside.setdefault(name, []).append(tuple(names_inside))
+    remaining: JsonObject = {}
+    for name, content in values.items():
+        paths_inside = dropped_inside.get(name)
+        if paths_inside is None:
+            remaining[name] = content
+        elif () not in paths_inside:
+            remaining[name] = _without(content, paths_inside)
+    return remaining
 
 
 def _leaves(value: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
     """Yield everything that is not a mapping, with its key path."""
     if isinstance(value, dict) and value:
-        for name, item in value.items():
-            yield from _leaves(item, (*names, name))
+        for name, content in value.items():
+            yield from _leaves(content, (*names, name))
     else:
         yield names, value
 
@@ -265,7 +285,7 @@ def _leaves(value: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
 def _key_lines(path: Path, opener: Opener = regular) -> dict[str, str]:
     """Return key path -> `dpo.yaml:31`, or raise a ConfigError if it cannot be a config."""
     if path.is_dir():
-        files = ", ".join(sorted(each.name for each in path.glob("*.yaml"))[:5])
+        files = ", ".join(sorted(file.name for file in path.glob("*.yaml"))[:5])
         raise ConfigError(f"{path}: is a folder; name a file in it ({files or 'it has no *.yaml'})")
     if not path.is_file():
         raise ConfigError(f"{path}: is not a file ({path.absolute()}){paths.nearest_names(path)}")
@@ -279,9 +299,10 @@ def _key_lines(path: Path, opener: Opener = regular) -> dict[str, str]:
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}: the file must hold keys and values, such as `pretrain: ...`")
     sources = {key: f"{path.name}:{line}" for key, line in _nodes(node, "")}
-    if place := sources.get("hydra.searchpath"):
+    if "hydra.searchpath" in sources:
+        source = sources["hydra.searchpath"]
         raise ConfigError(
-            f"hydra.searchpath ({place}): a config cannot add folders or packages to search; "
+            f"hydra.searchpath ({source}): a config cannot add folders or packages to search; "
             "remove it"
         )
     return sources
@@ -297,14 +318,17 @@ def _tree(path: Path, opener: Opener = regular) -> yaml.Node | None:
 def _nodes(node: yaml.Node, prefix: str) -> Iterator[tuple[str, int]]:
     """Yield (key path, line) of every value; merged mappings first, for later ones win."""
     if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield f"{prefix}[]", item.start_mark.line + 1
-            yield from _nodes(item, f"{prefix}[].")
+        for entry in node.value:
+            yield f"{prefix}[]", entry.start_mark.line + 1
+            yield from _nodes(entry, f"{prefix}[].")
     elif isinstance(node, yaml.MappingNode):
-        for key, value in sorted(node.value, key=lambda pair: not pair[0].tag.endswith(":merge")):
+        for key, content in sorted(node.value, key=lambda pair: not _is_merge(pair[0])):
             yield f"{prefix}{key.value}", key.start_mark.line + 1
-            is_merge = key.tag.endswith(":merge")
-            yield from _nodes(value, prefix if is_merge else f"{prefix}{key.value}.")
+            yield from _nodes(content, prefix if _is_merge(key) else f"{prefix}{key.value}.")
+
+
+def _is_merge(key: yaml.Node) -> bool:
+    return key.tag.endswith(":merge")
 
 
 def _compose(path: Path, overrides: Iterable[str], sources: dict[str, str]) -> DictConfig:
@@ -314,34 +338,21 @@ def _compose(path: Path, overrides: Iterable[str], sources: dict[str, str]) -> D
     read as one value (`0,2,4-6`, `list(range(0,8))`, a path with spaces) is taken as text, and so
     is a number for a key that only takes text (`exp_name=2024`).
     """
-    own: list[str] = []
-    values: JsonObject = {}
-    problems = []
     overrides = list(overrides)
-    for argument in overrides:
-        name, equals, text = argument.partition("=")
-        name = name.lstrip("+")
-        is_group = name not in table() and (path.parent / name.partition("@")[0]).is_dir()
-        if name.startswith("~") or name.partition(".")[0] == "hydra" or (name and is_group):
-            own.append(argument)
-        elif not equals or not name.strip():
-            text = "an override is written key=value, such as beta=0.05"
-            problems.append(f"{argument} ({COMMAND_LINE}): {text}")
-        else:
-            values[name] = _override_value(name, text)
-    if problems:
-        raise ConfigError(problems)
+    hydra_overrides, new_values = _sort_overrides(path, overrides)
     key = ""
     try:
         text = yaml_text(path)
-        is_plain = not own and {"defaults", "hydra"}.isdisjoint(sources)
-        is_plain = is_plain and not HYDRAS_OWN.search("\n".join([text, *overrides]))
-        # Hydra takes a tenth of a second for what it does not change.
-        composed = DictConfig(OmegaConf.create(text)) if is_plain else _by_hydra(path, own)
-        for key, value in values.items():
+        is_plain = not hydra_overrides and {"defaults", "hydra"}.isdisjoint(sources)
+        if is_plain and not HYDRAS_OWN.search("\n".join([text, *overrides])):
+            # Hydra takes a tenth of a second for what it does not change.
+            composed = DictConfig(OmegaConf.create(text))
+        else:
+            composed = _by_hydra(path, hydra_overrides)
+        for key, new_value in new_values.items():
             sources[key] = COMMAND_LINE
-            OmegaConf.update(composed, key, value)
-            for names, _ in _leaves(value, tuple(key.split("."))):
+            OmegaConf.update(composed, key, new_value)
+            for names, _ in _leaves(new_value, tuple(key.split("."))):
                 for end in range(1, len(names)):
                     sources.setdefault(".".join(names[:end]), COMMAND_LINE)
                 sources[".".join(names)] = COMMAND_LINE
@@ -352,7 +363,28 @@ def _compose(path: Path, overrides: Iterable[str], sources: dict[str, str]) -> D
     return composed
 
 
-def _by_hydra(path: Path, own: list[str]) -> DictConfig:
+def _sort_overrides(path: Path, overrides: list[str]) -> tuple[list[str], JsonObject]:
+    """Return the overrides that only Hydra understands, and key path -> value of all others."""
+    hydra_overrides = []
+    new_values: JsonObject = {}
+    problems = []
+    for argument in overrides:
+        name, equals, text = argument.partition("=")
+        name = name.lstrip("+")
+        is_group = name not in table() and (path.parent / name.partition("@")[0]).is_dir()
+        if name.startswith("~") or name.partition(".")[0] == "hydra" or (name and is_group):
+            hydra_overrides.append(argument)
+        elif not equals or not name.strip():
+            text = "an override is written key=value, such as beta=0.05"
+            problems.append(f"{argument} ({COMMAND_LINE}): {text}")
+        else:
+            new_values[name] = _override_value(name, text)
+    if problems:
+        raise ConfigError(problems)
+    return hydra_overrides, new_values
+
+
+def _by_hydra(path: Path, overrides: list[str]) -> DictConfig:
     folder = str(path.parent.resolve())
     with (
         warnings.catch_warnings(),
@@ -360,7 +392,7 @@ def _by_hydra(path: Path, own: list[str]) -> DictConfig:
     ):
         # Every file of ROLL lacks `_self_`.
         warnings.filterwarnings("ignore", "In '.*': Defaults list is missing")
-        composed = compose(path.stem, own)
+        composed = compose(path.stem, overrides)
     OmegaConf.set_struct(composed, False)
     return composed
 
@@ -372,9 +404,10 @@ def _override_value(name: str, text: str) -> Any:
         return text
     except ValueError as error:  # a number of 5,000 digits
         raise ConfigError(f"{name} ({COMMAND_LINE}): {_in_short(error)}") from error
-    value, key = parsed.value(), table().get(name)
-    is_text = key and key.only_text and isinstance(value, bool | int | float)
-    return text if is_text or parsed.is_sweep_override() else value
+    parsed_value = parsed.value()
+    key = table().get(name)
+    is_text = key and key.only_text and isinstance(parsed_value, bool | int | float)
+    return text if is_text or parsed.is_sweep_override() else parsed_value
 
 
 def _unreadable(path: Path, error: Exception) -> str:
@@ -383,19 +416,22 @@ def _unreadable(path: Path, error: Exception) -> str:
     where = f"{path.name}:{mark.line + 1}" if mark else path.name
     reason = getattr(error, "problem", None) or getattr(error, "strerror", None)
     reason = str(reason or _in_short(error))
-    return f"{where}: {reason}" + next((f"; {HINTS[part]}" for part in HINTS if part in reason), "")
+    for beginning, hint in HINTS.items():
+        if beginning in reason:
+            return f"{where}: {reason}; {hint}"
+    return f"{where}: {reason}"
 
 
 def _in_short(error: BaseException) -> str:
     """Return a library's message without its search paths and advice to write `+key=value`."""
     noise = ("full_key", "object_type", "To append", "Config search", "provider=")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    kept = [line for line in lines if not line.startswith(noise)]
-    return "; ".join(kept[:3]) or type(error).__name__
+    message = [line for line in lines if not line.startswith(noise)]
+    return "; ".join(message[:3]) or type(error).__name__
 
 
 def _plain(composed: DictConfig, *, resolve: bool = False) -> JsonObject:
     """Return plain values. YAML reads the key of `1: x` as a number, JSON as text."""
-    found = json.dumps(OmegaConf.to_container(composed, resolve=resolve), default=str)
-    values: JsonObject = json.loads(found)
+    text = json.dumps(OmegaConf.to_container(composed, resolve=resolve), default=str)
+    values: JsonObject = json.loads(text)
     return values

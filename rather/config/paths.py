@@ -24,36 +24,64 @@ TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 def check_paths(config: DPOConfig) -> None:
     """Raise one error with every missing path: a DataError if only data files are missing."""
-    found: dict[str, str] = {}  # name -> the first problem with it
+    paths = _NamedPaths(config)
+    _check_models(config, paths)
+    has_data_only = not paths.problems
+    _check_data(config, paths)
+    texts = list(paths.problems.values())
+    if texts and has_data_only:
+        raise DataError("\n".join(texts))
+    if texts:
+        raise ConfigError(texts)
 
-    def check(key: str, kind: str, name: str | None, path: Path | None = None) -> None:
-        problem = name and name not in found and _problem(kind, name, path)
-        if name and problem:
-            key = config.followed.get(key, key)
-            where = f" ({config.sources[key]})" if key in config.sources else ""
-            found[name] = f"{key}{where}: {problem}"
 
+class _NamedPaths:
+    """The paths that a config names, and what is wrong with them."""
+
+    def __init__(self, config: DPOConfig) -> None:
+        self._followed = config.followed
+        self._sources = config.sources
+        self.problems: dict[str, str] = {}  # name -> the first problem with it
+
+    def check(self, key: str, kind: str, name: str | None, path: Path | None = None) -> None:
+        if not name or name in self.problems:
+            return
+        problem = _problem(kind, name, path)
+        if problem:
+            source = self._followed.get(key, key)
+            where = f" ({self._sources[source]})" if source in self._sources else ""
+            self.problems[name] = f"{source}{where}: {problem}"
+
+
+def _check_models(config: DPOConfig, paths: _NamedPaths) -> None:
+    """Check models, adapters, the tokenizer and templates."""
     for role, section in config.roles.items():
-        args = section.model_args
-        check(f"{role}.model_args.model_name_or_path", "model", section.model_path)
-        check(f"{role}.model_args.adapter_name_or_path", "PEFT adapter", args.adapter_name_or_path)
-    actor, validation = config.actor_train, config.validation.data_args
-    check("actor_train.model_args.tokenizer_name_or_path", "tokenizer", actor.tokenizer_path)
-    for role, data in (("actor_train", actor.data_args), ("validation", validation)):
-        if data.template and ("/" in data.template or data.template.endswith(TEMPLATE_SUFFIXES)):
-            check(f"{role}.data_args.template", "template", data.template, Path(data.template))
-    has_data_only = not found
-    for name in as_list(actor.data_args.file_name):
-        path = actor.data_args.locate(name)
-        check("actor_train.data_args.file_name", "data", name, path)
-    for name in (name for names in validation.names().values() for name in names):
-        check("validation.data_args.file_name", "data", name, validation.locate(name))
-    if config.eval_prompts and (file := config.eval_prompts.file):
-        check("eval_prompts.file", "prompts", file, actor.data_args.locate(file))
-    if found and has_data_only:
-        raise DataError("\n".join(found.values()))
-    if found:
-        raise ConfigError(list(found.values()))
+        adapter = section.model_args.adapter_name_or_path
+        paths.check(f"{role}.model_args.model_name_or_path", "model", section.model_path)
+        paths.check(f"{role}.model_args.adapter_name_or_path", "PEFT adapter", adapter)
+    tokenizer = config.actor_train.tokenizer_path
+    paths.check("actor_train.model_args.tokenizer_name_or_path", "tokenizer", tokenizer)
+    templates = {
+        "actor_train": config.actor_train.data_args.template,
+        "validation": config.validation.data_args.template,
+    }
+    for role, template in templates.items():
+        if template and ("/" in template or template.endswith(TEMPLATE_SUFFIXES)):
+            paths.check(f"{role}.data_args.template", "template", template, Path(template))
+
+
+def _check_data(config: DPOConfig, paths: _NamedPaths) -> None:
+    """Check files of pairs and prompts."""
+    training = config.actor_train.data_args
+    validation = config.validation.data_args
+    for name in as_list(training.file_name):
+        paths.check("actor_train.data_args.file_name", "data", name, training.locate(name))
+    for names in validation.names().values():
+        for name in names:
+            paths.check("validation.data_args.file_name", "data", name, validation.locate(name))
+    if config.eval_prompts and config.eval_prompts.file:
+        file = config.eval_prompts.file
+        paths.check("eval_prompts.file", "prompts", file, training.locate(file))
 
 
 def is_local(name: str) -> bool:
@@ -72,35 +100,53 @@ def _problem(kind: str, name: str, file: Path | None) -> str | None:
     if kind == "data" and (name.startswith(STORE) or HUB_DATASET.fullmatch(name)):
         return None
     if "://" in name:
-        known = ", s3://bucket/name and hf://datasets/ORG/NAME[@revision][:split]"
-        return f"{name} is an address; only local files{known if kind == 'data' else ''} are read"
+        text = f"{name} is an address; only local files"
+        if kind == "data":
+            text += ", s3://bucket/name and hf://datasets/ORG/NAME[@revision][:split]"
+        return f"{text} are read"
     if kind == "data" and path.suffix in TABLES:
         return (
             f"{path.suffix} files are not read; save {name} as CSV, or convert it with pandas: "
             "read_excel(...).to_json(..., orient='records', lines=True)"
         )
     try:
-        is_folder = any(next(path.glob(each), None) for each in FOLDERS.get(kind, ()))
-        if is_folder or (path.is_file() if file else not is_local(name)):
+        if _is_usable(kind, name, path, is_file=file is not None):
             return None
-        if kind == "model" and (path / "adapter_config.json").is_file():
-            return (
-                f"{name} is a PEFT adapter: name it as actor_train.model_args.adapter_name_or_path, "
-                "and its base model here"
-            )
         if path.exists():
-            names = FOLDERS.get(kind, ("text",))
-            inside = next((each.parent for name in names for each in path.glob(f"*/{name}")), None)
-            hint = f"; {inside} has" if inside else ""
-            text = f"{path.absolute()} is not a {kind} folder: it has no {' or '.join(names)}"
-            return f"{text}{hint}"
-        what = f"{kind} {'file' if file else 'folder'}"
-        text = f"the {what} {path.absolute()} does not exist{nearest_names(path)}"
-        is_dataset = kind == "data" and "/" in name and "." not in Path(name).name
-        hub = f"; a dataset of the hub is hf://datasets/{name}" if is_dataset else ""
-        return text + (hub if HUB_NAME.fullmatch(name) else "")
+            return _wrong_folder(kind, name, path)
+        return _not_found(kind, name, path, is_file=file is not None)
     except OSError as error:  # a folder that may not be searched, a name too long
         return f"{name[:80]} cannot be read ({error.strerror or error})"
+
+
+def _is_usable(kind: str, name: str, path: Path, *, is_file: bool) -> bool:
+    if any(next(path.glob(pattern), None) for pattern in FOLDERS.get(kind, ())):
+        return True
+    return path.is_file() if is_file else not is_local(name)
+
+
+def _wrong_folder(kind: str, name: str, path: Path) -> str:
+    """Return why a path that exists is not a folder of this kind."""
+    if kind == "model" and (path / "adapter_config.json").is_file():
+        return (
+            f"{name} is a PEFT adapter: name it as actor_train.model_args.adapter_name_or_path, "
+            "and its base model here"
+        )
+    patterns = FOLDERS.get(kind, ("text",))
+    text = f"{path.absolute()} is not a {kind} folder: it has no {' or '.join(patterns)}"
+    for pattern in patterns:
+        for file in path.glob(f"*/{pattern}"):
+            return f"{text}; {file.parent} has"
+    return text
+
+
+def _not_found(kind: str, name: str, path: Path, *, is_file: bool) -> str:
+    word = "file" if is_file else "folder"
+    text = f"the {kind} {word} {path.absolute()} does not exist{nearest_names(path)}"
+    is_dataset = kind == "data" and "/" in name and "." not in Path(name).name
+    if is_dataset and HUB_NAME.fullmatch(name):
+        text += f"; a dataset of the hub is hf://datasets/{name}"
+    return text
 
 
 def nearest_names(path: Path) -> str:
@@ -109,7 +155,7 @@ def nearest_names(path: Path) -> str:
     while not path.parent.is_dir() and path != path.parent:
         path = path.parent
     try:
-        names = sorted(each.name for each in path.parent.iterdir())
+        names = sorted(neighbour.name for neighbour in path.parent.iterdir())
     except OSError:
         return ""
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)

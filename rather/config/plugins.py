@@ -25,8 +25,10 @@ REGISTRIES: list[Registry[Any]] = []
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return '; did you mean ...?' if a known word is similar, else the known words."""
-    near = difflib.get_close_matches(word, known := list(known), n=1)
-    return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
+    words = list(known)
+    for similar in difflib.get_close_matches(word, words, n=1):
+        return f"; did you mean '{similar}'?"
+    return f"; known: {', '.join(words)}"
 
 
 class Registry(Mapping[str, Entry]):
@@ -37,7 +39,8 @@ class Registry(Mapping[str, Entry]):
     """
 
     def __init__(self, kind: str, package: str) -> None:
-        self.kind, self.package = kind, package
+        self.kind = kind
+        self.package = package
         self._entries: dict[str, Entry] = {}
         self._modules: dict[str, str] = {}  # name -> the module that added it
         self._is_complete = False
@@ -62,8 +65,9 @@ class Registry(Mapping[str, Entry]):
     def _all(self) -> dict[str, Entry]:
         if not self._is_complete:
             self._is_complete = True
-            for found in iter_modules(import_module(self.package).__path__, f"{self.package}."):
-                import_module(found.name)
+            folders = import_module(self.package).__path__
+            for module in iter_modules(folders, f"{self.package}."):
+                import_module(module.name)
         return self._entries
 
     def find(self, name: str, key: str) -> Entry:
@@ -129,8 +133,10 @@ def load(paths: Iterable[Path]) -> None:
 def loaded(kind: str | None = None) -> list[ImportedFile]:
     """Return the files that have run, or those that added a loss or a data format ('loss', 'data
     format')."""
-    wanted = [registry for registry in REGISTRIES if kind in (None, registry.kind)]
-    return [file for file in _loaded if any(each.names_from(file.name) for each in wanted)]
+    registries = [registry for registry in REGISTRIES if kind in (None, registry.kind)]
+    return [
+        file for file in _loaded if any(registry.names_from(file.name) for registry in registries)
+    ]
 
 
 def load_sources(files: Iterable[Iterable[str]]) -> None:
@@ -142,7 +148,7 @@ def load_sources(files: Iterable[Iterable[str]]) -> None:
 def _run(file: ImportedFile, path: str) -> None:
     if file in _loaded:
         return
-    if any(other.name == file.name for other in _loaded):
+    if file.name in [loaded_file.name for loaded_file in _loaded]:
         raise ConfigError(f"--import {path}: another imported file has the same name; rename one.")
     module = sys.modules[file.name] = ModuleType(file.name)
     module.__file__ = path

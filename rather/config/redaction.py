@@ -46,15 +46,15 @@ def looks_secret(name: str) -> bool:
 
 def hide(values: Iterable[str]) -> None:
     """Make `redact` remove these values from every text."""
-    _hidden.update(value for value in values if len(value) >= SHORTEST)
+    _hidden.update(secret for secret in values if len(secret) >= SHORTEST)
 
 
 def redact(text: str) -> str:
     """Return the text without registered secrets, values of secret variables and lookalikes."""
-    named = {os.environ.get(name, "") for name in os.environ if looks_secret(name)}
-    known = _hidden | {value for value in named if len(value) >= SHORTEST}
-    for value in sorted(known, key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
+    variables = {os.environ.get(name, "") for name in os.environ if looks_secret(name)}
+    secrets = _hidden | {secret for secret in variables if len(secret) >= SHORTEST}
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
     return _IN_QUERY.sub(rf"\g<1>{HIDDEN}", _PATTERNS.sub(HIDDEN, text))
 
 

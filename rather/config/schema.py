@@ -95,8 +95,8 @@ class ModelArgs(Section):
 
     def of_other_weights(self) -> Self:
         """Return a copy for other weights, without settings that belong to these weights."""
-        own = {"revision", "adapter_name_or_path", "quantization", "lora_rank", "lora_target"}
-        return self.model_copy(update=dict.fromkeys(own & type(self).model_fields.keys()))
+        of_these = {"revision", "adapter_name_or_path", "quantization", "lora_rank", "lora_target"}
+        return self.model_copy(update=dict.fromkeys(of_these & type(self).model_fields.keys()))
 
 
 class ActorModelArgs(ModelArgs):
@@ -244,7 +244,7 @@ class TrainDataArgs(DataArgs):
     """Mixing weights of the files, one number per file."""
     corrections: Text | list[Text] | None = None
     """JSONL file or files of {id, weight, flip} as `rather pairs --write` makes them: drops, weights
-    or flips training pairs. A pair that two files flip is as it was."""
+    or flips training pairs. Flipping a pair twice restores it."""
 
     @property
     def files(self) -> list[Path]:
@@ -573,9 +573,8 @@ class LossKeys(Section):
     """Pairs per optimizer step over all devices; must match the sizes in
     actor_train.training_args."""
     val_batch_size: Count | None = None
-    """Key of older ROLL files, whose sizes per device count answers (two per pair): if the sizes
-    amount to twice train_batch_size, they are read that way. Evaluation does not depend on
-    batches."""
+    """From older ROLL configs, whose per-device sizes count answers (two per pair). Sizes that
+    add up to 2 x train_batch_size are halved. Evaluation does not depend on batches."""
 
 
 class LossParameters(Section):
@@ -643,8 +642,8 @@ class LossConfig(LossModifiers, LossParameters, LossKeys):
         """Return the losses, whichever key names them."""
         if self.loss_type:
             return ["sigmoid" if self.loss_type == "dpo_loss" else "simpo"]
-        named = ["ipo"] if self.ipo else as_list(self.pref_loss)
-        return ["sigmoid" if name.lower() == "dpo" else name for name in named]
+        names = ["ipo"] if self.ipo else as_list(self.pref_loss)
+        return [{"dpo": "sigmoid"}.get(name.lower(), name) for name in names]
 
     @property
     def rows(self) -> str:
@@ -819,23 +818,23 @@ class RunConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
     @property
     def checkpoint_copy_dir(self) -> Path:
         """Return the folder of the second copy of checkpoints; the run folder if there is none."""
-        given = self.checkpoint_config.output_dir
-        if not given or given.startswith(STORE):
+        output_dir = self.checkpoint_config.output_dir
+        if not output_dir or output_dir.startswith(STORE):
             return self.run_dir
-        folder = Path(given).expanduser()
+        folder = Path(output_dir).expanduser()
         # Runs never share a folder.
         return folder if folder.name == self.exp_name else folder / self.exp_name
 
     @property
     def checkpoint_store(self) -> str | None:
         """Return the address of this run in an object store."""
-        given = (self.checkpoint_config.output_dir or "").rstrip("/")
-        return f"{given}/{self.exp_name}" if given.startswith(STORE) else None
+        address = (self.checkpoint_config.output_dir or "").rstrip("/")
+        return f"{address}/{self.exp_name}" if address.startswith(STORE) else None
 
     @property
     def tracker_dir(self) -> Path:
-        given = self.tracker_kwargs.log_dir
-        return Path(given).expanduser() if given else self.log_dir
+        log_dir = self.tracker_kwargs.log_dir
+        return Path(log_dir).expanduser() if log_dir else self.log_dir
 
     @property
     def trackers(self) -> list[str]:
@@ -843,8 +842,8 @@ class RunConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
 
     @property
     def data_seed(self) -> int:
-        given = self.actor_train.training_args.data_seed
-        return self.seed if given is None else given
+        data_seed = self.actor_train.training_args.data_seed
+        return self.seed if data_seed is None else data_seed
 
     def envs(self, role: RoleConfig) -> dict[str, str]:
         return self.system_envs | role.system_envs

@@ -36,11 +36,11 @@ environment is never written out.
 def secret_values(values: Any, secret: bool = False) -> Iterator[str]:
     """Yield every text under a key that is named like a secret."""
     if isinstance(values, dict):
-        for name, value in values.items():
-            yield from secret_values(value, looks_secret(str(name)))
+        for name, content in values.items():
+            yield from secret_values(content, looks_secret(str(name)))
     elif isinstance(values, list):
-        for value in values:
-            yield from secret_values(value, secret)
+        for entry in values:
+            yield from secret_values(entry, secret)
     elif secret and isinstance(values, str):
         yield values
 
@@ -62,10 +62,15 @@ def _masked(value: Any, text: Any, root: Any, name: str = "") -> Any:
         return text
     if isinstance(value, dict):
         texts: Any = text if isinstance(text, dict) else {}
-        return {key: _masked(item, texts.get(key), root, str(key)) for key, item in value.items()}
+        return {
+            key: _masked(content, texts.get(key), root, str(key)) for key, content in value.items()
+        }
     if isinstance(value, list):
         texts = text if isinstance(text, list) and len(text) == len(value) else [None] * len(value)
-        return [_masked(item, part, root, name) for item, part in zip(value, texts, strict=True)]
+        return [
+            _masked(entry, entry_text, root, name)
+            for entry, entry_text in zip(value, texts, strict=True)
+        ]
     if looks_secret(name) and value is not None:
         return MASK
     # A git commit looks like an old W&B key.
@@ -79,8 +84,8 @@ def _reads_environment(text: str, root: Any) -> bool:
     """
     if "oc.env" in text or re.search(r"\$\{\s*\.", text):
         return True
-    named = re.findall(r"\$\{\s*([\w.]+)\s*\}", text)
-    return any(_reads_environment(str(value_at(root, path)), root) for path in named)
+    key_paths = re.findall(r"\$\{\s*([\w.]+)\s*\}", text)
+    return any(_reads_environment(str(value_at(root, path)), root) for path in key_paths)
 
 
 def show(config: DPOConfig) -> str:
@@ -88,10 +93,14 @@ def show(config: DPOConfig) -> str:
     values = public_values(config)
     rows = []
     for path, key in table().items():
-        value = "" if key.section else f" {_inline(value_at(values, path))}"
-        rows.append((f"{'  ' * path.count('.')}{key.name}:{value}", config.sources[path], value))
-    width = min(60, max(len(text) for text, *_ in rows))
-    lines = (f"{text:<{width}}  # {source}" if value else text for text, source, value in rows)
+        indent = "  " * path.count(".")
+        if key.section:
+            rows.append((f"{indent}{key.name}:", ""))
+        else:
+            text = f"{indent}{key.name}: {_inline(value_at(values, path))}"
+            rows.append((text, f"  # {config.sources[path]}"))
+    width = min(60, max(len(text) for text, _ in rows))
+    lines = [f"{text:<{width}}{comment}".rstrip() for text, comment in rows]
     return "\n".join(lines) + "\n"
 
 
@@ -105,15 +114,17 @@ def explain(config: DPOConfig | None, path: str) -> str:
         path = meant
     key = table()[path]
     lines = [path, f"  meaning  {key.meaning}"]
-    others = [other.path for other in table().values() if other.name == key.name]
-    if len(others) > 1:
-        lines.append(f"  also     {', '.join(other for other in others if other != path)}")
+    namesakes = [
+        entry.path for entry in table().values() if entry.name == key.name and entry.path != path
+    ]
+    if namesakes:
+        lines.append(f"  also     {', '.join(namesakes)}")
     if key.section:
         lines.append(f"  keys     {', '.join(key.section.model_fields)}")
     else:
         if config:
-            value = _inline(value_at(public_values(config), path))
-            lines.append(f"  value    {value}  ({config.sources[path]})")
+            shown = _inline(value_at(public_values(config), path))
+            lines.append(f"  value    {shown}  ({config.sources[path]})")
         lines += [f"  takes    {key.expects}", f"  default  {_inline(key.default)}"]
     return "\n".join(lines) + "\n"
 
@@ -136,17 +147,17 @@ def json_schema() -> JsonObject:
 
 def reference_markdown() -> str:
     """Return the page docs/config.md."""
-    parts = [PREFACE]
+    chapters = [PREFACE]
     for group in reversed(DPOConfig.__mro__):
         if issubclass(group, Section) and group not in (Section, LossConfig, RunConfig, DPOConfig):
             tops = [key for key in table().values() if key.path in group.model_fields]
-            parts.append(f"## {group.__doc__}\n\n{_markdown_table(tops)}")
+            chapters.append(f"## {group.__doc__}\n\n{_markdown_table(tops)}")
             for key in table().values():
                 if key.section and key.path.partition(".")[0] in group.model_fields:
-                    members = [each for each in table().values() if each.parent == key.path]
+                    members = [member for member in table().values() if member.parent == key.path]
                     title = f"### `{key.path}`\n\n{key.section.__doc__}"
-                    parts.append(f"{title}\n\n{_markdown_table(members)}")
-    return "\n".join(parts)
+                    chapters.append(f"{title}\n\n{_markdown_table(members)}")
+    return "\n".join(chapters)
 
 
 def _markdown_table(keys: list[Key]) -> str:

@@ -13,7 +13,7 @@ from rather.config.compat import Problems, deepspeed_problems, deepspeed_shardin
 from rather.config.plugins import did_you_mean
 from rather.config.schema import RoleConfig, RunConfig, StrategyArgs
 from rather.config.values import Count, Section, section_problems
-from rather.errors import ConfigError
+from rather.errors import ConfigError, counted
 
 # What is sharded over the data-parallel ranks: 0 nothing, 1 the optimizer's state, 2 also
 # gradients, 3 also weights. None: a key of strategy_config decides.
@@ -100,7 +100,8 @@ class Pipeline:
     @property
     def problem(self) -> str | None:
         """Return why the schedule cannot have this many stages per rank."""
-        low, high = self.rule.least_virtual, self.rule.most_virtual
+        low = self.rule.least_virtual
+        high = self.rule.most_virtual
         if low <= self.virtual <= (high or self.virtual):
             return None
         return f"'{self.schedule}' takes {low} to {high or 'any'} stages a rank, not {self.virtual}"
@@ -212,20 +213,23 @@ class Layout:
         degrees = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         replicas = self.dp // self.shard
         groups = f"{replicas} replicas of {self.shard}" if replicas > 1 else f"{self.shard} ranks"
-        parts = {
-            f"{self.name} on {self.devices} device{'s' * (self.devices > 1)}: "
-            f"{degrees or 'one rank'}": True,
-            f"{SHARDED[self.stage]} sharded over {groups}": self.shard > 1,
-            "each dp rank holds everything": self.dp > self.shard == 1 == self.ep,
-            f"experts divided over {self.ep} of the dp ranks": self.ep > 1,
-            f"{self.pipeline.stages} stages with schedule '{self.schedule}'": self.pp > 1,
-            "norms by sequence": self.sequence_parallel,
-            "shards in host memory": self.host,
-            "run by torch.distributed": self.name.startswith(
-                ("megatron", "deepspeed", "gemini", "3d")
-            ),
-        }
-        return "; ".join(part for part, applies in parts.items() if applies)
+        devices = counted(self.devices, "devices")
+        facts = [f"{self.name} on {devices}: {degrees or 'one rank'}"]
+        if self.shard > 1:
+            facts.append(f"{SHARDED[self.stage]} sharded over {groups}")
+        if self.dp > self.shard == 1 == self.ep:
+            facts.append("each dp rank holds everything")
+        if self.ep > 1:
+            facts.append(f"experts divided over {self.ep} of the dp ranks")
+        if self.pp > 1:
+            facts.append(f"{self.pipeline.stages} stages with schedule '{self.schedule}'")
+        if self.sequence_parallel:
+            facts.append("norms by sequence")
+        if self.host:
+            facts.append("shards in host memory")
+        if self.name.startswith(("megatron", "deepspeed", "gemini", "3d")):
+            facts.append("run by torch.distributed")
+        return "; ".join(facts)
 
 
 _NO_DETAILS = StrategyDetails()
@@ -237,37 +241,76 @@ def details_of(args: StrategyArgs) -> StrategyDetails:
 
 
 def _sizes(args: StrategyArgs) -> list[set[int]]:
-    """Return the values given for tp, pp, cp and ep."""
+    """Return the different values that the keys of tp, pp, cp and ep have."""
     details = details_of(args)
-    given = [
-        (getattr(args, short), getattr(details, short), getattr(details, long))
-        for short, long in DEGREES.items()
-    ]
-    return [{size for size in sizes if size} for sizes in given]
+    sizes_of_axes = []
+    for short, long in DEGREES.items():
+        sizes = {getattr(args, short), getattr(details, short), getattr(details, long)}
+        sizes_of_axes.append(sizes - {None})
+    return sizes_of_axes
+
+
+class _Degrees(NamedTuple):
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+
+    @property
+    def devices_per_replica(self) -> int:
+        return self.tp * self.pp * self.cp
+
+
+def _degrees(args: StrategyArgs) -> _Degrees:
+    return _Degrees(*(max(sizes, default=1) for sizes in _sizes(args)))
 
 
 def strategy_problems(role: RoleConfig, devices: int | None = None) -> Problems:
     """Yield (key inside strategy_args, sentence) for what is impossible on this many devices."""
-    args, name = role.strategy_args, role.strategy_args.strategy_name or DEFAULT
-    known = [each for each in STAGES if not (role.trains and each.endswith("_infer"))]
-    if name not in known:
-        yield "strategy_name", f"'{name}' is not a strategy of this role{did_you_mean(name, known)}"
+    args = role.strategy_args
+    name = args.strategy_name or DEFAULT
+    allowed = [stage for stage in STAGES if not (role.trains and stage.endswith("_infer"))]
+    if name not in allowed:
+        hint = did_you_mean(name, allowed)
+        yield "strategy_name", f"'{name}' is not a strategy of this role{hint}"
         return
+    wrong: list[tuple[str, str]] = []
     if is_deepspeed(name):
-        wrong = list(deepspeed_problems(args.strategy_config))
-    else:
-        given = args.strategy_config
-        wrong = list(section_problems(StrategyDetails, given)) if given else []
+        wrong += deepspeed_problems(args.strategy_config)
+    elif args.strategy_config:
+        wrong += section_problems(StrategyDetails, args.strategy_config)
     yield from ((f"strategy_config.{key}", text) for key, text in wrong)
     if not wrong:
         yield from _layout_problems(args, devices or len(role.devices))
 
 
 def _layout_problems(args: StrategyArgs, devices: int) -> Problems:
-    details, name, sizes = details_of(args), args.strategy_name, _sizes(args)
-    if any(len(given) > 1 for given in sizes):
+    sizes = _sizes(args)
+    if any(len(sizes_of_axis) > 1 for sizes_of_axis in sizes):
         yield "strategy_config", f"two values of a degree: tp, pp, cp, ep {sizes}; keep one of them"
         return
+    yield from _detail_problems(args)
+    degrees = _degrees(args)
+    if devices % degrees.devices_per_replica:
+        product = f"tp {degrees.tp} x pp {degrees.pp} x cp {degrees.cp}"
+        key = "strategy_config" if args.strategy_config else "tp_size"
+        yield (
+            key,
+            f"{product} = {degrees.devices_per_replica} does not divide the {devices} devices of "
+            "device_mapping",
+        )
+        return
+    yield from _data_parallel_problems(args, devices, degrees)
+    yield from _pipeline_problems(args, degrees.pp)
+    if details_of(args).sequence_parallel and degrees.tp == 1:
+        text = "shards norms over tensor-parallel ranks, and tp is 1; remove it"
+        yield "strategy_config.sequence_parallel", text
+
+
+def _detail_problems(args: StrategyArgs) -> Problems:
+    """Yield keys of strategy_config that another key excludes."""
+    details = details_of(args)
+    name = args.strategy_name
     for key, owners in OWN_KEYS.items():
         if key in details.model_fields_set and name not in owners:
             text = f"is a key of {' and '.join(owners)}, and strategy_name is {name or 'not set'}"
@@ -275,25 +318,29 @@ def _layout_problems(args: StrategyArgs, devices: int) -> Problems:
     for key in ("recompute_method", "recompute_num_layers"):
         if getattr(details, key) and details.recompute_granularity != "full":
             yield f"strategy_config.{key}", "needs recompute_granularity: full"
-    tp, pp, cp, ep = (max(given, default=1) for given in sizes)
-    if devices % (tp * pp * cp):
-        text = f"does not divide the {devices} devices of device_mapping"
-        key = "strategy_config" if args.strategy_config else "tp_size"
-        yield key, f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp} {text}"
-        return
-    dp, shard, pipeline = devices // (tp * pp * cp), details.shard_size, details.pipeline(pp)
-    if dp % (shard or 1) or (name == "hsdp" and devices > 1 and shard is None):
-        yield (
-            "strategy_config.shard_size",
-            f"hsdp needs a divisor of the {dp} data-parallel ranks",
-        )
-    shards = min(shard or dp, dp)
+
+
+def _data_parallel_problems(args: StrategyArgs, devices: int, degrees: _Degrees) -> Problems:
+    """Yield shards and groups of experts that do not divide the data-parallel ranks."""
+    details = details_of(args)
+    dp = devices // degrees.devices_per_replica
+    ep = degrees.ep
+    needs_shard_size = args.strategy_name == "hsdp" and devices > 1
+    if dp % (details.shard_size or 1) or (needs_shard_size and details.shard_size is None):
+        text = f"hsdp needs a divisor of the {dp} data-parallel ranks"
+        yield "strategy_config.shard_size", text
+    shards = min(details.shard_size or dp, dp)
     if dp % ep or (shards % ep and ep % shards):
         groups = f", which are {dp // shards} replicas of {shards}" if shards < dp else ""
         key = "strategy_config" if args.ep_size is None else "ep_size"
         yield key, f"expert parallel {ep} does not divide the {dp} data-parallel ranks{groups}"
     elif details.efsdp_size not in (None, dp // ep if ep > 1 else 1):
         yield "strategy_config.efsdp_size", f"is dp {dp} / ep {ep}; remove it"
+
+
+def _pipeline_problems(args: StrategyArgs, pp: int) -> Problems:
+    details = details_of(args)
+    pipeline = details.pipeline(pp)
     if pp == 1 and details.pipeline_schedule:
         yield "strategy_config.pipeline_schedule", "needs pp_size > 1; remove it"
     elif pp == 1 and pipeline.virtual > 1:
@@ -303,49 +350,68 @@ def _layout_problems(args: StrategyArgs, devices: int) -> Problems:
     elif pipeline.rule.splits_backward and details.recompute_granularity == "selective":
         text = f"selective needs one backward pass, and '{pipeline.schedule}' has two"
         yield "strategy_config.recompute_granularity", f"{text}; set full or null"
-    if details.sequence_parallel and tp == 1:
-        yield (
-            "strategy_config.sequence_parallel",
-            "shards norms over tensor-parallel ranks, and tp is 1; remove it",
-        )
 
 
 def layout(role: RoleConfig, devices: int | None = None) -> Layout:
     """Return the layout of a role on its own devices, or on this many."""
-    args, count = role.strategy_args, devices or len(role.devices)
-    if found := [f"strategy_args.{key}: {text}" for key, text in strategy_problems(role, count)]:
-        raise ConfigError(found)
-    details, name = details_of(args), args.strategy_name or DEFAULT
-    tp, pp, cp, ep = (max(given, default=1) for given in _sizes(args))
-    recompute: Recompute | None = details.recompute_granularity
-    keeps = role.model_args.disable_gradient_checkpointing
-    if recompute is None and role.trains and keeps is not None:
-        recompute = "none" if keeps else "full"
-    stage, host = STAGES[name], name in ("zero2_cpu", "gemini_auto")
-    if is_deepspeed(name):
-        stage, host = deepspeed_sharding(args.strategy_config)
-    elif stage is None:  # 3d, megatron_train
-        stage = details.zero_stage or int(details.use_distributed_optimizer)
-    if stage < 3 and not role.trains:  # a frozen model has only weights to shard
-        stage, host = 0, False
-    dp, pipeline = count // (tp * pp * cp), details.pipeline(pp)
-    shard = (details.shard_size or dp) if stage else 1
+    args = role.strategy_args
+    device_count = devices or len(role.devices)
+    problems = strategy_problems(role, device_count)
+    texts = [f"strategy_args.{key}: {text}" for key, text in problems]
+    if texts:
+        raise ConfigError(texts)
+    details = details_of(args)
+    degrees = _degrees(args)
+    dp = device_count // degrees.devices_per_replica
+    pipeline = details.pipeline(degrees.pp)
+    sharding = _sharding(role)
+    shard = (details.shard_size or dp) if sharding.stage else 1
     return Layout(
-        dp, tp, pp, cp, ep, recompute, details.offload_activations, name,
-        stage=stage if shard > 1 else 0, shard=shard, host=host,
+        dp, *degrees, _recompute(role), details.offload_activations,
+        args.strategy_name or DEFAULT,
+        stage=sharding.stage if shard > 1 else 0, shard=shard, host=sharding.host,
         sequence_parallel=details.sequence_parallel, schedule=pipeline.schedule,
         virtual=pipeline.virtual,
     )  # fmt: skip
 
 
-def refuse_host_offload(found: Layout, kind: str, key: str) -> None:
+def _recompute(role: RoleConfig) -> Recompute | None:
+    granularity = details_of(role.strategy_args).recompute_granularity
+    keeps_activations = role.model_args.disable_gradient_checkpointing
+    if granularity is None and role.trains and keeps_activations is not None:
+        return "none" if keeps_activations else "full"
+    return granularity
+
+
+class _Sharding(NamedTuple):
+    stage: int
+    host: bool  # the shards are in host memory
+
+
+def _sharding(role: RoleConfig) -> _Sharding:
+    args = role.strategy_args
+    name = args.strategy_name or DEFAULT
+    if is_deepspeed(name):
+        sharding = _Sharding(*deepspeed_sharding(args.strategy_config))
+    else:
+        stage = STAGES[name]
+        if stage is None:  # 3d, megatron_train
+            details = details_of(args)
+            stage = details.zero_stage or int(details.use_distributed_optimizer)
+        sharding = _Sharding(stage, host=name in ("zero2_cpu", "gemini_auto"))
+    if sharding.stage < 3 and not role.trains:  # a frozen model has only weights to shard
+        return _Sharding(0, host=False)
+    return sharding
+
+
+def refuse_host_offload(layout: Layout, kind: str, key: str) -> None:
     """Refuse shards in host memory on one GPU, where nothing would leave the GPU.
 
     A CPU has no other memory than the host's, so there the setting changes nothing.
     """
-    if found.host and found.devices == 1 and kind == "cuda":
+    if layout.host and layout.devices == 1 and kind == "cuda":
         raise ConfigError(
-            f"{key}: '{found.name}' keeps shards in host memory, which works on 2 or more devices; "
+            f"{key}: '{layout.name}' keeps shards in host memory, which works on 2 or more devices; "
             "one GPU would hold everything in its own memory. Use more devices, or another "
             "strategy_name; on one GPU, precision=lean, reference.offload=on and "
             "actor_train.strategy_args.strategy_config.recompute_granularity=full need less memory."
@@ -359,24 +425,31 @@ def possible_layout(role: RoleConfig) -> Layout | None:
 
 def data_parallel(role: RoleConfig) -> int:
     """Return the dp degree; 1 if the layout is impossible."""
-    found = possible_layout(role)
-    return found.dp if found else 1
+    role_layout = possible_layout(role)
+    return role_layout.dp if role_layout else 1
 
 
 def reference_is_policy(config: RunConfig) -> bool:
     """Whether the policy without its adapter, or with its initial one, is the reference."""
-    actor, reference = config.actor_train, config.reference
-    own, other = actor.model_args, reference.model_args
-    layouts = [possible_layout(role) for role in config.roles.values()]
-    degrees = [each and (each.dp, each.tp, each.pp, each.cp, each.ep) for each in layouts]
+    actor = config.actor_train
+    reference = config.reference
+    policy_args = actor.model_args
+    reference_args = reference.model_args
     return (
-        own.has_adapter
+        policy_args.has_adapter
         and reference.worker_cls is None
         and actor.devices == reference.devices
-        and degrees[0] == degrees[1]
-        and own.model_name_or_path == other.model_name_or_path
-        and own.revision == other.revision
-        and own.dtype == other.dtype
-        and own.quantization == other.quantization
-        and other.adapter_name_or_path in (None, own.adapter_name_or_path)
+        and _layout_degrees(actor) == _layout_degrees(reference)
+        and policy_args.model_name_or_path == reference_args.model_name_or_path
+        and policy_args.revision == reference_args.revision
+        and policy_args.dtype == reference_args.dtype
+        and policy_args.quantization == reference_args.quantization
+        and reference_args.adapter_name_or_path in (None, policy_args.adapter_name_or_path)
     )
+
+
+def _layout_degrees(role: RoleConfig) -> tuple[int, ...] | None:
+    role_layout = possible_layout(role)
+    if role_layout is None:
+        return None
+    return role_layout.dp, role_layout.tp, role_layout.pp, role_layout.cp, role_layout.ep

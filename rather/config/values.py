@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -43,7 +44,8 @@ def _accepted_types(annotation: Any) -> tuple[Any, ...]:
     if get_origin(annotation) is Annotated:
         return accepted_types(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(part for member in get_args(annotation) for part in accepted_types(member))
+        members = map(accepted_types, get_args(annotation))
+        return tuple(chain.from_iterable(members))
     return (annotation,)
 
 
@@ -87,28 +89,28 @@ def section_problems(section: type[Section], values: JsonObject) -> Iterator[tup
     try:
         section.model_validate(values)
     except ValidationError as error:
-        for each in error.errors():
-            key = str(each["loc"][0])
-            is_unknown = each["type"] == "extra_forbidden"
-            hint = f"unknown key{did_you_mean(key, section.model_fields)}"
-            yield key, hint if is_unknown else f"{each['input']!r} is not allowed: {each['msg']}"
+        for details in error.errors():
+            key = str(details["loc"][0])
+            if details["type"] == "extra_forbidden":
+                yield key, f"unknown key{did_you_mean(key, section.model_fields)}"
+            else:
+                yield key, f"{details['input']!r} is not allowed: {details['msg']}"
 
 
 def device_list(value: Any) -> Any:
     """Read [0, 1], 0, "0-7", "0,2,4-6" or "list(range(0,8))" as device numbers."""
     if isinstance(value, str):
         value = _devices_from_text(value.replace(" ", ""))
+    if value is None:
+        return None
     devices = value if isinstance(value, list) else [value]
-    if value is not None and (
-        not devices
-        or not all(type(each) is int and 0 <= each < MOST_DEVICES for each in devices)
-        or len(set(devices)) < len(devices)
-    ):
+    are_numbers = all(type(device) is int and 0 <= device < MOST_DEVICES for device in devices)
+    if not devices or not are_numbers or len(set(devices)) < len(devices):
         raise ValueError(
             f"write different device numbers from 0 to {MOST_DEVICES - 1} as "
             '[0, 1], "0-7", "0,2,4-6" or "list(range(0,8))"'
         )
-    return value if value is None else devices
+    return devices
 
 
 def _devices_from_text(text: str) -> Any:
@@ -116,8 +118,8 @@ def _devices_from_text(text: str) -> Any:
     if call := re.fullmatch(r"range\((\d{1,5}(?:,\d{1,5}){0,2})\)", inner):
         return list(range(*map(int, call[1].split(","))))
     devices: list[int] = []
-    for part in text.split(","):
-        span = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part)
+    for span_text in text.split(","):
+        span = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", span_text)
         new = range(int(span[1]), int(span[2] or span[1]) + 1) if span else ()
         if not new or len(devices) > MOST_DEVICES:
             return text

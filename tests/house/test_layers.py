@@ -32,7 +32,7 @@ FLOORS = [
     {"checkpoint"},
     {"config", "faults", "recipes"},
     {"files"},
-    {"errors", "registry"},
+    {"errors", "registry", "arithmetic"},
 ]
 
 DOORS = {
