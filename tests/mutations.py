@@ -65,15 +65,15 @@ MUTATIONS = (
     Mutation(
         "pack: a response that branches off starts at position 0",
         "rather/data/pack.py",
-        "[count[len(path) - len(own) : len(path)] for own, path in segments]",
-        "[count[: len(own)] for own, path in segments]",
+        "[self.count[len(path) - len(ids) : len(path)] for ids, path in self.segments]",
+        "[self.count[: len(ids)] for ids, path in self.segments]",
         ("tests/train/test_pack.py::test_every_index_by_hand",),
     ),
     Mutation(
         "pack: the first token of a branch is predicted by its neighbour in the layout",
         "rather/data/pack.py",
-        "path[-len(own) - 1] if len(path) > len(own) else -1",
-        "path[-len(own)] - 1 if len(path) > len(own) else -1",
+        "path[-len(ids) - 1] if len(path) > len(ids) else -1",
+        "path[-len(ids)] - 1 if len(path) > len(ids) else -1",
         ("tests/train/test_pack.py::test_every_index_by_hand",),
     ),
     Mutation(

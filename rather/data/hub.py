@@ -52,32 +52,33 @@ def download(address: str) -> tuple[str, list[Path]]:
     match = HUB_DATASET.fullmatch(address)
     if not match:
         raise DataError(f"{address}: write hf://datasets/ORG/NAME[@revision][:split].")
-    repo, revision, wanted = match["repo"], match["revision"] or "main", match["split"] or ""
+    repo = match["repo"]
+    revision = match["revision"] or "main"
     record = hub.cached_assets_path("rather", "datasets") / f"{text_sha(address)}.json"
-    known = _recorded(record)
-    if known and known[0] == revision:  # a commit never changes
-        return known
+    cached = _recorded(record)
+    if cached and cached[0] == revision:  # a commit never changes
+        return cached
     try:
         of: dict[str, Any] = {"repo_id": repo, "repo_type": "dataset"}
-        info = ask_hub(
+        description = ask_hub(
             lambda: hub.HfApi().dataset_info(repo, revision=revision, timeout=HUB_SECONDS)
         )
-        of["revision"] = commit = str(info.sha)
-        if known and known[0] == commit:
-            return known
+        of["revision"] = commit = str(description.sha)
+        if cached and cached[0] == commit:
+            return cached
         names = hub.HfApi().list_repo_files(**of)
         # `of` has the commit.
         file = hub.hf_hub_download(filename=CARD, **of) if CARD in names else None  # nosec B615
         card = _card(Path(file) if file else None)
-        chosen = choose(names, card, wanted, f"{address} (commit {commit})")
+        chosen = choose(names, card, match["split"] or "", f"{address} (commit {commit})")
         patterns = [*map(escape, chosen)]
         folder = Path(hub.snapshot_download(allow_patterns=patterns, **of))  # nosec B615
     except DataError:
         raise
     except Exception as error:  # of the hub, its HTTP library, or the network
-        if known and not hub_answered(error):
-            log.warning("%s: the hub does not answer; using commit %s, cached", address, known[0])
-            return known
+        if cached and not hub_answered(error):
+            log.warning("%s: the hub does not answer; using commit %s, cached", address, cached[0])
+            return cached
         reason = why_not_from_hub(error)
         raise DataError(f"{address}: not downloaded from the hub: {reason}.") from error
     record.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,8 @@ def download(address: str) -> tuple[str, list[Path]]:
 
 def refuse_unknown_model(name: str, revision: str | None = None) -> None:
     """Fail at once for a folder that is not here, or a name that the hub does not know."""
-    near = nearest_names(folder := Path(name).expanduser())
+    folder = Path(name).expanduser()
+    near = nearest_names(folder)
     if is_local(name):
         if folder.is_file():
             raise ConfigError(
@@ -108,33 +110,49 @@ def choose(names: Iterable[str], card: Mapping[str, Any], wanted: str, where: st
 
     `wanted` is '', a split, config/split, or the path of a file.
     """
-    found = sorted(filter(DATA_FILE.fullmatch, names))
-    if wanted in found:
+    data_files = sorted(filter(DATA_FILE.fullmatch, names))
+    if wanted in data_files:
         return [wanted]
     config, _, split = wanted.rpartition("/")
     configs = [entry for entry in _list(card.get("configs")) if isinstance(entry, dict)]
-    splits: dict[str, list[str]] = {}
+    patterns: dict[str, list[str]] = {}
     if configs:
         entry = _config(configs, config, where)
-        splits, folder = _patterns(entry.get("data_files")), str(entry.get("data_dir") or "")
-        if not splits:
-            config = folder.strip("/")
-    if splits:
-        name = split or ("train" if "train" in splits or len(splits) > 1 else next(iter(splits)))
-        chosen = [each for each in found if any(_fits(each, p) for p in splits.get(name, ()))]
-        others = f"its splits are {', '.join(splits)}"
+        patterns = _patterns(entry.get("data_files"))
+        if not patterns:
+            config = str(entry.get("data_dir") or "").strip("/")
+    if patterns:
+        chosen = _by_pattern(data_files, patterns, split)
+        reason = f"its splits are {', '.join(patterns)}"
     else:
-        inside = [each for each in found if not config or each.startswith(f"{config}/")]
-        chosen = _by_name(inside, split or "train")
-        chosen = inside if not (chosen or split) and len(inside) == 1 else chosen
-        others = "no name of a file says so"
+        chosen = _in_folder(data_files, config, split)
+        reason = "no name of a file says so"
     if not chosen:
-        listed = "".join(f"\n  {each}" for each in found[:SHOWN]) or " none"
-        more = f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        listed = "".join(f"\n  {name}" for name in data_files[:SHOWN]) or " none"
+        if len(data_files) > SHOWN:
+            listed += f"\n  and {len(data_files) - SHOWN} more"
         raise DataError(
-            f"{where}: no files of split '{split or 'train'}' ({others}). Add :SPLIT, or "
-            f":PATH of one of its data files:{listed}{more}"
+            f"{where}: no files of split '{split or 'train'}' ({reason}). Add :SPLIT, or "
+            f":PATH of one of its data files:{listed}"
         )
+    return chosen
+
+
+def _by_pattern(names: list[str], patterns: Mapping[str, list[str]], split: str) -> list[str]:
+    """Return the files of a split that the card describes; by default train, or the only split."""
+    if not split:
+        is_only_split = len(patterns) == 1
+        split = next(iter(patterns)) if is_only_split else "train"
+    patterns_of_split = patterns.get(split, ())
+    return [name for name in names if any(_fits(name, pattern) for pattern in patterns_of_split)]
+
+
+def _in_folder(names: list[str], folder: str, split: str) -> list[str]:
+    """Return the files of a folder that are named like the split; without a split, the only file."""
+    inside = [name for name in names if not folder or name.startswith(f"{folder}/")]
+    chosen = _by_name(inside, split or "train")
+    if not chosen and not split and len(inside) == 1:
+        return inside
     return chosen
 
 
@@ -155,8 +173,8 @@ def _patterns(files: Any) -> dict[str, list[str]]:
     if isinstance(files, dict):
         files = [{"split": split, "path": paths} for split, paths in files.items()]
     splits: dict[str, list[str]] = {}
-    for each in _list(files):
-        entry = each if isinstance(each, dict) else {"path": each}
+    for pattern in _list(files):
+        entry = pattern if isinstance(pattern, dict) else {"path": pattern}
         paths = splits.setdefault(str(entry.get("split", "train")), [])
         paths.extend(map(str, _list(entry.get("path"))))
     return splits
@@ -177,13 +195,13 @@ def _fits(name: str, pattern: str) -> bool:
     for sign in re.findall(r"\*\*/|\*\*|\*|.", pattern.removeprefix("./"), re.DOTALL):
         first = min(ends)
         if sign == "**/":  # no folder, or any number of them
-            ends |= {place + 1 for place in range(first, len(name)) if name[place] == "/"}
+            ends |= {i + 1 for i in range(first, len(name)) if name[i] == "/"}
         elif sign == "**":
             ends = set(range(first, len(name) + 1))
         elif sign == "*":
             ends = _within_folders(name, ends)
         else:
-            ends = {place + 1 for place in ends if _is_character(name[place : place + 1], sign)}
+            ends = {i + 1 for i in ends if _is_character(name[i : i + 1], sign)}
         if not ends:
             return False
     return len(name) in ends
@@ -191,12 +209,13 @@ def _fits(name: str, pattern: str) -> bool:
 
 def _within_folders(name: str, starts: set[int]) -> set[int]:
     """Return the places that can be reached from `starts` without crossing a slash."""
-    reached, is_reached = set(), False
-    for place in range(len(name) + 1):
-        is_reached = is_reached or place in starts
+    reached = set()
+    is_reached = False
+    for i in range(len(name) + 1):
+        is_reached = is_reached or i in starts
         if is_reached:
-            reached.add(place)
-        is_reached = is_reached and name[place : place + 1] != "/"
+            reached.add(i)
+        is_reached = is_reached and name[i : i + 1] != "/"
     return reached
 
 
@@ -233,12 +252,14 @@ def _card(file: Path | None) -> dict[str, Any]:
 def _recorded(record: Path) -> tuple[str, list[Path]] | None:
     """Return what was downloaded before, if all of it is still in the cache."""
     try:
-        known = read_json(record)
-        files = [Path(name) for name in known["files"]]
-        return (str(known["commit"]), files) if all(f.is_file() for f in files) else None
+        entry = read_json(record)
+        files = [Path(name) for name in entry["files"]]
+        return (str(entry["commit"]), files) if all(f.is_file() for f in files) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]

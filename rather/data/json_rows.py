@@ -38,7 +38,8 @@ class DropReason(Exception):
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 # The number of a row, and its content as it is in the file, or why it cannot be read.
@@ -88,21 +89,22 @@ def _decoder(encoding: str) -> codecs.IncrementalDecoder | None:
     """Return what turns bytes into text; None for UTF-8, which is checked row by row."""
     try:
         TextIOWrapper(BytesIO(), encoding)  # refuses rot13, base64 and others that make no text
-        known = codecs.lookup(encoding)
-        if known.incrementaldecoder is None:
+        codec = codecs.lookup(encoding)
+        if codec.incrementaldecoder is None:
             raise LookupError
     except (LookupError, ValueError) as error:
         raise DataError(
             f"data_args.encoding: {encoding!r} is not a text encoding that Python knows; try utf-8 "
             "or latin-1."
         ) from error
-    return None if known.name in ("utf-8", "ascii") else known.incrementaldecoder()
+    return None if codec.name in ("utf-8", "ascii") else codec.incrementaldecoder()
 
 
 def _wide_encoding(start: bytes) -> str | None:
     """Return the UTF-16 or UTF-32 that a text is in: by its mark, or by zeros in its first letters."""
-    if found := next((name for mark, name in WIDE_MARKS.items() if start.startswith(mark)), None):
-        return found
+    for mark, name in WIDE_MARKS.items():
+        if start.startswith(mark):
+            return name
     return WIDE_ZEROS.get(tuple(not byte for byte in start[:4]))
 
 
@@ -121,10 +123,13 @@ def split_lines(blocks: Iterable[bytes]) -> Iterator[RawRow]:
             while (end := block.find(b"\n", start)) >= 0:
                 if size + end - start > MAX_ROW_BYTES:
                     yield number, row_too_large()
-                elif (whole := bytes(line) + block[start:end]).strip():
-                    yield number, whole
+                else:
+                    row = bytes(line) + block[start:end]
+                    if row.strip():
+                        yield number, row
                 line.clear()
-                size, number = 0, number + 1
+                size = 0
+                number += 1
                 start = end + 1
                 if block[start : start + 1].isspace():  # count blank lines without a loop
                     text = _NOT_BLANK.search(block, start)
@@ -153,45 +158,64 @@ _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.S)
 _STRING_END = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.S)
 
 
+class _Brackets:
+    """Finds brackets outside strings, in blocks of bytes that may end inside a string."""
+
+    def __init__(self) -> None:
+        self.in_string = False
+        self._is_escaped = False  # the next block begins with an escaped character
+
+    def find(self, block: bytes) -> Iterator[re.Match[bytes]]:
+        at = int(self._is_escaped)
+        body = block[at:]
+        while True:
+            token = (_STRING_END.match if self.in_string else _TOKEN.search)(block, at)
+            if token is None:
+                break
+            at = token.end()
+            self.in_string = not self.in_string and token[0] == b'"'
+            if token[0][-1:] != b'"':
+                yield token
+        backslashes = len(body) - len(body.rstrip(b"\\"))
+        self._is_escaped = self.in_string and backslashes % 2 == 1
+
+
 def split_values(blocks: Iterable[bytes], level: int) -> Iterator[RawRow]:
     """Yield the values of an array (level 1), or values that follow each other (level 0).
 
     Only brackets outside strings are counted. So there is no recursion, at most one row is in
     memory, and a row that is not valid JSON does not hide the next.
     """
-    number, depth = 1, 0
+    number = 1
+    depth = 0
     held = bytearray()  # what came since the last row began or ended
-    in_string = is_escaped = False
+    brackets = _Brackets()
     fault: DropReason | None = None
     try:
         for block in blocks:
-            at, first = int(is_escaped), 0  # `held` continues in this block at `first`
-            body = block[at:]
-            while True:
-                token = (_STRING_END.match if in_string else _TOKEN.search)(block, at)
-                if token is None:
-                    break
-                at = token.end()
-                in_string = not in_string and token[0] == b'"'
-                if token[0][-1:] == b'"':
-                    continue
-                before, depth = depth, max(0, depth + (1 if token[0] in b"[{" else -1))
+            first = 0  # `held` continues here in this block
+            for bracket in brackets.find(block):
+                before = depth
+                depth = max(0, depth + _DEPTH_CHANGE[bracket[0]])
                 if before == level:  # between two rows: the next begins, or the array ends
-                    if stray := _stray_text(held + block[first : token.start()]):
+                    stray = _stray_text(held + block[first : bracket.start()])
+                    if stray:
                         yield number, stray
                         number += 1
-                    held, first = bytearray(), token.start()
+                    held = bytearray()
+                    first = bracket.start()
                     if depth <= before:
-                        level, first = 0, at
+                        level = 0
+                        first = bracket.end()
                 elif depth == level:  # a row ends, or the array begins
                     if depth < before:
-                        yield number, fault or bytes(held + block[first:at])
-                        number, fault = number + 1, None
-                    held, first = bytearray(), at
+                        yield number, fault or bytes(held + block[first : bracket.end()])
+                        number += 1
+                        fault = None
+                    held = bytearray()
+                    first = bracket.end()
                 elif depth > MAX_DEPTH + level:
-                    detail = f"more than {MAX_DEPTH} values inside each other"
-                    fault = fault or DropReason("too_deep", detail)
-            is_escaped = in_string and (len(body) - len(body.rstrip(b"\\"))) % 2 == 1
+                    fault = fault or _too_deep()
             held += block[first:]
             if len(held) > MAX_ROW_BYTES:
                 fault = fault or row_too_large()
@@ -200,16 +224,23 @@ def split_values(blocks: Iterable[bytes], level: int) -> Iterator[RawRow]:
     except DropReason as damage:
         yield number, damage
         return
-    if depth > 0 or in_string or fault:
-        yield (
-            number,
-            fault
-            or DropReason(
-                "truncated", f"the file ends inside row {number}; its writer was probably stopped"
-            ),
-        )
-    elif stray := _stray_text(held):
-        yield number, stray
+    if not fault and (depth > 0 or brackets.in_string):
+        fault = _unfinished(number)
+    fault = fault or _stray_text(held)
+    if fault:
+        yield number, fault
+
+
+_DEPTH_CHANGE = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
+
+
+def _too_deep() -> DropReason:
+    return DropReason("too_deep", f"more than {MAX_DEPTH} values inside each other")
+
+
+def _unfinished(number: int) -> DropReason:
+    detail = f"the file ends inside row {number}; its writer was probably stopped"
+    return DropReason("truncated", detail)
 
 
 def _stray_text(between: bytearray) -> DropReason | None:

@@ -31,10 +31,10 @@ FOLLOWS = {  # which turns may come after a turn
 
 def wrong_type(where: str, expected: str, value: Any) -> DropReason:
     """Return the reason for a value that is not what was expected."""
-    found = "null"
+    shown = "null"
     if value is not None:
-        found = f"{type(value).__name__} {json.dumps(value, default=str)[:40]}"
-    return DropReason("bad_type", f"{where} must be {expected}, found {found}")
+        shown = f"{type(value).__name__} {json.dumps(value, default=str)[:40]}"
+    return DropReason("bad_type", f"{where} must be {expected}, found {shown}")
 
 
 def text_of(value: Any, where: str) -> str:
@@ -66,18 +66,27 @@ def _message(value: Any, where: str) -> Json:
         raise DropReason("bad_type", f"a message of {where} has no role (or from), only {keys}")
     role = ROLES.get(role.lower(), role.lower())
     if role not in KNOWN_ROLES:
-        known = ", ".join((*KNOWN_ROLES, *ROLES))
-        raise DropReason("bad_roles", f"{where} has the role {role!r}; known are {known}")
-    contents = (value[key] for key in ("content", "value", "text") if value.get(key) is not None)
-    content = next(contents, "" if value.get("tool_calls") else None)
-    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
-        parts = [part.get("text") for part in content if part.get("type", "text") == "text"]
-        if len(parts) < len(content) or not all(isinstance(part, str) for part in parts):
+        roles = ", ".join((*KNOWN_ROLES, *ROLES))
+        raise DropReason("bad_roles", f"{where} has the role {role!r}; known are {roles}")
+    extras = {
+        key: content
+        for key, content in value.items()
+        if key not in ("role", "from", "content", "value") and content is not None
+    }
+    return {"role": role, "content": _content_of(value, where), **extras}
+
+
+def _content_of(message: Json, where: str) -> str:
+    """Return the text of a message; a list of texts is joined."""
+    contents = [message.get(key) for key in ("content", "value", "text")]
+    no_content = "" if message.get("tool_calls") else None
+    content = next((content for content in contents if content is not None), no_content)
+    if isinstance(content, list) and content and all(isinstance(piece, dict) for piece in content):
+        pieces = [piece.get("text") for piece in content if piece.get("type", "text") == "text"]
+        if len(pieces) < len(content) or not all(isinstance(piece, str) for piece in pieces):
             raise DropReason("bad_type", f"{where} has parts that are not text, which is not read")
-        content = "".join(map(str, parts))
-    named = ("role", "from", "content", "value")
-    extras = {key: each for key, each in value.items() if key not in named and each is not None}
-    return {"role": role, "content": text_of(content, where), **extras}
+        content = "".join(map(str, pieces))
+    return text_of(content, where)
 
 
 def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
@@ -96,7 +105,8 @@ def as_turns(value: Content, role: str) -> Turns:
 def check_roles(prompt: Turns, *answers: Turns) -> None:
     """Check the order: a system turn only first, user and assistant alternate, answers end it."""
     for turns in (prompt, *answers):
-        ends, last = ["user", "tool"] if turns is prompt else ["assistant"], turns[-1]["role"]
+        ends = ["user", "tool"] if turns is prompt else ["assistant"]
+        last = turns[-1]["role"]
         if last not in ends:
             raise DropReason(
                 "bad_roles", f"a part must end with a {' or '.join(ends)} turn, it ends with {last}"
@@ -105,6 +115,6 @@ def check_roles(prompt: Turns, *answers: Turns) -> None:
         roles = [None, *(turn["role"] for turn in (*prompt, *answer))]
         for before, role in pairwise(roles):
             if role not in FOLLOWS[before]:
-                place = f"after {before}" if before else "first"
+                where = f"after {before}" if before else "first"
                 expected = " or ".join(FOLLOWS[before])
-                raise DropReason("bad_roles", f"a {role} turn comes {place}; expected {expected}")
+                raise DropReason("bad_roles", f"a {role} turn comes {where}; expected {expected}")

@@ -11,7 +11,7 @@ one place, and is scored once.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rather.arithmetic import ceil_div, round_up
 from rather.data.batch import PairBatch, Segments, Span, TokenPair
 
 Numbers = Sequence[int]
@@ -46,7 +47,7 @@ def pack(
     With `at_end`, the last token of each response is scored, by its own hidden state.
     """
     bins = plan_bins(pairs, budget, max_pairs, ladder=ladder, ranks=ranks)
-    return [each.pack(pairs, at_end=at_end) for each in bins]
+    return [planned.pack(pairs, at_end=at_end) for planned in bins]
 
 
 def plan_bins(
@@ -54,12 +55,14 @@ def plan_bins(
 ) -> list[Bin]:
     """Return which pairs of a step share a micro-batch, before any is laid out; see `pack`."""
     units = _units(pairs, budget, max_pairs or len(pairs))
-    sizes, counts = [unit.tokens for unit in units], [len(unit.places) for unit in units]
+    sizes = [unit.tokens for unit in units]
+    counts = [len(unit.places) for unit in units]
     if ladder:
         filled = _on_the_ladder(sizes, counts, budget, max_pairs, min(ladder, budget), ranks)
     else:
         filled = [(0, members) for members in best_fit(sizes, counts, max_pairs, further=budget)]
-    filled += [(ladder or 1, [])] * (-len(filled) % ranks)
+    while len(filled) % ranks:
+        filled.append((ladder or 1, []))
     return [Bin(size, [units[i] for i in members]) for size, members in filled]
 
 
@@ -81,15 +84,16 @@ def best_fit(
     members: list[list[int]] = [[] for _ in opened]
     pairs = [0] * len(opened)
     gaps = sorted((gap, i) for i, gap in enumerate(opened))
-    most = inf if max_pairs is None else max_pairs
+    pair_limit = inf if max_pairs is None else max_pairs
     for unit in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         at = bisect_left(gaps, (sizes[unit], -1))
-        while at < len(gaps) and pairs[gaps[at][1]] + counts[unit] > most:
+        while at < len(gaps) and pairs[gaps[at][1]] + counts[unit] > pair_limit:
             at += 1
         if at < len(gaps):
             gap, bin_index = gaps.pop(at)
         elif further:
-            gap, bin_index = further, len(members)
+            gap = further
+            bin_index = len(members)
             members.append([])
             pairs.append(0)
         else:
@@ -97,7 +101,7 @@ def best_fit(
         members[bin_index].append(unit)
         pairs[bin_index] += counts[unit]
         insort(gaps, (gap - sizes[unit], bin_index))
-    return [sorted(each) for each in members]
+    return [sorted(units) for units in members]
 
 
 def _on_the_ladder(
@@ -110,81 +114,113 @@ def _on_the_ladder(
 ) -> list[tuple[int, list[int]]]:
     """Return (size, units) of as few bins as possible, of the smallest sizes that hold all units.
 
-    Some bins have one size, the others one rung less: with one size alone, four bins would waste
-    up to four rungs. All ranks work on one size at a time.
+    A unit that is larger than the budget has a bin of its own.
     """
     top = budget // ladder * ladder
-    alone = [(-(-size // ladder) * ladder, [i]) for i, size in enumerate(sizes) if size > top]
+    alone = [(round_up(size, ladder), [i]) for i, size in enumerate(sizes) if size > top]
     small = [i for i, size in enumerate(sizes) if size <= top]
     if not small:
         return alone
-    sizes, counts = [sizes[i] for i in small], [counts[i] for i in small]
-    tokens, pairs = sum(sizes), sum(counts)
-    number = max(-(-tokens // top), -(-pairs // (max_pairs or pairs)))
+    small_sizes = [sizes[i] for i in small]
+    small_counts = [counts[i] for i in small]
+    pairs = sum(small_counts)
+    fewest = ceil_div(pairs, max_pairs or pairs)
+    for bin_sizes in _bin_sizes_to_try(small_sizes, fewest, top, ladder, ranks, len(alone)):
+        members_of_bins = best_fit(small_sizes, small_counts, max_pairs, bin_sizes)
+        if members_of_bins:
+            break
+    filled = []
+    for size, members in zip(bin_sizes, members_of_bins, strict=True):
+        if members:
+            filled.append((size, [small[i] for i in members]))
+    return alone + filled
+
+
+def _bin_sizes_to_try(
+    sizes: Numbers, fewest: int, top: int, ladder: int, ranks: int, bins_alone: int
+) -> Iterator[list[int]]:
+    """Yield the sizes of bins that may hold units of these sizes, without end.
+
+    Few bins come before many, small ones before large ones. Some bins have one size, the others one
+    rung less: with one size alone, four bins would waste up to four rungs. All ranks work on one
+    size at a time.
+    """
+    tokens = sum(sizes)
+    number = max(fewest, ceil_div(tokens, top))
     while True:
-        number += -(number + len(alone)) % ranks
-        several = -(-number // (8 * ranks)) * ranks  # at most 8 shapes per size: a short search
-        least = max(*sizes, -(-tokens // number))
-        for size in range(-(-least // ladder) * ladder, top + 1, ladder):
-            for larger in (*range(several, number, several), number):
-                shape = [size] * larger + [size - ladder] * (number - larger)
-                filled = best_fit(sizes, counts, max_pairs, shape) if sum(shape) >= tokens else []
-                if filled:
-                    members = ([small[i] for i in each] for each in filled)
-                    return alone + [each for each in zip(shape, members, strict=True) if each[1]]
+        number = round_up(number + bins_alone, ranks) - bins_alone
+        step = ceil_div(number, 8 * ranks) * ranks  # at most 8 mixtures per size: a short search
+        smallest = max(*sizes, ceil_div(tokens, number))
+        for size in range(round_up(smallest, ladder), top + 1, ladder):
+            for larger_bins in (*range(step, number, step), number):
+                smaller_bins = number - larger_bins
+                bin_sizes = [size] * larger_bins + [size - ladder] * smaller_bins
+                if sum(bin_sizes) >= tokens:
+                    yield bin_sizes
         number += 1
 
 
 # --- which tokens several sequences share ---
 
 
+class _Branch(NamedTuple):
+    response: Tokens
+    earlier: int  # the number of an earlier branch
+    shared: int  # how many tokens both begin with
+
+
 class _Unit:
     """Pairs with one prompt and the tree of their responses."""
 
     def __init__(self, pairs: Pairs, places: Numbers) -> None:
-        self.places, self.prompt = places, pairs[places[0]].prompt
+        self.places = places
+        self.prompt = pairs[places[0]].prompt
         self.earlier: list[Tokens] = []  # responses to this prompt in earlier units of the step
-        # Each branch: its response, an earlier branch, and how many tokens both begin with.
-        self.branches: list[tuple[Tokens, int, int]] = []
+        self.branches: list[_Branch] = []
         # The branch and the scored spans of each pair's chosen and rejected response.
         self.sides: list[tuple[int, tuple[Span, ...]]] = []
         self.tokens = len(self.prompt)
-        known: dict[bytes, int] = {}
+        branch_of: dict[bytes, int] = {}
         ordered: list[bytes] = []  # neighbours in this order have the longest common prefixes
-        for place in places:
-            for response, scored in pairs[place].answers:
+        for pair_index in places:
+            for response, scored in pairs[pair_index].answers:
                 key = response.tobytes()
-                if key not in known:
+                if key not in branch_of:
                     at = bisect_left(ordered, key)
-                    near = [known[each] for each in ordered[max(0, at - 1) : at + 1]]
-                    common = [common_tokens(response, self.branches[i][0]) for i in near]
-                    shared = max(common, default=0)
-                    earlier = near[common.index(shared)] if shared else 0
+                    near = [branch_of[neighbour] for neighbour in ordered[max(0, at - 1) : at + 1]]
                     ordered.insert(at, key)
-                    known[key] = len(self.branches)
-                    self.branches.append((response, earlier, shared))
-                    self.tokens += len(response) - shared
-                self.sides.append((known[key], scored))
+                    branch_of[key] = len(self.branches)
+                    self._add_branch(response, near)
+                self.sides.append((branch_of[key], scored))
+
+    def _add_branch(self, response: Tokens, near: Numbers) -> None:
+        """Let a response branch off that of two branches with which it shares more tokens."""
+        common = [common_tokens(response, self.branches[i].response) for i in near]
+        shared = max(common, default=0)
+        earlier = near[common.index(shared)] if shared else 0
+        self.branches.append(_Branch(response, earlier, shared))
+        self.tokens += len(response) - shared
 
 
 def _units(pairs: Pairs, budget: int, max_pairs: int) -> list[_Unit]:
     """Group pairs by prompt, in step order; halve groups that are too large, but never a pair."""
-    prompts: dict[bytes | int, list[int]] = {}
-    for place, pair in enumerate(pairs):
+    pairs_of_prompt: dict[bytes | int, list[int]] = {}
+    for i, pair in enumerate(pairs):
         # Pairs without a prompt have nothing in common, so each is a unit of its own.
-        prompts.setdefault(pair.prompt.tobytes() or place, []).append(place)
-    units, waiting = [], list(prompts.values())[::-1]
+        pairs_of_prompt.setdefault(pair.prompt.tobytes() or i, []).append(i)
+    units = []
+    waiting = list(pairs_of_prompt.values())[::-1]
     while waiting:
-        places = waiting.pop()
-        unit = _Unit(pairs, places)
-        if len(places) == 1 or (unit.tokens <= budget and len(places) <= max_pairs):
+        group = waiting.pop()
+        unit = _Unit(pairs, group)
+        if len(group) == 1 or (unit.tokens <= budget and len(group) <= max_pairs):
             units.append(unit)
         else:
-            half = (len(places) + 1) // 2
-            waiting += [places[half:], places[:half]]
+            half = (len(group) + 1) // 2
+            waiting += [group[half:], group[:half]]
     for before, unit in pairwise(units):  # halves of a group follow one another
         if len(unit.prompt) and np.array_equal(before.prompt, unit.prompt):
-            unit.earlier = before.earlier + [response for response, _, _ in before.branches]
+            unit.earlier = before.earlier + [branch.response for branch in before.branches]
     return units
 
 
@@ -198,6 +234,69 @@ def common_tokens(one: Tokens, other: Tokens) -> int:
 # --- a bin as tensors ---
 
 
+class _Segment(NamedTuple):
+    """Tokens that are laid out together."""
+
+    ids: Tokens
+    path: Places  # the places of all tokens that they see, and their own
+
+
+class _TokenLayout:
+    """The tokens of a bin, one segment after another."""
+
+    def __init__(self, tokens: int) -> None:
+        self.count = np.arange(tokens)
+        self.nowhere = self.count[:0]
+        self.segments: list[_Segment] = []
+        self.end = 0
+
+    def add(self, ids: Tokens, beginning: Places) -> Places:
+        """Lay out tokens that follow those at `beginning`; return the places of the sequence."""
+        start = self.end
+        self.end += len(ids)
+        path = np.concatenate([beginning, self.count[start : self.end]])
+        if len(ids):
+            self.segments.append(_Segment(ids, path))
+        return path
+
+    def add_unit(self, unit: _Unit) -> list[Places]:
+        """Lay out a prompt and its responses; return the places of each whole sequence."""
+        first, *further = unit.branches
+        paths = [self.add(np.concatenate([unit.prompt, first.response]), self.nowhere)]
+        for branch in further:
+            beginning = paths[branch.earlier][: len(unit.prompt) + branch.shared]
+            paths.append(self.add(branch.response[branch.shared :], beginning))
+        return paths
+
+    def add_fillers(self) -> None:
+        while self.end < len(self.count):
+            length = min(len(self.count) - self.end, FILLER_SEGMENT)
+            self.add(np.zeros(length, np.int32), self.nowhere)
+
+    @property
+    def ids(self) -> Places:
+        return np.concatenate([segment.ids for segment in self.segments], dtype=np.int64)
+
+    @property
+    def positions(self) -> Places:
+        positions = [self.count[len(path) - len(ids) : len(path)] for ids, path in self.segments]
+        return np.concatenate(positions)
+
+    @property
+    def before(self) -> Places:
+        """The place whose hidden state predicts each token; -1: none does."""
+        before = self.count - 1
+        for ids, path in self.segments:
+            before[path[-len(ids)]] = path[-len(ids) - 1] if len(path) > len(ids) else -1
+        return before
+
+    def attention(self) -> Segments:
+        keys = torch.from_numpy(np.concatenate([segment.path for segment in self.segments]))
+        q_lens = tuple(len(segment.ids) for segment in self.segments)
+        k_lens = tuple(len(segment.path) for segment in self.segments)
+        return Segments.of(q_lens, k_lens, keys)
+
+
 class Bin(NamedTuple):
     """A micro-batch that is not laid out yet."""
 
@@ -206,61 +305,42 @@ class Bin(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        return max(self.size, sum(unit.tokens for unit in self.units))
+        return max(self.size, self.real_tokens)
+
+    @property
+    def real_tokens(self) -> int:
+        return sum(unit.tokens for unit in self.units)
 
     @property
     def places(self) -> Places:
-        return np.array([place for unit in self.units for place in unit.places], np.int64)
+        return np.array([i for unit in self.units for i in unit.places], np.int64)
 
     def pack(self, pairs: Pairs, *, at_end: bool = False) -> PairBatch:
         """Lay the pairs out as tensors."""
-        real_tokens = sum(unit.tokens for unit in self.units)
-        count = np.arange(self.tokens)
-        segments: list[tuple[Tokens, Places]] = []  # tokens, and the places of all that they see
-        end = 0
-
-        def add(ids: Tokens, beginning: Places) -> Places:
-            """Lay out tokens that follow those at `beginning`; return the places of the sequence."""
-            nonlocal end
-            start, end = end, end + len(ids)
-            path = np.concatenate([beginning, count[start:end]])
-            if len(ids):
-                segments.append((ids, path))
-            return path
-
-        counted = np.where(count < real_tokens, np.float32(1), np.float32(0))
-        scored, ends, lengths = [count[:0]], [count[:0]], list[int]()
+        layout = _TokenLayout(self.tokens)
+        is_real = layout.count < self.real_tokens
+        counted = np.where(is_real, np.float32(1), np.float32(0))
+        scored = [layout.nowhere]
+        ends = [layout.nowhere]
+        lengths: list[int] = []
         for unit in self.units:
-            (first, _, _), *others = unit.branches
-            paths = [add(np.concatenate([unit.prompt, first]), count[:0])]
-            for response, earlier, shared in others:
-                paths.append(add(response[shared:], paths[earlier][: len(unit.prompt) + shared]))
-            for (response, _, _), path in zip(unit.branches, paths, strict=True):
-                known = [common_tokens(response, other) for other in unit.earlier]
-                counted[path[: len(unit.prompt) + max(known) if known else 0]] = 0
+            paths = layout.add_unit(unit)
+            _count_once(counted, unit, paths)
             for branch, spans in unit.sides:
                 scored += [paths[branch][start:stop] for start, stop in spans]
                 lengths.append(sum(stop - start for start, stop in spans))
-                ends.append(paths[branch][-1:] if spans else count[:0])
-        while end < len(count):
-            add(np.zeros(min(len(count) - end, FILLER_SEGMENT), np.int32), count[:0])
-        before = count - 1  # the place whose hidden state predicts a token; -1: none does
-        for own, path in segments:
-            before[path[-len(own)]] = path[-len(own) - 1] if len(path) > len(own) else -1
-        ids = np.concatenate([own for own, _ in segments], dtype=np.int64)
+                ends.append(paths[branch][-1:] if spans else layout.nowhere)
+        layout.add_fillers()
+        ids = layout.ids
         places = self.places
-        facts = {
-            f"{name}_P": np.asarray([getattr(pairs[i], name) for i in places], np.float64)
-            for name in ("weight", "margin", "soft_label")
-        }
-        positions = [count[len(path) - len(own) : len(path)] for own, path in segments]
+        scored_places = np.concatenate(scored)
         tensors = {
-            **facts,
+            **_facts(pairs, places),
             "pair_P": places,
             "ids_N": ids,
             "counted_N": counted,
-            "positions_N": np.concatenate(positions),
-            **_scored_tokens(np.concatenate(scored), np.asarray(lengths, np.int64), ids, before),
+            "positions_N": layout.positions,
+            **_scored_tokens(scored_places, np.asarray(lengths, np.int64), ids, layout.before),
         }
         if at_end:
             rows = np.concatenate(ends)
@@ -271,13 +351,27 @@ class Bin(NamedTuple):
                 "cell_T": np.flatnonzero(lengths),
                 "shared_T": np.ones(len(rows)),
             }
-        keys = torch.from_numpy(np.concatenate([path for _, path in segments]))
-        q_lens, k_lens = zip(*((len(own), len(path)) for own, path in segments), strict=True)
         return PairBatch(
-            segments=Segments.of(q_lens, k_lens, keys),
-            real_tokens=real_tokens,
+            segments=layout.attention(),
+            real_tokens=self.real_tokens,
             **{name: torch.from_numpy(array) for name, array in tensors.items()},
         )
+
+
+def _count_once(counted: NDArray[np.float32], unit: _Unit, paths: Sequence[Places]) -> None:
+    """Do not count the tokens that an earlier unit of the step has as well."""
+    if not unit.earlier:
+        return
+    for branch, path in zip(unit.branches, paths, strict=True):
+        shared = max(common_tokens(branch.response, response) for response in unit.earlier)
+        counted[path[: len(unit.prompt) + shared]] = 0
+
+
+def _facts(pairs: Pairs, places: Places) -> dict[str, NDArray[np.float64]]:
+    return {
+        f"{name}_P": np.asarray([getattr(pairs[i], name) for i in places], np.float64)
+        for name in ("weight", "margin", "soft_label")
+    }
 
 
 def _scored_tokens(places: Places, lengths: Places, ids: Places, before: Places) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def find_sources(path: Path) -> list[DataFile]:
     """Return the file, or the Arrow files of a folder written by `datasets.save_to_disk`."""
     path = path.expanduser().absolute()
     try:
-        return [_detect_kind(file) for file in (_arrow_files(path) if path.is_dir() else [path])]
+        files = _arrow_files(path) if path.is_dir() else [path]
+        return [_detect_kind(file) for file in files]
     except FileNotFoundError as error:
         raise DataError(f"{error.filename}: no such file; only local files are read.") from error
     except OSError as error:  # such as a folder that may not be searched
@@ -106,13 +107,14 @@ def _arrow_files(folder: Path) -> list[Path]:
                 f"{state}: does not list the data files of its folder ({error!r})."
             ) from error
     for file in files:
-        if (target := real_path(file)).parent != real_path(folder):
+        target = real_path(file)
+        if target.parent != real_path(folder):
             raise DataError(
                 f"{file}: is a link to {target}, outside its folder; copy the file into it."
             )
     if not files:  # ColossalChat writes part-00000, part-00001, ...
-        parts = sorted(folder.glob("part-*/state.json"))
-        files = [file for part in parts for file in _arrow_files(part.parent)]
+        for part_state in sorted(folder.glob("part-*/state.json")):
+            files += _arrow_files(part_state.parent)
     if not files:
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise DataError(
@@ -124,32 +126,45 @@ def _arrow_files(folder: Path) -> list[Path]:
 def _detect_kind(path: Path) -> DataFile:
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: not a regular file; copy its content to one.")
+    head, gzipped = _read_head(path)
+    packing = next((mark for mark in PACKED if head.startswith(mark) or head[TAR] == mark), None)
+    table = next((kind for mark, kind in TABLES.items() if head.startswith(mark)), None)
+    if gzipped and (packing or table):
+        raise DataError(f"{path}: a gzipped table or archive; unpack it first (gzip -d).")
+    if packing:
+        raise DataError(
+            f"{path}: {PACKED[packing]}, which is not read; unpack it first, or use gzip."
+        )
+    return DataFile(path, table or _kind_of_text(path, head), gzipped)
+
+
+def _read_head(path: Path) -> tuple[bytes, bool]:
+    """Return the first bytes of a file, unpacked, and whether it is gzipped."""
     with open(path, "rb", opener=regular) as file:
         head = file.read(4096)
-        if gzipped := head.startswith(b"\x1f\x8b"):
-            file.seek(0)
-            try:
-                head = gzip.GzipFile(fileobj=file).read(4096)
-            except (EOFError, gzip.BadGzipFile, zlib.error):
-                head = b""  # the reader meets the same fault and counts it
-    packed = next((m for m in PACKED if head.startswith(m) or head[TAR] == m), None)
-    table = next((kind for mark, kind in TABLES.items() if head.startswith(mark)), None)
-    if gzipped and (packed or table):
-        raise DataError(f"{path}: a gzipped table or archive; unpack it first (gzip -d).")
-    if packed:
-        raise DataError(
-            f"{path}: {PACKED[packed]}, which is not read; unpack it first, or use gzip."
-        )
+        if not head.startswith(b"\x1f\x8b"):
+            return head, False
+        file.seek(0)
+        try:
+            return gzip.GzipFile(fileobj=file).read(4096), True
+        except (EOFError, gzip.BadGzipFile, zlib.error):
+            return b"", True  # the reader meets the same fault and counts it
+
+
+def _kind_of_text(path: Path, head: bytes) -> str:
     text = head.replace(b"\0", b"")  # UTF-16 text has one next to each letter
     for mark in (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # or of UTF-32
         text = text.removeprefix(mark)
     is_array = text.lstrip().startswith(b"[")
-    is_indented = re.match(rb"\s*\{[ \t\r]*\n", text)
-    is_json = text.lstrip().startswith((b"[", b"{"))
+    is_object = text.lstrip().startswith(b"{")
     # A CSV file has no mark of its own: the name says what it is, unless JSON is inside.
-    named = None if is_json else csv_kind(path)
-    kind = table or named or ("json" if is_array else "objects" if is_indented else "jsonl")
-    return DataFile(path, kind, gzipped)
+    table_kind = csv_kind(path)
+    if table_kind and not is_array and not is_object:
+        return table_kind
+    if is_array:
+        return "json"
+    is_indented = re.match(rb"\s*\{[ \t\r]*\n", text)
+    return "objects" if is_indented else "jsonl"
 
 
 # ---- cutting files into rows
@@ -173,10 +188,12 @@ def chunks(source: DataFile, index: int, encoding: str = "utf-8") -> Iterator[Ch
             split = split_lines(blocks) if level is None else split_values(blocks, level)
         for row in split:
             rows.append(row)
-            size += len(row[1]) if isinstance(row[1], bytes) else 0
+            if isinstance(row[1], bytes):
+                size += len(row[1])
             if len(rows) == CHUNK_ROWS or size >= CHUNK_BYTES:
                 yield Chunk(index, tuple(rows), done=raw.tell() / total)
-                rows, size = [], 0
+                rows = []
+                size = 0
         if rows:
             yield Chunk(index, tuple(rows), done=1.0)
 
@@ -190,21 +207,21 @@ def chunks_of(
     """
     index = 0
     for group in groups:
-        left = math.inf if max_rows is None else max_rows
-        for place, source in enumerate(group, index):
-            if left <= 0:
+        rows_to_read = math.inf if max_rows is None else max_rows
+        for source_index, source in enumerate(group, index):
+            if rows_to_read <= 0:
                 break
-            for chunk in chunks(source, place, encoding):
-                chunk, rows = _cut(chunk, left)
+            for chunk in chunks(source, source_index, encoding):
+                chunk, rows = _cut(chunk, rows_to_read)
                 yield chunk
-                left -= rows
-                if left <= 0:
+                rows_to_read -= rows
+                if rows_to_read <= 0:
                     break
         index += len(group)
 
 
 def _cut(chunk: Chunk, most: float) -> tuple[Chunk, int]:
-    """Return a chunk with at most so many rows, and how many it has."""
+    """Return a chunk with at most `most` rows, and how many it has."""
     if not chunk.table:
         rows = chunk.rows if len(chunk.rows) <= most else chunk.rows[: int(most)]
         return replace(chunk, rows=rows), len(rows)
@@ -215,15 +232,15 @@ def _cut(chunk: Chunk, most: float) -> tuple[Chunk, int]:
 
 
 def _table_chunks(source: DataFile, index: int) -> Iterator[Chunk]:
-    parts = _table_parts(source)
+    batches = _table_parts(source)
     # Compressed pages and repeated values may become a million times larger; a map counts as well.
     room = TABLE_MEMORY + source.path.stat().st_size
     first = 1
     while True:
         try:
             with memory_limit(room):
-                part, rows = next(parts)
-                message = b"" if isinstance(part, DropReason) else as_message(part)
+                batch, rows = next(batches)
+                message = b"" if isinstance(batch, DropReason) else as_message(batch)
         except StopIteration:
             return
         except MemoryError as error:
@@ -237,12 +254,12 @@ def _table_chunks(source: DataFile, index: int) -> Iterator[Chunk]:
             raise DataError(
                 f"{source.path}: damaged {source.kind} file after row {first - 1} ({error})."
             ) from error
-        if isinstance(part, DropReason):
-            yield Chunk(index, ((first, part),), done=first / rows)
+        if isinstance(batch, DropReason):
+            yield Chunk(index, ((first, batch),), done=first / rows)
             first += 1
         else:
             yield Chunk(index, table=message, first=first, done=first / rows)
-            first += part.num_rows
+            first += batch.num_rows
 
 
 def _table_parts(source: DataFile) -> Iterator[tuple[pa.RecordBatch | DropReason, float]]:
@@ -265,8 +282,8 @@ def _table_parts(source: DataFile) -> Iterator[tuple[pa.RecordBatch | DropReason
         for batch in batches:
             batch.validate()
             for start in range(0, batch.num_rows, CHUNK_ROWS):
-                for part in _validated(batch.slice(start, CHUNK_ROWS)):
-                    yield part, rows
+                for valid_batch in _validated(batch.slice(start, CHUNK_ROWS)):
+                    yield valid_batch, rows
 
 
 def _validated(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | DropReason]:
@@ -381,4 +398,7 @@ def _table_rows(batch: pa.RecordBatch) -> list[Row | DropReason]:
     except (ValueError, OverflowError, pa.ArrowException) as error:  # such as a date in year 0
         if batch.num_rows == 1:
             return [DropReason("bad_type", f"Python cannot hold a value of the row ({error})")]
-        return [row for i in range(batch.num_rows) for row in _table_rows(batch.slice(i, 1))]
+        rows: list[Row | DropReason] = []
+        for i in range(batch.num_rows):
+            rows += _table_rows(batch.slice(i, 1))
+        return rows

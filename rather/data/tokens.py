@@ -126,8 +126,9 @@ class Encoder:
         """Return the tokens of a pair."""
         pair = self._with_system(pair)
         self._begin(pair)
-        if found := _search(_CONTROL, pair):
-            detail = f"U+{ord(found[0]):04X} at character {found.start()}"
+        control = _search(_CONTROL, pair)
+        if control:
+            detail = f"U+{ord(control[0]):04X} at character {control.start()}"
             self._note("control_characters", detail)
         if not any(turn["content"].strip() for turn in as_turns(pair.prompt, "user")):
             self._note("empty_prompt", "the prompt is empty")
@@ -138,27 +139,39 @@ class Encoder:
             self.pair = pair = replace(pair, **cut)
         if any(map(is_empty, answers)):
             raise DropReason("empty_response", f"nothing but {self.eos_text}")
-        policy = self.recipe.special_tokens
-        if found := _search(self.special, pair):
-            detail = f"the text holds {found[0]!r}, a special token of the tokenizer"
-            if policy == "drop":
-                raise DropReason("special_token_text", detail)
-            self.is_escaped = policy == "escape"
-            if policy != "keep":
-                self._note(f"special_token_{'escaped' if self.is_escaped else 'text'}", detail)
+        self._check_special_tokens(pair)
         prompt, *sequences = self._ids_of(pair)
         length = min(common_length(prompt, ids) for ids in sequences)
         if length < len(prompt):
             changed = self.tokenizer.decode(prompt[length:], skip_special_tokens=False)
             detail = f"the prompt's end {changed!r} becomes other tokens before the answer"
             self._note("boundary_moved", detail)
-        each = zip(pair.answers, sequences, strict=True)
-        scored = [self._scored(answer, ids, length) for answer, ids in each]
-        # A single answer has no second one.
-        chosen, rejected, *_ = [*(ids[length:] for ids in sequences), []]
-        first, second, *_ = [*scored, ()]
-        start = sequences[0][:length]
-        return self.fit(Encoded(start, chosen, rejected, first, second, self.notes))
+        scored = []
+        for answer, ids in zip(pair.answers, sequences, strict=True):
+            scored.append(self._scored(answer, ids, length))
+        has_two_answers = len(sequences) > 1
+        encoded = Encoded(
+            prompt=sequences[0][:length],
+            chosen=sequences[0][length:],
+            rejected=sequences[1][length:] if has_two_answers else [],
+            chosen_scored=scored[0],
+            rejected_scored=scored[1] if has_two_answers else (),
+            notes=self.notes,
+        )
+        return self.fit(encoded)
+
+    def _check_special_tokens(self, pair: TextPair) -> None:
+        """Drop, escape or note a row whose text holds a special token of the tokenizer."""
+        special = _search(self.special, pair)
+        if not special:
+            return
+        policy = self.recipe.special_tokens
+        detail = f"the text holds {special[0]!r}, a special token of the tokenizer"
+        if policy == "drop":
+            raise DropReason("special_token_text", detail)
+        self.is_escaped = policy == "escape"
+        if policy != "keep":
+            self._note(f"special_token_{'escaped' if self.is_escaped else 'text'}", detail)
 
     def prompt_ids(self, pair: TextPair, *, as_trained: bool = False) -> Ids:
         """Return what generation starts from, or the tokens that an answer follows in training."""
@@ -200,10 +213,11 @@ class Encoder:
 
     def _without_final_eos(self, answer: Content) -> Content:
         """Cut EOS written as text at the end of an answer: it is added anyway."""
-        text = whole = answer if isinstance(answer, str) else answer[-1]["content"]
+        last_text = answer if isinstance(answer, str) else answer[-1]["content"]
+        text = last_text
         while self.eos_text and text.rstrip().endswith(self.eos_text):
             text = text.rstrip().removesuffix(self.eos_text)
-        if text == whole:
+        if text == last_text:
             return answer
         self._note(
             "eos_text_removed", f"an answer ends with {self.eos_text!r}, which is added anyway"
@@ -212,7 +226,8 @@ class Encoder:
 
     def _ids_of(self, pair: TextPair) -> list[Ids]:
         """Return the tokens of the prompt and of both whole sequences."""
-        recipe, is_text = self.recipe, isinstance(pair.prompt, str)
+        recipe = self.recipe
+        is_text = isinstance(pair.prompt, str)
         if recipe.template and not (recipe.as_trl and is_text):
             return self._ids_of_chat(pair, recipe.template)
         if not is_text:
@@ -221,35 +236,44 @@ class Encoder:
                 "a name such as chatml, to a .jinja file, or use a tokenizer that has a template."
             )
         prompt, *answers = texts(pair)
-        if recipe.as_trl:  # plain text has no template in TRL: EOS is written behind it as text
-            eos = self.eos_text or ""
-            ends = (text if text.endswith(eos) else text + eos for text in answers)
-            return self._ids([prompt, *(prompt + end for end in ends)], add_special_tokens=True)
+        if recipe.as_trl:
+            return self._ids_of_trl_text(prompt, answers)
+        return self._ids_of_text(prompt, answers)
+
+    def _ids_of_trl_text(self, prompt: str, answers: Sequence[str]) -> list[Ids]:
+        """Plain text has no template in TRL: EOS is written behind it as text."""
+        eos = self.eos_text or ""
+        sequences = [f"{prompt}{answer.removesuffix(eos)}{eos}" for answer in answers]
+        return self._ids([prompt, *sequences], add_special_tokens=True)
+
+    def _ids_of_text(self, prompt: str, answers: Sequence[str]) -> list[Ids]:
+        recipe = self.recipe
         for answer in answers:
             if prompt and prompt[-1].isalnum() and (recipe.separator + answer)[:1].isalnum():
                 shown = f"{prompt[-12:]}|{recipe.separator}{answer[:12]}"
                 self._note("glued_boundary", f"prompt and answer run together at {shown!r}")
         start = prompt + recipe.separator.rstrip(" ")  # a space belongs to the word after it
-        whole = [start, *(prompt + recipe.separator + answer for answer in answers)]
-        first, *sequences = map(self._one_bos, self._ids(whole))
+        sequence_texts = [prompt + recipe.separator + answer for answer in answers]
+        prompt_ids, *sequences = map(self._one_bos, self._ids([start, *sequence_texts]))
         if recipe.eos is None:
             self._note(
                 "no_eos", "the tokenizer has no EOS: the model cannot learn where an answer ends"
             )
-            return [first, *sequences]
+            return [prompt_ids, *sequences]
         for ids in sequences:
             while ids[-1:] == [recipe.eos]:
                 ids.pop()
             ids.append(recipe.eos)
-        return [first, *sequences]
+        return [prompt_ids, *sequences]
 
     def _ids_of_chat(self, pair: TextPair, template: ChatTemplate) -> list[Ids]:
         if pair.tools and not template.tool_text and "tools" not in template.text:
             raise DropReason(
                 "template_error", f"chat template {template.name} has no place for tools"
             )
-        if clash := [name for name in pair.template_kwargs if name in RESERVED]:
-            raise DropReason("bad_type", f"chat_template_kwargs must not set {clash[0]!r}")
+        for name in pair.template_kwargs:
+            if name in RESERVED:
+                raise DropReason("bad_type", f"chat_template_kwargs must not set {name!r}")
         rendered = [self._render(as_turns(pair.prompt, "user"), True)]
         for answer in pair.answers:
             rendered.append(self._render(self._conversation(answer), False))
@@ -257,8 +281,8 @@ class Encoder:
         ids = self._ids(rendered)
         if self.recipe.as_trl:
             return ids
-        prompt, *whole = map(self._one_bos, ids)
-        return [prompt, *map(self._cut_tail, whole)]
+        prompt, *sequences = map(self._one_bos, ids)
+        return [prompt, *map(self._cut_tail, sequences)]
 
     def _note_template(self, pair: TextPair, rendered: str) -> None:
         """Note signs of a template that was made for another model, or has lost the prompt."""
@@ -282,8 +306,9 @@ class Encoder:
                 return found[0][0] + self.mark + found[0][1:]
 
             turns = tuple({**t, "content": self.special.sub(marked, t["content"])} for t in turns)
-        given = (self.pair.tools, self.pair.template_kwargs)
-        text = self.recipe.template.render(turns, start_answer, *given)
+        text = self.recipe.template.render(
+            turns, start_answer, self.pair.tools, self.pair.template_kwargs
+        )
         if self.is_escaped:
             text = self.special.sub(lambda found: found[0] + self.real, text)
         return text.replace(self.mark, "")
@@ -299,7 +324,7 @@ class Encoder:
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"the tokenizer fails ({error}); look at its tokenizer.json.") from None
-        return [one.ids for one in batch]
+        return [encoding.ids for encoding in batch]
 
     @property
     def _active_tokenizer(self) -> Tokenizer:
@@ -314,7 +339,8 @@ class Encoder:
         plain tokenizer gives to other text.
         """
         content = json.loads(self.recipe.tokenizer)
-        model, added = content["model"], content["added_tokens"]
+        model = content["model"]
+        added = content["added_tokens"]
         secret = {t["content"]: t["content"] + self.real for t in added if t["special"]}
         for token in added:
             token["content"] = secret.get(token["content"], token["content"])
@@ -346,7 +372,8 @@ class Encoder:
             rendered = [self._render(self._conversation(text), False) for text in "ab"]
         except DropReason:
             return []  # each row will report what is wrong
-        after, end = _common_end(*rendered), self.recipe.template.end
+        after = _common_end(*rendered)
+        end = self.recipe.template.end
         if end and end not in after:
             raise DataError(
                 f"chat template {self.recipe.template.name}: writes {after!r} after an answer, "
@@ -368,10 +395,10 @@ class Encoder:
         """Return the sequence up to the end of its last turn: its end token, or no blanks."""
         tail = self.tail
         if tail and ids[-len(tail) :] == tail:
-            kept = self._without_blanks(tail) or tail
+            shorter_tail = self._without_blanks(tail) or tail
             if self.end_of_turn is not None:
-                kept = tail[: tail.index(self.end_of_turn) + 1]
-            ids = ids[: len(ids) - len(tail)] + kept
+                shorter_tail = tail[: tail.index(self.end_of_turn) + 1]
+            ids = ids[: len(ids) - len(tail)] + shorter_tail
         else:  # a template that ends differently here, because of tools or its own arguments
             shorter = self._without_blanks(ids)
             ids = shorter if shorter and shorter[-1] in self.added else ids
@@ -384,7 +411,8 @@ class Encoder:
 
     def _scored(self, answer: Content, ids: Ids, boundary: int) -> Spans:
         """Return the scored spans. Token 0 is never scored: nothing predicts it."""
-        recipe, turns = self.recipe, len(as_turns(answer, "assistant"))
+        recipe = self.recipe
+        turns = len(as_turns(answer, "assistant"))
         earlier: list[Span] = []
         if recipe.score == "all":
             boundary = 1
@@ -398,8 +426,8 @@ class Encoder:
 
     def _start(self, before: Turns, ids: Ids) -> int:
         """Return where the answer to these turns starts in the tokens."""
-        own = self._one_bos(self._ids([self._render(before, True)])[0])
-        return common_length(own, ids)
+        [prompt_ids] = self._ids([self._render(before, True)])
+        return common_length(self._one_bos(prompt_ids), ids)
 
     def _earlier_turns(self, conversation: Turns, ids: Ids) -> list[Span]:
         """Return where earlier assistant turns are: found in the text, then by token offsets.
@@ -407,8 +435,8 @@ class Encoder:
         A template may write a turn differently once it is no longer the last (Qwen3 removes
         thoughts), so the text of the whole conversation is searched, not that of a shorter one.
         """
-        whole = self._render(conversation, False)
-        encoding = self._active_tokenizer.encode(whole, add_special_tokens=False)
+        rendered = self._render(conversation, False)
+        encoding = self._active_tokenizer.encode(rendered, add_special_tokens=False)
         shift = len(self._one_bos(encoding.ids)) - len(encoding.ids)
         starts = [start for start, _ in encoding.offsets]
         spans: list[Span] = []
@@ -418,13 +446,14 @@ class Encoder:
             begin = self._start(conversation[:i], ids)
             first = begin - shift
             text = turn["content"].strip()
-            place = whole.find(text, starts[first] if first < len(starts) else len(whole))
-            if place < 0:
+            search_from = starts[first] if first < len(starts) else len(rendered)
+            text_start = rendered.find(text, search_from)
+            if text_start < 0:
                 self._note(
                     "turn_not_scored", f"turn {i + 1} is not found in the rendered conversation"
                 )
                 continue
-            stop = place + len(text)
+            stop = text_start + len(text)
             after = (j for j, at in enumerate(starts) if at >= stop and j >= first)
             end = next(after, len(starts)) + shift
             if turn.get("tool_calls"):  # they follow the content, up to the end of the turn
@@ -437,17 +466,20 @@ class Encoder:
     def fit(self, pair: Encoded) -> Encoded:
         """Return the pair within max_prompt_length and sequence_length."""
         recipe = self.recipe
-        limit, most = recipe.sequence_length, recipe.max_prompt_length
+        limit = recipe.sequence_length
+        prompt_limit = recipe.max_prompt_length
         bos = int(pair.prompt[:1] == [recipe.bos])  # stays in front of a cut prompt
         _check_difference(pair, "chosen and rejected become the same tokens")
-        prompt, longest = len(pair.prompt), max(len(pair.chosen), len(pair.rejected))
-        if most is not None and bos < most < prompt:
-            detail = f"a prompt of {prompt} tokens; max_prompt_length is {most}"
-            pair = _cut(pair, bos, prompt - most, longest, truncated_prompt=detail)
-            prompt = most
-        if (excess := prompt + longest - limit) > 0:
-            found = f"{prompt + longest} tokens, of them {prompt} of the prompt"
-            detail = f"{found}; sequence_length is {limit}"
+        prompt = len(pair.prompt)
+        longest = max(len(pair.chosen), len(pair.rejected))
+        if prompt_limit is not None and bos < prompt_limit < prompt:
+            detail = f"a prompt of {prompt} tokens; max_prompt_length is {prompt_limit}"
+            pair = _cut(pair, bos, prompt - prompt_limit, longest, truncated_prompt=detail)
+            prompt = prompt_limit
+        excess = prompt + longest - limit
+        if excess > 0:
+            sizes = f"{prompt + longest} tokens, of them {prompt} of the prompt"
+            detail = f"{sizes}; sequence_length is {limit}"
             room = limit - prompt
             if recipe.overlong == "truncate_prompt" and excess < prompt - bos:
                 # The last token of the prompt stays, as the first of the answer needs it.
@@ -480,12 +512,18 @@ def _cut(pair: Encoded, kept: int, excess: int, room: int, **notes: str) -> Enco
     """Cut `excess` tokens of the prompt behind the first `kept`, and answers longer than `room`."""
     prompt = pair.prompt[:kept] + pair.prompt[kept + excess :]
     end = len(prompt) + room
-    first, second = (
-        _spans((max(a - excess, kept), min(b - excess, end)) for a, b in spans)
-        for spans in (pair.chosen_scored, pair.rejected_scored)
+
+    def cut_spans(spans: Spans) -> Spans:
+        return _spans((max(a - excess, kept), min(b - excess, end)) for a, b in spans)
+
+    return Encoded(
+        prompt,
+        pair.chosen[:room],
+        pair.rejected[:room],
+        cut_spans(pair.chosen_scored),
+        cut_spans(pair.rejected_scored),
+        pair.notes | notes,
     )
-    answers = pair.chosen[:room], pair.rejected[:room]
-    return Encoded(prompt, *answers, first, second, pair.notes | notes)
 
 
 def _spans(spans: Iterable[Span]) -> Spans:
@@ -506,22 +544,23 @@ def read_tokenised(row: Row, layout: RowLayout, encoder: Encoder) -> tuple[TextP
     """Return the pair, with its tokens written out where others have text."""
     if layout.rows != "pairs":
         raise DropReason("bad_type", "tokenised rows are pairs; name files of text for this task")
-    named = {ours: row.get(theirs) for ours, theirs in layout.columns.items() if ours in EXTRAS}
+    renamed = {ours: row.get(theirs) for ours, theirs in layout.columns.items() if ours in EXTRAS}
     score_all = encoder.recipe.score == "all"
-    (chosen, first), (rejected, second) = (_side(row, side, score_all) for side in SIDES)
-    extras = extras_of({**row, **named})
+    chosen, first = _side(row, "chosen", score_all)
+    rejected, second = _side(row, "rejected", score_all)
+    extras = extras_of({**row, **renamed})
     # The prompt is the common beginning, up to the last turn that is scored.
     turn = min(first[-1][0], second[-1][0])
     last = turn if turn > 1 else min(len(chosen), len(rejected)) - 1
     start = min(common_length(chosen, rejected), last)
     if start == 0 and chosen != rejected:
         raise DropReason("prompt_mismatch", "chosen and rejected do not begin with the same token")
-    answers = chosen[start:], rejected[start:]
-    encoded = encoder.fit(Encoded(chosen[:start], *answers, first, second))
-    prompt, first_text, second_text = (
+    pair = Encoded(chosen[:start], chosen[start:], rejected[start:], first, second)
+    encoded = encoder.fit(pair)
+    written_out = [
         " ".join(map(str, ids)) for ids in (encoded.prompt, encoded.chosen, encoded.rejected)
-    )
-    return TextPair(prompt, first_text, second_text, **extras), encoded
+    ]
+    return TextPair(*written_out, **extras), encoded
 
 
 def _side(row: Row, side: str, score_all: bool) -> tuple[Ids, Spans]:
@@ -540,7 +579,8 @@ def _side(row: Row, side: str, score_all: bool) -> tuple[Ids, Spans]:
         raise DropReason("bad_mask", f"{side}_attention_mask has a hole at token {end + 1}")
     if not score_all and any(scored[:begin] + scored[end:]):
         raise DropReason("bad_mask", f"{side}_loss_mask scores padding")
-    if not (spans := spans_of(scored[begin:end])):
+    spans = spans_of(scored[begin:end])
+    if not spans:
         raise DropReason(
             "nothing_scored", f"{side}_loss_mask scores no token that comes after another one"
         )
@@ -553,6 +593,6 @@ def _numbers(row: Row, name: str, largest: int) -> list[int]:
         raise DropReason("missing_key", f"{name} must be a list, found null")
     if not isinstance(values, list):
         raise wrong_type(name, "a list", values)
-    if not all(isinstance(value, int) and 0 <= value <= largest for value in values):
+    if not all(isinstance(number, int) and 0 <= number <= largest for number in values):
         raise DropReason("bad_type", f"{name} must hold whole numbers from 0 to {largest}")
-    return [int(value) for value in values]
+    return list(map(int, values))
