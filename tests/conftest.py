@@ -23,6 +23,7 @@ import torch
 from tests.browser import MISSING
 from tests.browser import browser as browser
 from tests.browser import open_page as open_page
+from tests.run_wide import files_of_part
 from tests.wide import is_wide
 
 
@@ -72,6 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all", action="store_true", help="also what tests/wide.py lists, as make test-all does"
     )
     parser.addoption("--wide-only", action="store_true", help="only wide cells: make test-wide")
+    parser.addoption("--part", help="k/n: only the files of one part of --wide-only")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -85,7 +87,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             sides[_is_wide(item)].append(item)
         config.hook.pytest_deselected(items=sides[not config.option.wide_only])
         items[:] = sides[config.option.wide_only]
+    if config.option.part:
+        _keep_part(config, items)
     items.sort(key=lambda item: ORDER.index(_group(item.nodeid)))
+
+
+def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, _, parts = config.option.part.partition("/")
+    # Both halves of a part, those that run alone and the others, divide the same files.
+    files = {item.nodeid.partition("::")[0] for item in items}
+    chosen = files_of_part(files, int(part), int(parts))
+    config.hook.pytest_deselected(
+        items=[item for item in items if item.nodeid.partition("::")[0] not in chosen]
+    )
+    items[:] = [item for item in items if item.nodeid.partition("::")[0] in chosen]
 
 
 def _is_wide(item: pytest.Item) -> bool:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tests import run_wide
 from tests.house.source import ROOT, tree
+from tests.run_wide import files_of_part
 from tests.wide import WIDE, is_wide
 
 
@@ -24,3 +31,36 @@ def test_cells_and_files_are_matched() -> None:
     assert is_wide("tests/train/test_resume.py::test_killed_after_any_step[6]")
     assert not is_wide("tests/train/test_resume.py::test_killed_after_any_step[1]")
     assert not is_wide("tests/train/test_trainer.py::test_clipping")
+
+
+def test_the_parts_of_the_wide_tests_hold_each_file_once() -> None:
+    files = {f"tests/a{number}.py" for number in range(20)}
+    parts = [files_of_part(files, part, 3) for part in (1, 2, 3)]
+    assert set.union(*parts) == files
+    assert sum(map(len, parts)) == len(files)
+    assert min(map(len, parts)) >= 6  # all take as long as far as anyone knows
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, ""),
+        ({"failures": ["tests/a.py::b"]}, "red"),
+        ({"changed": True}, "older"),
+        ({"commit": "HEAD~1000000"}, "older"),
+        (None, "has not run"),
+    ],
+)
+def test_a_part_that_is_red_missing_or_old_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any] | None, text: str
+) -> None:
+    good = {"commit": "HEAD", "changed": False, "failures": []}
+    parts = {"1/2": good, "2/2": good if changes is None else {**good, **changes}}
+    if changes is None:
+        del parts["2/2"]
+    stored = tmp_path / "wide.json"
+    stored.write_text(json.dumps({"parts": parts, "seconds": {}}), encoding="utf-8")
+    monkeypatch.setattr(run_wide, "RESULTS", stored)
+    found = run_wide.problems()
+    assert len(found) == bool(text)
+    assert text in "".join(found)

@@ -1,0 +1,144 @@
+"""Run a part of the wide tests, and keep what ran in bench/results/wide.json.
+
+    python -m tests.run_wide 2/8     # the second of eight parts: make test-wide PART=2/8
+    python -m tests.run_wide         # all parts in turn
+    python -m tests.run_wide --check # is every part green, and newer than the code it tests?
+
+A part is a set of test files; `--part` of pytest (tests/conftest.py) chooses them by the seconds that each took the last
+time, so that all parts take about as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "wide.json"
+PARTS = 8
+UNKNOWN_SECONDS = 30.0  # of a file that has not run yet
+# A change here makes every earlier result worthless.
+TESTED = [f"rather/{room}" for room in ("cluster", "ranks", "train", "parallel", "checkpoint")]
+
+
+def read_results() -> dict[str, Any]:
+    if not RESULTS.exists():
+        return {"parts": {}, "seconds": {}}
+    return dict(json.loads(RESULTS.read_text(encoding="utf-8")))
+
+
+def files_of_part(files: Iterable[str], part: int, parts: int) -> set[str]:
+    """Return the files of one part: longest first, each to the part that has the least to do."""
+    seconds = read_results()["seconds"]
+    loads = [0.0] * parts
+    chosen: dict[str, int] = {}
+    for file in sorted(files, key=lambda name: (-seconds.get(name, UNKNOWN_SECONDS), name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += seconds.get(file, UNKNOWN_SECONDS)
+        chosen[file] = lightest + 1
+    return {file for file, number in chosen.items() if number == part}
+
+
+def run_part(part: int, parts: int, workers: int, more: list[str]) -> bool:
+    """Run the tests of a part, those that must be alone first, and store the result."""
+    began, counts = time.time(), Counter[str]()
+    failed: list[str] = []
+    seconds: defaultdict[str, float] = defaultdict(float)
+    with tempfile.TemporaryDirectory() as folder:
+        for marks in ("alone", "not alone"):
+            report = Path(folder, f"{marks}.xml")
+            command = [sys.executable, "-m", "pytest", "-q", "--wide-only", "-m", marks]
+            command += [f"--part={part}/{parts}", f"--junitxml={report}", *more]
+            if marks == "not alone":
+                command += ["-n", str(workers), "--no-loadscope-reorder"]
+            code = subprocess.run(command, cwd=ROOT, check=False).returncode
+            if code not in (0, 1, 5):  # passed, failed, nothing selected
+                failed.append(f"pytest ended with status {code}")
+            for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+                outcome = outcome_of(case)
+                counts[outcome] += 1
+                name = f"{case.get('classname', '').replace('.', '/')}.py"
+                seconds[name] += float(case.get("time", 0))
+                if outcome == "failed":
+                    failed.append(f"{name}::{case.get('name')}")
+    results = read_results()
+    if results["parts"] and next(iter(results["parts"])).partition("/")[2] != str(parts):
+        results["parts"] = {}  # of another division
+    results["parts"][f"{part}/{parts}"] = {
+        "commit": git("rev-parse", "HEAD"),
+        "changed": bool(git("status", "--porcelain", "--", "rather", "tests")),
+        "when": time.strftime("%Y-%m-%d %H:%M", time.gmtime(began)),
+        "minutes": round((time.time() - began) / 60, 1),
+        **{name: counts[name] for name in ("passed", "failed", "skipped")},
+        "failures": failed,
+    }
+    results["seconds"] |= {name: round(total, 1) for name, total in seconds.items()}
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return not failed
+
+
+def outcome_of(case: ElementTree.Element) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    return "skipped" if case.find("skipped") is not None else "passed"
+
+
+def git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def problems() -> list[str]:
+    """Return why the stored results do not hold for this commit; none if they do."""
+    parts = read_results()["parts"]
+    if not parts:
+        return ["no part has run: make test-wide"]
+    count = int(next(iter(parts)).partition("/")[2])
+    last_change = git("log", "-1", "--format=%H", "--", *TESTED)
+    found = []
+    for name in (f"{number}/{count}" for number in range(1, count + 1)):
+        part = parts.get(name)
+        if part is None:
+            found.append(f"part {name} has not run: make test-wide PART={name}")
+        elif part["failures"]:
+            found.append(f"part {name} is red: {', '.join(part['failures'])}")
+        elif part["changed"] or not is_ancestor(last_change, part["commit"]):
+            found.append(f"part {name} is older than the last change to {', '.join(TESTED)}")
+    return found
+
+
+def is_ancestor(older: str, newer: str) -> bool:
+    command = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", older, newer]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("part", nargs="?", help="k/n; default: all parts")
+    parser.add_argument("--check", action="store_true", help="only look at what is stored")
+    parser.add_argument("--workers", type=int, default=2)
+    args, more = parser.parse_known_args()
+    if args.check:
+        found = problems()
+        print("\n".join(found) or "every part of the wide tests is green")
+        return int(bool(found))
+    if args.part:
+        number, _, count = args.part.partition("/")
+        chosen, parts = [int(number)], int(count)
+    else:
+        chosen, parts = list(range(1, PARTS + 1)), PARTS
+    green = [run_part(part, parts, args.workers, more) for part in chosen]
+    return int(not all(green))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
