@@ -25,7 +25,7 @@ GENERIC = set(
     found own each given known part parts place places several wanted asked left here rest said
     named taken kept made seen one other others some many more most what both whole
     data value item result res tmp obj info out ret
-    """.split()
+    """.split()  # noqa: SIM905 - a table of names
 )
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.match_case)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -42,7 +42,7 @@ def functions(file: Path) -> Iterator[Function]:
 
 def own_nodes(function: Function) -> Iterator[ast.AST]:
     """Yield the nodes of a function without those of nested functions."""
-    waiting = list(function.body) + [function.args]
+    waiting: list[ast.AST] = [*function.body, function.args]
     while waiting:
         node = waiting.pop()
         yield node
