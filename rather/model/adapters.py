@@ -77,6 +77,9 @@ CHECKS: dict[str, Callable[[Any], bool]] = {  # of values in an adapter's config
     "revision": _is_text,
     "base_weights": _is_text,
 }
+# Families in which PEFT refuses these layers: kernels of theirs read the weights themselves.
+MAMBA = ("falcon_h1", "nemotron_h")
+MAMBA_PARTS = {"out_proj", "conv1d"}
 _PEFT = "base_model.model."  # the prefix of every name in an adapter's file
 
 
@@ -192,11 +195,8 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
     if config.r > width:  # a run folder's config could fill the memory with it
         raise ConfigError(f"lora_rank: {config.r} must be at most {width}, the widest layer")
     has_experts = any(True for _ in expert_blocks(causal_lm))
-    if has_experts and config.target_modules == ALL_LINEAR:
-        # PEFT takes the other names in a layer, also those of shared experts, for stacked experts.
-        modules = {n: m for layer in layers_of(causal_lm) for n, m in layer.named_modules()}
-        names = {n.split(".")[-1] for n, m in modules.items() if isinstance(m, nn.Linear)}
-        config.target_modules = sorted(names - PARTS.keys())
+    if config.target_modules == ALL_LINEAR and (names := _linear_names(causal_lm)) is not None:
+        config.target_modules = sorted(names)
     if hasattr(causal_lm, "score"):  # the new head of a reward model is trained whole
         config.task_type = "SEQ_CLS"
         config.modules_to_save = sorted({*(config.modules_to_save or ()), "score"})
@@ -220,6 +220,22 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
     _refuse_unsupported(causal_lm, config)
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(f".{TRAINED}." in name)
+
+
+def _linear_names(causal_lm: Any) -> set[str] | None:
+    """Return the layers that all-linear means; None if PEFT finds the same ones."""
+    inside = {m: n for layer in layers_of(causal_lm) for n, m in layer.named_modules()}
+    outside = [m for m in causal_lm.modules() if isinstance(m, nn.Linear) and m not in inside]
+    has_experts = any(True for _ in expert_blocks(causal_lm))
+    is_mamba = causal_lm.config.get_text_config().model_type in MAMBA
+    ends = (causal_lm.get_output_embeddings(), getattr(causal_lm, "score", None))
+    if not has_experts and not is_mamba and all(linear in ends for linear in outside):
+        return None
+    # Routers may be linear layers that return more than a tensor.
+    names = {n.split(".")[-1] for m, n in inside.items() if type(m) is nn.Linear}
+    if has_experts:  # PEFT takes names of shared experts for those of stacked experts
+        names -= PARTS.keys()
+    return names - MAMBA_PARTS if is_mamba else names
 
 
 def _is_pissa(init: Any) -> bool:

@@ -66,11 +66,13 @@ def _check_family(config: PretrainedConfig) -> bool:
         )
     try:
         twin = twin_of(config)
-        text = twin.config.get_text_config()
-        _padded(twin, two_pairs(text.vocab_size)[0])
+        seen: list[tuple[Any, Any]] = []
         if has_experts:
             (_, router), *_ = routers_of(twin)
-            routed(router, router(torch.zeros(1, text.hidden_size)))
+            router.register_forward_hook(lambda module, _inputs, out: seen.append((module, out)))
+        _padded(twin, two_pairs(twin.config.get_text_config().vocab_size)[0])
+        if has_experts:
+            routed(*seen[0])
     except Exception as error:
         if has_experts:
             raise ConfigError(

@@ -104,9 +104,14 @@ def stacked(shapes: Shapes) -> int:
 
 def _inner(text: Any, shapes: Shapes, chosen: int) -> int:
     """Return the width of the MLP that a token uses; with experts, of those chosen and shared."""
-    last = {name: shape for name, shape in shapes.items() if ".experts.down_proj" in name}
+    last = {
+        name: shape
+        for name, shape in shapes.items()
+        if ".experts.down_proj" in name and len(shape) == 3
+    }
     if not last:
-        return int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+        width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        return max(width) if isinstance(width, list) else int(width)  # Gemma 3n: of each layer
     shared = [shape[1] for name, shape in shapes.items() if "shared_expert" in name
               and "down_proj" in name]  # fmt: skip
     return chosen * max(shape[2] for shape in last.values()) + max(shared, default=0)

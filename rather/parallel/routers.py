@@ -142,9 +142,9 @@ def _unscored(batch: PairBatch) -> PairBatch:
     return replace(batch, **{name: getattr(batch, name)[:0] for name in SCORED})
 
 
-def _count(router: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+def _count(router: Any, *args: Tensor) -> tuple[Tensor, ...]:
     """The forward of a router, all of whose layers share this function and its compiled code."""
-    outputs: tuple[Tensor, ...] = type(router).forward(router, hidden)
+    outputs: tuple[Tensor, ...] = type(router).forward(router, *args)
     logits, scores, chosen_NK = routed(router, outputs)
     balance: Balance = router.balance
     mask_N, record = balance.mask_N, router.balance_record

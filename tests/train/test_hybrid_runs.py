@@ -1,0 +1,81 @@
+"""Whole runs of families beyond plain attention: trained, interrupted and resumed, adapted, exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rather.config.schema import ModelArgs
+from rather.data.pack import pack
+from rather.model.policy import pair_columns
+from rather.parallel.load import load_policy
+from rather.pipeline.pipeline import DPOPipeline
+from tests.cells import cells
+from tests.model.test_hybrids import HYBRIDS, hybrid
+from tests.padded import padded_logps, random_pairs
+from tests.tiny import make_config
+
+LORA = {
+    "actor_train__model_args__lora_rank": 4,
+    "actor_train__model_args__lora_target": "all-linear",
+}
+
+
+def run(folder: Path, family: str, name: str, **changes: Any) -> Path:
+    """Train the family in a folder with pairs; return the run folder."""
+    settings = {
+        "actor_train__model_args__tokenizer_name_or_path": str(folder / "base"),
+        "actor_train__training_args__lr_scheduler_type": "constant",
+        **changes,
+    }
+    model = folder / "model"
+    settings["pretrain"] = str(model)
+    config = make_config(folder, exp_name=name, **settings)
+    if not model.exists():
+        hybrid(family).save_pretrained(model)
+    assert DPOPipeline(config).run() == 0
+    return config.run_dir
+
+
+def assert_exported(folder: Path) -> None:
+    """The export is what transformers opens, and packed pairs give its own padded log-probs."""
+    opened, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    pairs = random_pairs(3, 60)
+    policy = load_policy(str(folder), ModelArgs(), "cpu")
+    (batch,) = pack(pairs, 10**6)
+    assert torch.allclose(
+        pair_columns(policy, batch)["sum"], padded_logps(opened.eval(), pairs), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", cells([*HYBRIDS], keep=["qwen3_5_text"]))
+def test_a_resumed_run_ends_in_the_same_bits(name: str, tmp_path: Path) -> None:
+    whole = run(tmp_path, name, "whole", max_steps=4)
+    run(tmp_path, name, "cut", max_steps=2, save_steps=2)
+    resumed = run(tmp_path, name, "cut", max_steps=4, save_steps=2)
+    weights = load_file(whole / "model/model.safetensors")
+    assert any(
+        not torch.equal(value, weights[key])
+        for key, value in load_file(tmp_path / "model/model.safetensors").items()
+    )
+    for key, value in load_file(resumed / "model/model.safetensors").items():
+        assert torch.equal(value, weights[key]), key
+    assert_exported(whole / "model")
+
+
+@pytest.mark.parametrize("name", cells([*HYBRIDS], keep=["gpt_oss"]))
+def test_an_adapter_trains_merges_and_exports(name: str, tmp_path: Path) -> None:
+    trained = run(tmp_path, name, "adapter", max_steps=2, **LORA)
+    before, after = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "model", trained / "model")
+    )
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+    assert_exported(trained / "model")
