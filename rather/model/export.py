@@ -222,26 +222,27 @@ def export_stored(
     return cast.kept
 
 
-def _with_tower(
+def _as_in_source(
     model: Any, weights: Mapping[str, TensorStream], source: ShardedFiles | None
 ) -> dict[str, TensorStream]:
-    """Return all weights of a checkpoint with a tower, which is copied from the source bit by bit.
+    """Return the weights under the names of the source's files.
 
-    They have the names of the source's files. A model without a tower has its weights as they are.
+    Those of a checkpoint with a tower include the tower, copied from the source bit by bit.
     """
+    names = source.file_names if isinstance(source, ModelFiles) else {}
     if not has_tower(model):
-        return dict(weights)
+        return {names.get(name, name): weight for name, weight in weights.items()}
     if not isinstance(source, ModelFiles) or not source.tower:
         raise ConfigError(
             f"the tower of '{model.config.model_type}' was not trained and is copied from the "
             "model that the run started from, which is not on this machine; restore its folder."
         )
-    whole = {source.file_names.get(name, name): weight for name, weight in weights.items()}
+    whole = {names.get(name, name): weight for name, weight in weights.items()}
     for name in source:
         # A head that is not among the weights is the trained embedding.
         is_head = name == "lm_head.weight"
         if name in source.tower or (name not in weights and not is_head):
-            whole[source.file_names.get(name, name)] = source.unchanged(name)
+            whole[names.get(name, name)] = source.unchanged(name)
     return whole
 
 
@@ -321,7 +322,7 @@ def write_model(
 
     `source` has the tower of a checkpoint, if it has one.
     """
-    weights = _with_tower(model, weights, source)
+    weights = _as_in_source(model, weights, source)
     split = split_state_dict_into_shards_factory(
         dict(weights),
         get_storage_size=lambda weight: weight.nbytes,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from hashlib import sha256
 from itertools import product
@@ -57,6 +57,7 @@ TOWER = re.compile(
     r"(?:^|\.)(?:vision|visual|image|audio|speech|multi_modal|mm_|embed_vision|embed_audio)[a-z_]*\."
 )
 TOWER_CONFIGS = ("vision_config", "audio_config")
+BACKBONE = "backbone."  # Nemotron-H's name of the model without its head
 LANGUAGE_MODEL = "model.language_model."
 OLDER = ("language_model.model.", "language_model.", "model.")
 CORRECTION = ".e_score_correction_bias"  # a buffer of a router; float32, and not trained
@@ -108,6 +109,9 @@ class ModelFiles(ShardedFiles):
         self.tower = [name for name in self._shards if TOWER.search(name)]
         if self.tower and not any(name.startswith(LANGUAGE_MODEL) for name in self._shards):
             self._rename_language_model()
+        if any(name.startswith(BACKBONE) for name in self._shards):
+            for name in [name for name in self._shards if name.startswith(BACKBONE)]:
+                self._rename(name, "model." + name.removeprefix(BACKBONE))
         self._stored = list(self._shards)
         matrices: dict[str, dict[tuple[int, int], str]] = {}
         for name in self._stored:
@@ -142,13 +146,15 @@ class ModelFiles(ShardedFiles):
             prefix = next((prefix for prefix in OLDER if name.startswith(prefix)), "")
             rest = name.removeprefix(prefix)
             current = rest if rest.startswith("lm_head.") else LANGUAGE_MODEL + rest
-            if not prefix or current == name:
-                continue
-            self.file_names[current] = name
-            self._shards[current] = {
-                offsets: (_Renamed(file, name), spec)
-                for offsets, (file, spec) in self._shards.pop(name).items()
-            }
+            if prefix and current != name:
+                self._rename(name, current)
+
+    def _rename(self, name: str, current: str) -> None:
+        self.file_names[current] = name
+        self._shards[current] = {
+            offsets: (_Renamed(file, name), spec)
+            for offsets, (file, spec) in self._shards.pop(name).items()
+        }
 
     def unchanged(self, name: str) -> TensorStream:
         """Return a tensor as it is stored, bit by bit."""
@@ -159,6 +165,33 @@ class ModelFiles(ShardedFiles):
 
     def __len__(self) -> int:
         return len(self._stored)
+
+
+class LoadedWeights(ModelFiles):
+    """The weights of a model that transformers has read whole, under the model's own names."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__([])
+        for name, tensor in tensors.items():
+            whole = ShardSpec.full(tensor.shape)
+            self._shards[name] = {whole.offsets: (InMemory(tensor), whole)}
+        self._stored = list(self._shards)
+
+
+class InMemory:
+    """A tensor that is read like one of a safetensors file."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def get_tensor(self, _name: str) -> Tensor:
+        return self.tensor
+
+    def get_slice(self, _name: str) -> InMemory:
+        return self
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
+        return self.tensor[slices]
 
 
 class _Renamed:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.errors import ConfigError
-from rather.model.files import ModelFiles
+from rather.model.files import InMemory, ModelFiles
 from rather.model.towers import tower_class
 
 HEAD = "score.weight"
@@ -68,26 +68,13 @@ class RewardFiles(ModelFiles):
         if HEAD not in self._shards:
             head = new_head(width, seed)
             whole = ShardSpec.full(head.shape)
-            self._shards[HEAD] = {whole.offsets: (_InMemory(head), whole)}
+            self._shards[HEAD] = {whole.offsets: (InMemory(head), whole)}
             self._stored.append(HEAD)
 
 
 def merging_files(files: Iterable[Path], model: Any) -> RewardFiles:
     """Return the files of a base that an adapter with a trained head is merged into."""
     return RewardFiles(files, model.score.weight.shape[1], seed=0)  # the adapter's head replaces it
-
-
-class _InMemory:
-    """A tensor that is read like one of a safetensors file."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def get_slice(self, _name: str) -> _InMemory:
-        return self
-
-    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
-        return self.tensor[slices]
 
 
 def set_padding(config: Any, tokenizer: Any) -> None:

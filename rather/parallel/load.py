@@ -31,7 +31,7 @@ from rather.errors import ConfigError
 from rather.files import inspect_folder
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
-from rather.model.files import ModelFiles, model_folder, weight_files
+from rather.model.files import LoadedWeights, ModelFiles, model_folder, weight_files
 from rather.model.mixers import report_scan
 from rather.model.policy import PolicyModel
 from rather.model.reward import HEAD, RewardFiles, auto_class, new_head
@@ -287,6 +287,9 @@ def load_divided(
         if not reward and folder and (folder / "generation_config.json").exists():
             causal_lm.generation_config = GenerationConfig.from_pretrained(folder)  # local  # nosec B615
     report_tower(causal_lm)
+    absent = [key for key, _ in causal_lm.named_parameters() if key not in stored]
+    if absent and not reward:
+        stored = _read_whole(name, args, config, absent[0])
     saved = causal_lm.state_dict()
     for key, buffer in causal_lm.named_buffers():
         if key in saved:
@@ -314,6 +317,26 @@ def load_divided(
     part = divide(policy, mesh, layout, compute=compute, compiled=compiled, fill=fill)
     part.rounding = replace(policy.rounding, places=places(part, mesh))
     return part
+
+
+def _read_whole(name: str, args: ModelArgs, config: Any, missing: str) -> LoadedWeights:
+    """Return the weights of a model whose files have other names than the model.
+
+    Only transformers knows how they are renamed and put together, for a whole model at a time.
+    """
+    log.info("%s: its files have no %s; each rank reads the whole model on the host", name, missing)
+    with _opening(name, "weights"):
+        loaded, info = auto_class(config, reward=False).from_pretrained(  # nosec B615
+            name,
+            config=config,
+            dtype="auto",
+            revision=args.revision,
+            trust_remote_code=args.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    _refuse_bad_weights(name, loaded, info, {})
+    return LoadedWeights(loaded.state_dict())
 
 
 def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from rather.config.schema import ModelArgs
+from rather.config.strategies import Layout
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import packed_twin
-from rather.model.policy import PolicyModel
+from rather.model.policy import PolicyModel, pair_columns
 from rather.parallel.context import spread_tokens
-from rather.parallel.mesh import Mesh
+from rather.parallel.load import load_divided, load_policy
+from rather.parallel.mesh import Mesh, build_mesh
 from rather.parallel.shard import shard
 from rather.parallel.stages import check_cut
 from rather.parallel.tensor import check_split
@@ -124,3 +129,23 @@ def test_context_parallel_of_a_scan_is_refused() -> None:
         "cp_size: 2: layers of 'qwen3_5_text' carry a state from token to token, so ranks cannot "
         "divide the tokens of a sequence; set cp_size to 1"
     }
+
+
+def loaded_sums(folder: Path, layout: Layout) -> Tensor:
+    policy = load_divided(
+        str(folder), ModelArgs(), "cpu", build_mesh(layout, "cpu"), layout, trains=True
+    )
+    assert isinstance(policy, PolicyModel)
+    (batch,) = pack(random_pairs(4, 100), 10**6)
+    return pair_columns(policy, batch)["sum"].detach()
+
+
+@pytest.mark.parametrize("name", cells([*HYBRIDS], keep=["olmo_hybrid"]))
+def test_ranks_read_the_files_of_one(name: str, tmp_path: Path) -> None:
+    """Also files whose names transformers changes, as those of OLMo hybrid and Nemotron-H."""
+    hybrid(name).save_pretrained(tmp_path)
+    whole = load_policy(str(tmp_path), ModelArgs(), "cpu")
+    (batch,) = pack(random_pairs(4, 100), 10**6)
+    want = pair_columns(whole, batch)["sum"].detach()
+    for got in pool(2).run(loaded_sums, tmp_path, Layout(2, stage=3, shard=2)):
+        assert torch.allclose(got, want, rtol=1e-5)

@@ -104,7 +104,7 @@ def test_weights_that_do_not_fill_the_model_are_named(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     for text in pool(2).run(refusal, folder):
-        assert "do not fill the model: model.layers.2" in text
+        assert "do not fill the model; missing keys: model.layers.2" in text
 
 
 def falcon(folder: Path) -> Path:
