@@ -30,16 +30,13 @@ Curve = Mapping[int, float]
 def compare(a: Path, b: Path) -> JsonObject:
     """Return all differences as JSON types."""
     runs = [Folder(path) for path in (a, b)]
-    newest = [run.starts[-1].get("environment") if run.starts else None for run in runs]
-    # A line that Rather did not write may hold anything.
-    environments = [found if isinstance(found, dict) else {} for found in newest]
     first, second = map(curves_of, runs)
     shared = [name for name in first if name in second and not name.startswith(CLOCK)]
     metrics = {name: compare_curves(name, first[name], second[name]) for name in shared}
     only = [sorted(first.keys() - second.keys()), sorted(second.keys() - first.keys())]
     weights = compare_weights(a, b)
-    changes = [(each["from"], name) for name, each in metrics.items() if each["from"] is not None]
     difference = None
+    changes = [(each["from"], name) for name, each in metrics.items() if each["from"] is not None]
     if changes:
         step, name = min(changes)
         values = [first[name][step], second[name][step]]
@@ -50,13 +47,19 @@ def compare(a: Path, b: Path) -> JsonObject:
         "runs": [str(a), str(b)],
         "steps": [run.step for run in runs],
         "config": differences(settings_of(a), settings_of(b)),
-        "environment": differences(*environments),
+        "environment": differences(*map(environment_of, runs)),
         "metrics": metrics,
         "only_in_one": only,
         "first_difference": difference,
         "weights": weights,
         "equal": bool(equal and weights and weights["equal"]),
     }
+
+
+def environment_of(run: Folder) -> JsonObject:
+    """Return where a run was last started; a line that Rather did not write may hold anything."""
+    found = run.starts[-1].get("environment") if run.starts else None
+    return found if isinstance(found, dict) else {}
 
 
 def settings_of(run: Path) -> JsonObject:

@@ -20,7 +20,7 @@ from rather.tools.migrate.source import SourceSettings
 TRL = PEERS["trl"]
 CELLS = [
     (trainer, version)
-    for trainer in trl_versions.trainers()
+    for trainer in sorted(set(trl_versions.table()["keys"]) - {trl_versions.SHARED})
     for version in trl_versions.versions()
     if trl_versions.keys_of(trainer, version)
 ]

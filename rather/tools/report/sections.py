@@ -210,14 +210,20 @@ def curves(run: Folder) -> str:
             for trace, style in zip(figure["data"], styles, strict=True):
                 trace |= style
             charts.append(chart(figure, name, text))
+    charts += _expert_loads(run)
+    return _grid(charts) if charts else "<p>No step has been logged yet.</p>"
+
+
+def _expert_loads(run: Folder) -> list[str]:
+    """Return a chart of the tokens of each expert; none without experts."""
     loads = {name.rpartition("/")[2]: run.metrics[name].values[-1]
              for name in run.metrics if name.startswith("experts/load/")}  # fmt: skip
-    if loads:
-        bars = {"type": "bar", "x": list(loads), "y": list(loads.values())}
-        layout = {"xaxis": {"title": {"text": "expert"}, "type": "category"}}
-        text = "Tokens of each expert over all layers, as a multiple of the mean; the last line."
-        charts.append(chart({"data": [bars], "layout": layout}, "Load of the experts", text))
-    return _grid(charts) if charts else "<p>No step has been logged yet.</p>"
+    if not loads:
+        return []
+    bars = {"type": "bar", "x": list(loads), "y": list(loads.values())}
+    layout = {"xaxis": {"title": {"text": "expert"}, "type": "category"}}
+    text = "Tokens of each expert over all layers, as a multiple of the mean; the last line."
+    return [chart({"data": [bars], "layout": layout}, "Load of the experts", text)]
 
 
 def _grid(parts: Iterable[str]) -> str:

@@ -49,11 +49,6 @@ def keys_of(trainer: str, version: str) -> set[str]:
     return _keys_by_version(trainer)[version]
 
 
-def trainers() -> list[str]:
-    """Return all trainers that TRL had."""
-    return [name for name in table()["keys"] if name != SHARED]
-
-
 def _owners(names_by_trainer: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Return the names that one trainer alone has, and the trainer."""
     owners: dict[str, set[str]] = {}
