@@ -364,9 +364,7 @@ def _missing(
     return [
         Outcome(MISSING, note=_unset(peer, paths[0]), key=f"({name})")
         for name, paths in ESSENTIAL.items()
-        if not needless.get(name)
-        and determined.isdisjoint(paths)
-        and f"({name})" not in reported
+        if not needless.get(name) and determined.isdisjoint(paths) and f"({name})" not in reported
     ]
 
 

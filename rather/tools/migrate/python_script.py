@@ -235,7 +235,11 @@ class Script(Module):
     def _changed_attributes(self, name: str) -> None:
         """Settings that are assigned after the config was made may come too late, or not at all."""
         for use in self.uses(name):
-            if isinstance(use, ast.Attribute) and isinstance(use.value, ast.Name) and is_stored(use):
+            if (
+                isinstance(use, ast.Attribute)
+                and isinstance(use.value, ast.Name)
+                and is_stored(use)
+            ):
                 self.values.pop(use.attr, None)
                 self.unknown[use.attr] = self.note(use, "assigned after the config was made")
 
