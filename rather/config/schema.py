@@ -39,6 +39,7 @@ from rather.config.values import (
     Seed,
     Share,
     SystemMessage,
+    TemplateKwargs,
     Text,
     TwoOrMore,
     UpToOne,
@@ -192,6 +193,9 @@ class DataArgs(Section):
     template: Text | None = None
     """Chat template: a name (qwen2_5, chatml, llama3, native, ...) or a local Jinja file; default:
     `global_template`, otherwise the tokenizer's own."""
+    chat_template_kwargs: TemplateKwargs = {}
+    """Variables of the chat template, such as {enable_thinking: false}; a row's own column of this
+    name goes first."""
     default_system: SystemMessage | None = None
     """System message of rows that have none; needs a chat template and is not empty. Default: what
     the template does without one."""

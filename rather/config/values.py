@@ -222,6 +222,14 @@ SystemMessage = Annotated[
         "the template, and a template without a system message writes none",
     ),
 ]
+RESERVED_IN_TEMPLATES = ("messages", "tools", "add_generation_prompt")
+TemplateKwargs = Annotated[
+    dict[str, bool | int | float | str | None],
+    _check(
+        lambda value: not set(value) & set(RESERVED_IN_TEMPLATES),
+        f"it must not set {', '.join(RESERVED_IN_TEMPLATES)}, which come from the rows",
+    ),
+]
 Initialization = Annotated[
     bool | Text,
     _check(

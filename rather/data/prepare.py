@@ -228,7 +228,7 @@ def recipe_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig, data: DataA
     bare = {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
     return TokenRecipe(
         tokenizer=json.dumps(bare, ensure_ascii=False),
-        template=choose_template(data.template, tokenizer),
+        template=choose_template(data.template, tokenizer, data.chat_template_kwargs),
         bos=bos,
         eos=tokenizer.eos_token_id,
         adds_bos=bos is not None and tokenizer("a").input_ids[:1] == [bos],
@@ -337,6 +337,7 @@ class _Builder:
         later = {
             "max_prompt_length": data.max_prompt_length,
             "default_system": data.default_system,
+            "chat_template_kwargs": data.chat_template_kwargs,
             "parity": self.config.parity,
             "imports": imported,
             "rows": layout.rows if layout.rows != "pairs" else None,

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from rather.config.values import RESERVED_IN_TEMPLATES
 from rather.data.json_rows import DropReason
 from rather.data.messages import Json, Turns
 from rather.data.tokenizer_files import check_tokenizer_files
@@ -126,7 +127,7 @@ ALIASES = {
 }
 CONVERSATION = ("chat_template", "system_message", "end_of_assistant", "stop_ids")
 MOST_GROWTH = 1_000  # times, of a text by its normalizer or decoder
-RESERVED = ("messages", "tools", "add_generation_prompt")
+RESERVED = RESERVED_IN_TEMPLATES
 
 
 def load_tokenizer(
@@ -185,7 +186,7 @@ class ChatTemplate:
 
     name: str
     text: str
-    variables: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, Any] = field(default_factory=dict)
     tool_text: str | None = None
     end: str | None = None  # text that must follow an answer
 
@@ -224,8 +225,29 @@ class ChatTemplate:
             raise DropReason("template_error", detail) from error
 
 
-def choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
-    """Return a template by name, by file, or the tokenizer's own; None means plain text."""
+def choose_template(
+    wanted: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    kwargs: Mapping[str, Any] | None = None,
+) -> ChatTemplate | None:
+    """Return a template by name, by file, or the tokenizer's own; None means plain text.
+
+    `kwargs` are variables of the template, beside the tokenizer's special tokens.
+    """
+    chosen = _choose_template(wanted, tokenizer)
+    if chosen is None and kwargs:
+        raise DataError(
+            "data_args.chat_template_kwargs: there is no chat template that could use them; set "
+            "data_args.template, or use a tokenizer that has one."
+        )
+    if chosen and kwargs:
+        chosen = replace(chosen, variables={**chosen.variables, **kwargs})
+    return chosen
+
+
+def _choose_template(
+    wanted: str | None, tokenizer: PreTrainedTokenizerBase
+) -> ChatTemplate | None:
     name = ALIASES.get(wanted or "", wanted or "")
     if name == "none":
         return None

@@ -147,7 +147,7 @@ def check_model(policy: PolicyModel, longest: int | None = None) -> None:
     shortest = min((getattr(text, key, None) or LONGEST for key in SWITCHES), default=LONGEST)
     pairs = two_pairs(policy.vocabulary_size, longest or shortest)
     # A random token may be the padding, before which transformers would look for the last token.
-    padding, text.pad_token_id = text.pad_token_id, None
+    padding, text.pad_token_id = getattr(text, "pad_token_id", None), None
     try:
         set_attention(model, "eager")
         padded = torch.cat([_padded(model, pair) for pair in pairs])

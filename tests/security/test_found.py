@@ -62,7 +62,7 @@ NOT_READ = """
 ONLY_TEXT = """
     pref_loss chosen_key rejected_key metric_for_best_model revision format columns separator
     encoding lora_target modules_to_save additional_target lr_scheduler_kwargs loss_args
-    init_lora_weights default_system
+    init_lora_weights default_system chat_template_kwargs
 """.split()  # noqa: SIM905
 
 
