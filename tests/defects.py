@@ -38,7 +38,8 @@ MOVED = {
 ROOMS = {"migrate": "rather.migrate", "board": "rather.board", "report": "rather.report"}
 COMMANDS = ("sweep", "tune", "compare", "pairs", "demo")
 SAME_MODULE = "import sys, {old}\nsys.modules[__name__] = sys.modules['{old}']\n"
-PATIENCE = 1800  # seconds for the tests of one file
+PATIENCE = 900  # seconds for the tests of one file
+UNPROVED = {"failed", "broken", "no end"}  # outcomes before a repair, and never after it
 
 
 class Collector:
@@ -86,26 +87,32 @@ class Recorder:
 
 
 def outcomes(tree: Path, tests: list[str], *, is_old: bool = False) -> dict[str, str]:
-    """Return test -> `passed`, `failed` or `skipped` in a tree, or `broken` if it cannot run there.
+    """Return test -> `passed`, `failed` or `skipped` in a tree.
+
+    It is `broken` if it cannot run there, and `no end` if its file takes longer than PATIENCE.
 
     The tests of a file run in one process: importing takes longer than most of them.
     """
     by_file = defaultdict(list)
     for test in tests:
         by_file[test.partition("::")[0]].append(test)
-    results = dict.fromkeys(tests, "broken")
+    results: dict[str, str] = {}
     for nodes in by_file.values():
         with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
             command = [sys.executable, "-m", "tests.defects", "--record", file.name, *nodes]
             command += ["--old"] if is_old else []
             environment = os.environ | {"PYTHONPATH": str(tree)}
             options = {"cwd": tree, "env": environment, "stdout": subprocess.DEVNULL}
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            recorded = dict.fromkeys(nodes, "broken")
+            try:
                 subprocess.run(command, stderr=subprocess.DEVNULL, timeout=PATIENCE, **options)
+            except subprocess.TimeoutExpired:
+                recorded = dict.fromkeys(nodes, "no end")
             for line in file:
                 node, outcome = json.loads(line)
-                if results.get(node) != "failed":
-                    results[node] = outcome
+                if recorded.get(node) != "failed":
+                    recorded[node] = outcome
+            results |= recorded
     return results
 
 
@@ -185,11 +192,11 @@ def print_table(
         print(f"{name}:", *(f"  {node}" for node in group), sep="\n")
         if now:
             words = [now[node] for node in group]
-            wrong += not {"failed", "broken"}.isdisjoint(words)
+            wrong += not UNPROVED.isdisjoint(words)
             print(f"  now: {_counts(words)}")
         if before and not name.startswith("mutation"):
             words = [before[node] for node in group]
-            wrong += {"failed", "broken"}.isdisjoint(words)
+            wrong += UNPROVED.isdisjoint(words)
             print(f"  before: {_counts(words)}")
     return wrong
 
