@@ -179,6 +179,7 @@ COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "Use models": (
         ("chat", models.chat_command, "output/dpo --beside base"),
         ("generate", models.generate_command, "output/dpo prompts.jsonl --out answers.jsonl"),
+        ("judge", models.judge_command, "base.jsonl trained.jsonl --with rule.py:score"),
         ("score", models.score_command, "output/dpo pairs.jsonl --reference base --by lang"),
         ("export", models.export_command, "output/dpo out --dtype bf16 --shard-size 5GB"),
         ("merge", models.merge_command, "output/lora/adapter --out merged"),

@@ -65,6 +65,10 @@ class RayGone(WorkerError):
     """Ray's own server does not answer any more."""
 
 
+class ServerError(WorkerError):
+    """A server for answers or verdicts refused a request, or did not answer any of several."""
+
+
 class NonFiniteError(RatherError):
     """The loss or the gradient stopped being a number."""
 

@@ -12,6 +12,7 @@ from rather.commands.terminal import (
     AsJson,
     Force,
     Imports,
+    MaybeFile,
     OutFile,
     Overrides,
     TrustPaths,
@@ -189,6 +190,48 @@ def generate_command(
         tokens = meta["tokens"]["answers"]
         length = "" if tokens is None else f", {tokens} tokens"
         echo(f"{out}: {meta['rows']} prompts, {meta['rows'] * answers} answers{length}")
+
+
+@command
+def judge_command(
+    answers: Path,
+    other: MaybeFile = None,
+    judge: Annotated[str, typer.Option("--with")] = ...,  # type: ignore[assignment]
+    judge_model: str | None = None,
+    judge_template: Path | None = None,
+    concurrency: Annotated[int, typer.Option(min=1)] = 16,
+    out: OutFile = None,
+    as_json: AsJson = False,
+    trust_code: TrustCode = False,
+    trust_paths: TrustPaths = False,
+    any_base: AnyBase = False,
+) -> None:
+    """Judge answers: how often those of a second file are better, or the score of each of one file.
+
+    A server is asked in both orders; a verdict that changes with the order is a tie.
+
+    answers: File A, as `rather generate` writes it.
+    other: File B: answers to the same prompts.
+    judge: A rule (rule.py:score), a reward model, or a server (http://...).
+    judge_model: Name of the model on the server.
+    judge_template: Jinja file of the question to the server, with prompt, answer_a and answer_b.
+    concurrency: Requests at a time.
+    out: Write the rows of a single file with their scores to this JSONL file.
+    """
+    from rather.commands.judge import judge_files, print_verdict, score_file
+    from rather.config.found import Trust
+
+    trust = Trust(trust_code, trust_paths, any_base)
+    if other is None:
+        if judge_model or judge_template:
+            raise ConfigError("--judge-model and --judge-template need two files to compare.")
+        result = score_file(answers, judge, out, trust=trust)
+    elif out:
+        raise ConfigError("--out: scores are written for a single file; leave out the second one.")
+    else:
+        options: JsonObject = {"model": judge_model, "template": judge_template, "trust": trust}
+        result = judge_files(answers, other, judge, concurrency=concurrency, **options)
+    print_json(result) if as_json else print_verdict(result)
 
 
 @command

@@ -145,23 +145,43 @@ def load_sources(files: Iterable[Iterable[str]]) -> None:
         _run(ImportedFile(name, source), f"<{name}>")
 
 
-def _run(file: ImportedFile, path: str) -> None:
-    if file in _loaded:
-        return
-    if file.name in [loaded_file.name for loaded_file in _loaded]:
-        raise ConfigError(f"--import {path}: another imported file has the same name; rename one.")
+def load_function(path: Path, name: str, option: str) -> Any:
+    """Run a file that the command line names, and return one of its functions."""
+    try:
+        source = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"{option} {path}: cannot be read: {reason}.") from None
+    module_name = "rather_rule_" + re.sub(r"\W", "_", path.stem)
+    module = _execute(ImportedFile(module_name, source), str(path), option)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{option} {path}:{name}: the file has no function of this name.")
+    return function
+
+
+def _execute(file: ImportedFile, path: str, option: str) -> ModuleType:
     module = sys.modules[file.name] = ModuleType(file.name)
     module.__file__ = path
     try:
         # The one place that executes a file: whoever types the command names it.
         exec(compile(file.source, path, "exec"), module.__dict__)  # nosec B102
     except SyntaxError as error:
-        raise ConfigError(f"--import {path}:{error.lineno}: {error.msg}.") from None
+        raise ConfigError(f"{option} {path}:{error.lineno}: {error.msg}.") from None
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         line = [frame.lineno for frame in frames if frame.filename == path][-1]
-        text = f"--import {path}:{line}: {type(error).__name__}: {error}"
+        text = f"{option} {path}:{line}: {type(error).__name__}: {error}"
         raise ConfigError(" ".join(text.split())) from error
+    return module
+
+
+def _run(file: ImportedFile, path: str) -> None:
+    if file in _loaded:
+        return
+    if file.name in [loaded_file.name for loaded_file in _loaded]:
+        raise ConfigError(f"--import {path}: another imported file has the same name; rename one.")
+    _execute(file, path, "--import")
     if not any(registry.names_from(file.name) for registry in REGISTRIES):
         raise ConfigError(
             f"--import {path}: it registers nothing. Decorate a function with @loss() or @metric "

@@ -64,7 +64,7 @@ def read_prompts(path: Path) -> list[PromptRow]:
                 try:
                     if isinstance(row, DropReason):
                         raise row
-                    prompts.append(_prompt_row(row))
+                    prompts.append(prompt_row(row))
                 except DropReason as reason:
                     problems.append(f"{source.path}:{number}: {reason.detail}")
     if problems:
@@ -76,7 +76,8 @@ def read_prompts(path: Path) -> list[PromptRow]:
     return prompts
 
 
-def _prompt_row(row: dict[str, Any]) -> PromptRow:
+def prompt_row(row: dict[str, Any]) -> PromptRow:
+    """Return the prompt of one row; raise DropReason if it has none."""
     extras = extras_of(
         {name: value for name, value in row.items() if name in (*MEDIA, *FOR_TEMPLATES)}
     )

@@ -83,6 +83,10 @@ COMMANDS: dict[str, list[list[str]]] = {
     "save-now": [*FOLDERS, ["{yaml:run}"]],
     "verify": [*FOLDERS, ["{run}/checkpoint-1"]],
     "chat": [[*words, "--prompt", "w1", TRUSTED] for words in SOURCES],
+    "judge": [
+        *(["{answers}", "--with", *words, TRUSTED] for words in SOURCES),
+        ["{answers}", "{data}/pairs.arrow", "--with", "http://127.0.0.1:1", "--judge-model", "m"],
+    ],
     "generate": [[*words, "{data}", "--out", f"answers-{place}.jsonl", "--max-new-tokens", "4", TRUSTED]
         for place, words in enumerate(SOURCES)],
     "score": [*([*words, "{data}", TRUSTED] for words in SOURCES), ["{good}", "{data}"]],
@@ -181,6 +185,7 @@ class Strangers:
         folder.mkdir()
         self.code(folder)
         shutil.copy(good / "pairs.jsonl", folder / "pairs.arrow")
+        (folder / "answers.jsonl").write_text('{"prompt": "w1", "responses": ["w2"]}\n')
         (folder / "state.json").write_text('{"_data_files": [{"filename": "../model/evil.py"}]}')
 
     def yamls(self, good: Path) -> None:
@@ -218,6 +223,7 @@ class Strangers:
 
     def words(self, words: list[str]) -> list[str]:
         texts = {f"{{{name}}}": str(folder) for name, folder in self.folders.items()}
+        texts["{answers}"] = str(self.folders["data"] / "answers.jsonl")
         texts |= {f"{{yaml:{name}}}": str(self.home / f"{name}.yaml") for name in self.folders}
         for text, value in texts.items():
             words = [word.replace(text, value) for word in words]

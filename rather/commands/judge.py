@@ -1,0 +1,255 @@
+"""`rather judge`: are the answers of one file better than those of another?"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import Progress
+
+from rather.commands.answer_stats import interval, is_refusal, length_controlled, repetition
+from rather.commands.journal import write_atomic
+from rather.commands.judges import Question, Scorer, ServerJudge, VerdictCache, is_server, scorer_of
+from rather.commands.terminal import echo
+from rather.config.found import NO_TRUST, Trust
+from rather.data.json_rows import DropReason
+from rather.data.read import chunks, find_sources, parsed_rows
+from rather.errors import ConfigError, DataError, counted
+from rather.files import JsonObject
+from rather.tracking.json_lines import strict_json
+
+
+class AnswerRow(NamedTuple):
+    """The answers to one prompt, and the row of the file."""
+
+    question: Question
+    responses: list[str]
+    ended: list[bool] | None
+
+    @property
+    def mean_length(self) -> float:
+        return sum(map(len, self.responses)) / len(self.responses)
+
+
+class Comparison(NamedTuple):
+    """The outcome for B (1 wins, 0.5 ties, 0 loses) and how many characters it is longer."""
+
+    prompt: int
+    outcome: float
+    longer: float
+
+
+def read_answers(path: Path) -> list[AnswerRow]:
+    """Return the rows of a file that `rather generate` wrote, or of one like it."""
+    rows = []
+    for source in find_sources(path):
+        for chunk in chunks(source, 0):
+            for number, row in parsed_rows(chunk):
+                place = f"{source.path}:{number}"
+                if isinstance(row, DropReason):
+                    raise DataError(f"{place}: {row.detail}")
+                rows.append(_answer_row(row, place))
+    if not rows:
+        raise DataError(f"{path}: has no answers in it.")
+    return rows
+
+
+def _answer_row(row: JsonObject, place: str) -> AnswerRow:
+    prompt, responses, ended = (row.get(name) for name in ("prompt", "responses", "ended"))
+    if not isinstance(prompt, str | list | dict):
+        raise DataError(f"{place}: prompt must be text or messages.")
+    is_list = isinstance(responses, list) and len(responses) > 0
+    if not is_list or not all(isinstance(text, str) for text in responses or []):
+        raise DataError(f"{place}: responses must be a list of texts, as `rather generate` writes.")
+    has_ends = isinstance(ended, list) and len(ended) == len(responses or [])
+    return AnswerRow(
+        Question(prompt, row, place), list(responses or []), ended if has_ends else None
+    )
+
+
+def match_rows(
+    first: Sequence[AnswerRow], second: Sequence[AnswerRow], a: Path, b: Path
+) -> list[AnswerRow]:
+    """Return the rows of the second file in the order of the first; refuse other prompts."""
+    waiting: dict[str, list[AnswerRow]] = defaultdict(list)
+    for row in reversed(second):
+        waiting[json.dumps(row.question.prompt, sort_keys=True)].append(row)
+    matched = []
+    for row in first:
+        same = waiting[json.dumps(row.question.prompt, sort_keys=True)]
+        if not same:
+            raise DataError(f"{b}: has no answer to the prompt of {row.question.place}; {a} and {b} must "
+                            "have the same prompts.")  # fmt: skip
+        matched.append(same.pop())
+    if more := [row for rows in waiting.values() for row in rows]:
+        raise DataError(f"{a}: has no answer to the prompt of {more[-1].question.place}; {a} and {b} "
+                        "must have the same prompts.")  # fmt: skip
+    return matched
+
+
+def score_file(path: Path, name: str, out: Path | None, *, trust: Trust = NO_TRUST) -> JsonObject:
+    """Score the answers of one file; write its rows with `scores` to `out`."""
+    if is_server(name):
+        raise ConfigError(f"--with {name}: a server compares two files; name the second one.")
+    if out and out.absolute() == path.absolute():
+        raise ConfigError(f"--out {out}: is the file that is read; name another one.")
+    rows = read_answers(path)
+    scores = scores_of(scorer_of(name, path, trust), rows)
+    if out:
+        lines = zip(rows, scores, strict=True)
+        write_atomic(
+            out,
+            (f"{strict_json({**row.question.row, 'scores': each})}\n" for row, each in lines),
+        )
+    every = [score for each in scores for score in each]
+    result: JsonObject = {"file": str(path), "with": name, "prompts": len(rows), "n": len(every)}
+    result["mean_score"] = sum(every) / len(every)
+    return result | {key: value[0] for key, value in answer_facts(rows).items()}
+
+
+def scores_of(judge: Scorer, rows: Sequence[AnswerRow]) -> list[list[float]]:
+    """Return the score of every answer of every row."""
+    answers = [(row.question, text) for row in rows for text in row.responses]
+    flat = iter(judge.scores(answers))
+    return [[next(flat) for _ in row.responses] for row in rows]
+
+
+def judge_files(
+    a: Path,
+    b: Path,
+    name: str,
+    *,
+    model: str | None = None,
+    template: Path | None = None,
+    concurrency: int = 16,
+    trust: Trust = NO_TRUST,
+) -> JsonObject:
+    """Return how often the answers of file B are better than those of file A."""
+    first = read_answers(a)
+    second = match_rows(first, read_answers(b), a, b)
+    more: JsonObject = {"flips": 0, "unreadable": 0, "tokens_spent": 0}
+    if is_server(name):
+        if not model:
+            raise ConfigError("--judge-model: name the model of the server that judges.")
+        judge = ServerJudge(name, model, template, concurrency, VerdictCache(a))
+        comparisons, counts = _compare_by_server(judge, first, second)
+        more |= counts
+    else:
+        if model or template:
+            raise ConfigError("--judge-model and --judge-template need --with http(s)://...")
+        comparisons, means = _compare_by_scores(scorer_of(name, a, trust), first, second)
+        more["mean_score"] = means
+    if not comparisons:
+        raise DataError(f"--with {name}: no verdict could be read; look at --judge-template.")
+    result: JsonObject = {"a": str(a), "b": str(b), "with": name, "prompts": len(first)}
+    return result | win_rates(comparisons) | answer_facts(first, second) | more
+
+
+def _compare_by_scores(
+    judge: Scorer, first: Sequence[AnswerRow], second: Sequence[AnswerRow]
+) -> tuple[list[Comparison], list[float]]:
+    scores = scores_of(judge, [*first, *second])
+    means = [sum(each) / len(each) for each in scores]
+    of_a, of_b = means[: len(first)], means[len(first) :]
+    comparisons = []
+    for i, (one, other) in enumerate(zip(first, second, strict=True)):
+        outcome = 0.5 if of_a[i] == of_b[i] else float(of_b[i] > of_a[i])
+        comparisons.append(Comparison(i, outcome, other.mean_length - one.mean_length))
+    return comparisons, [sum(each) / len(each) for each in (of_a, of_b)]
+
+
+def _compare_by_server(
+    judge: ServerJudge, first: Sequence[AnswerRow], second: Sequence[AnswerRow]
+) -> tuple[list[Comparison], JsonObject]:
+    """Compare the i-th answer with the i-th; verdicts that differ between the orders are ties."""
+    pairs, prompts = [], []
+    for number, (one, other) in enumerate(zip(first, second, strict=True)):
+        if len(one.responses) != len(other.responses):
+            raise DataError(
+                f"{other.question.place}: has {counted(len(other.responses), 'answers')}, "
+                f"{one.question.place} has {len(one.responses)}; a server compares equally many."
+            )
+        for text, other_text in zip(one.responses, other.responses, strict=True):
+            pairs.append((one.question.prompt, text, other_text))
+            prompts.append(number)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("verdicts", total=2 * len(pairs))
+        verdicts = judge.verdicts(pairs, lambda: bar.advance(task))
+    comparisons = []
+    flips = unreadable = tokens = 0
+    for prompt, (_, text, other_text), (there, back) in zip(prompts, pairs, verdicts, strict=True):
+        tokens += there.tokens + back.tokens
+        missing = [there.choice, back.choice].count(None)
+        unreadable += missing
+        if missing:
+            continue
+        flips += there.choice != back.choice
+        agreed = there.choice if there.choice == back.choice else "C"
+        outcome = {"A": 0.0, "B": 1.0}.get(agreed or "C", 0.5)
+        comparisons.append(Comparison(prompt, outcome, len(other_text) - len(text)))
+    return comparisons, {"flips": flips, "unreadable": unreadable, "tokens_spent": tokens}
+
+
+def win_rates(comparisons: Sequence[Comparison]) -> JsonObject:
+    """Return wins, ties and losses of B, and its win rates; the interval is over prompts."""
+    outcomes = [each.outcome for each in comparisons]
+    by_prompt: dict[int, list[float]] = defaultdict(list)
+    for each in comparisons:
+        by_prompt[each.prompt].append(each.outcome)
+    low, high = interval([sum(each) / len(each) for each in by_prompt.values()])
+    return {
+        "n": len(outcomes),
+        "wins": outcomes.count(1.0),
+        "ties": outcomes.count(0.5),
+        "losses": outcomes.count(0.0),
+        "win_rate": sum(outcomes) / len(outcomes),
+        "win_rate_low": low,
+        "win_rate_high": high,
+        "win_rate_length_controlled": length_controlled(
+            outcomes, [each.longer for each in comparisons]
+        ),
+    }
+
+
+def answer_facts(*files: Sequence[AnswerRow]) -> JsonObject:
+    """Return what the answers of each file are like: length, and shares of cut ones and refusals."""
+    facts: JsonObject = {"mean_length": [], "cut": [], "repetition": [], "refusals": []}
+    for rows in files:
+        texts = [text for row in rows for text in row.responses]
+        ends = [end for row in rows for end in row.ended or []]
+        facts["mean_length"].append(sum(map(len, texts)) / len(texts))
+        facts["cut"].append(ends.count(False) / len(ends) if len(ends) == len(texts) else None)
+        facts["repetition"].append(sum(map(repetition, texts)) / len(texts))
+        facts["refusals"].append(sum(map(is_refusal, texts)) / len(texts))
+    return facts
+
+
+def print_verdict(result: JsonObject) -> None:
+    """Print the result of two files, or of one."""
+    if "win_rate" not in result:
+        echo(f"{result['file']}: mean score {result['mean_score']:.4g} of {result['n']} answers")
+        return
+    low, high = result["win_rate_low"], result["win_rate_high"]
+    echo(
+        f"B wins {result['wins']}, ties {result['ties']}, loses {result['losses']} of {result['n']}"
+    )
+    echo(f"win rate of B: {result['win_rate']:.1%} (95 %: {low:.1%} to {high:.1%})")
+    echo(f"at equal length: {result['win_rate_length_controlled']:.1%}")
+    if is_server(result["with"]):
+        echo(f"verdicts that flip with the order: {result['flips']} of {result['n']} (ties)")
+        echo(f"verdicts that cannot be read: {result['unreadable']}")
+        echo(f"tokens spent: {result['tokens_spent']}")
+    else:
+        echo(f"mean score: {_both(result['mean_score'], '.4g')}")
+    echo(f"characters: {_both(result['mean_length'], '.0f')}")
+    for name in ("cut", "repetition", "refusals"):
+        echo(f"{name}: {_both(result[name], '.1%')}")
+
+
+def _both(values: Sequence[Any], form: str) -> str:
+    texts = ["unknown" if value is None else f"{value:{form}}" for value in values]
+    return f"A {texts[0]}, B {texts[1]}"

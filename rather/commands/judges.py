@@ -1,0 +1,272 @@
+"""Judges of answers: a rule in a Python file, a reward model, or a language model on a server."""
+
+from __future__ import annotations
+
+import math
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jinja2
+import jinja2.sandbox
+
+from rather.commands.journal import Journal
+from rather.commands.openai_client import Server, first_choice, text_of_choice, tokens_of
+from rather.commands.terminal import echo
+from rather.config import plugins
+from rather.config.found import NO_TRUST, Trust
+from rather.errors import ConfigError, DataError, ServerError
+from rather.files import JsonObject, make_folder, text_sha, yaml_text
+from rather.tracking.json_lines import strict_json
+
+CACHE = ".rather-cache"  # next to the first file of answers
+RULE = re.compile(r"(.+\.py):(\w+)")
+VERDICT = re.compile(r"\[\[([ABC])\]\]")
+VERDICT_TOKENS = 1024
+CHARACTERS_PER_TOKEN = 4  # of English text, for the forecast
+TEMPLATE = """\
+You compare two answers to the same prompt. Judge which of them helps the person who wrote the prompt more: by what is
+right, by what was asked for, and by how clearly it is said. A longer answer is not a better one. The order in which the
+answers are shown means nothing.
+
+<prompt>
+{{ prompt }}
+</prompt>
+
+<answer_a>
+{{ answer_a }}
+</answer_a>
+
+<answer_b>
+{{ answer_b }}
+</answer_b>
+
+Explain your judgement in at most three sentences. Then end with exactly one of these: [[A]] if answer A is better,
+[[B]] if answer B is better, [[C]] if neither is.
+"""
+
+
+class Question(NamedTuple):
+    """A prompt, as the row has it, with the name of its place for messages."""
+
+    prompt: Any
+    row: JsonObject
+    place: str
+
+
+class Scorer(Protocol):
+    """A judge that gives each answer a number."""
+
+    def scores(self, answers: Sequence[tuple[Question, str]]) -> list[float]: ...
+
+
+class Verdict(NamedTuple):
+    """A for the first answer, B for the second, C for neither; None if it cannot be read."""
+
+    choice: str | None
+    tokens: int
+
+
+class VerdictCache:
+    """Results by a digest of all that decides them, in a file next to the answers."""
+
+    def __init__(self, answers: Path) -> None:
+        folder = answers.absolute().parent / CACHE
+        make_folder(folder)
+        self._journal = Journal(folder / "verdicts.jsonl", {"verdicts": 1})
+        entries = self._journal.entries
+        self._known = {entry["key"]: entry.get("result") for entry in entries if "key" in entry}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: str) -> Any:
+        return self._known[key]
+
+    def add(self, key: str, result: Any) -> None:
+        self._known[key] = result
+        self._journal.append({"key": key, "result": result})
+
+
+def prompt_text(prompt: Any) -> str:
+    """Return a prompt as text; of messages, each after its role."""
+    if isinstance(prompt, str):
+        return prompt
+    turns = prompt if isinstance(prompt, list) else [prompt]
+    return "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in turns)
+
+
+class RuleJudge:
+    """`score(prompt, answer)` of a Python file that the command line names."""
+
+    def __init__(self, file: str, name: str) -> None:
+        self.file, self.name = file, name
+        self.function = plugins.load_function(Path(file), name, "--with")
+
+    def scores(self, answers: Sequence[tuple[Question, str]]) -> list[float]:
+        """Return the score of each answer. They are not cached: a rule may use other files."""
+        return [self._score(question, answer) for question, answer in answers]
+
+    def _score(self, question: Question, answer: str) -> float:
+        where = f"--with {self.file}:{self.name}"
+        try:
+            value = self.function(question.prompt, answer)
+            score = float(value)
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == self.file]
+            line = f", line {lines[-1]}" if lines else ""
+            raise DataError(
+                f"{where}{line}: {type(error).__name__}: {error} (at {question.place})"
+            ) from error
+        if not math.isfinite(score):
+            raise DataError(f"{where}: the score is {score} (at {question.place}).")
+        return score
+
+
+class RewardJudge:
+    """A reward model: the score that it gives to an answer after its prompt."""
+
+    def __init__(self, name: str, file: Path, cache: VerdictCache, trust: Trust) -> None:
+        from rather.run_folder.model_source import weights_of  # these import torch
+
+        self.weights = weights_of(name, trust)
+        if not self.weights.is_reward:
+            raise ConfigError(
+                f"--with {name}: is not a reward model; train one with task: reward, or name a "
+                "Python file with a function (rule.py:score) or a server (http://...)."
+            )
+        self.file, self.cache = file, cache
+
+    def scores(self, answers: Sequence[tuple[Question, str]]) -> list[float]:
+        """Return the score of each answer; those that the cache has are not computed again."""
+        digest = self.weights.digest()
+        prompt_columns = ("prompt", "system", "tools", "chat_template_kwargs")
+        rows = [{name: q.row.get(name) for name in prompt_columns} for q, _ in answers]
+        keys = [
+            text_sha(strict_json([digest, row, answer]))
+            for row, (_, answer) in zip(rows, answers, strict=True)
+        ]
+        missing = {key: i for i, key in enumerate(keys) if key not in self.cache}
+        if missing:
+            from rather.commands.reward_scores import reward_scores
+
+            places = list(missing.values())
+            asked = [(rows[i], answers[i][1], answers[i][0].place) for i in places]
+            for key, score in zip(
+                missing, reward_scores(self.weights, self.file, asked), strict=True
+            ):
+                self.cache.add(key, score)
+        return [float(self.cache[key]) for key in keys]
+
+
+class ServerJudge:
+    """A language model that compares two answers, in both orders."""
+
+    def __init__(
+        self, url: str, model: str, template: Path | None, concurrency: int, cache: VerdictCache
+    ) -> None:
+        self.model, self.cache, self.concurrency = model, cache, concurrency
+        self.url = url
+        self.server = Server(url, timeout=300)
+        self.text = TEMPLATE if template is None else _template_text(template)
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+        try:
+            self.template = environment.from_string(self.text)
+            self._render("p", "a", "b")
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"--judge-template {template}: {error}.") from None
+        if template and not all(name in self.text for name in ("answer_a", "answer_b")):
+            raise ConfigError(f"--judge-template {template}: must show answer_a and answer_b.")
+
+    def _render(self, prompt: str, first: str, second: str) -> str:
+        return self.template.render(prompt=prompt, answer_a=first, answer_b=second)
+
+    def verdicts(
+        self, pairs: Sequence[tuple[Any, str, str]], on_verdict: Callable[[], object]
+    ) -> list[tuple[Verdict, Verdict]]:
+        """Return the verdicts on (prompt, A, B) as shown and with the answers exchanged.
+
+        The choice of the second verdict names the answers as the first does. The forecast is
+        printed before the first request.
+        """
+        texts = []
+        for prompt, first, second in pairs:
+            shown = prompt_text(prompt)
+            texts += [self._render(shown, first, second), self._render(shown, second, first)]
+        keys = [text_sha(strict_json([self.url, self.model, text])) for text in texts]
+        missing = {
+            key: text for key, text in zip(keys, texts, strict=True) if key not in self.cache
+        }
+        characters = sum(map(len, missing.values()))
+        echo(
+            f"{self.url}: {len(missing)} requests ({len(texts) - len(missing)} of {len(texts)} "
+            f"verdicts are cached), about {characters // CHARACTERS_PER_TOKEN} tokens of prompts "
+            f"and at most {len(missing) * VERDICT_TOKENS} of verdicts",
+            err=True,
+        )
+        spent = self._ask_all(missing, on_verdict)
+        both = []
+        for i in range(0, len(keys), 2):
+            there = Verdict(self.cache[keys[i]], spent.get(keys[i], 0))
+            back = Verdict(_exchanged(self.cache[keys[i + 1]]), spent.get(keys[i + 1], 0))
+            both.append((there, back))
+        return both
+
+    def _ask_all(self, missing: dict[str, str], on_verdict: Callable[[], object]) -> dict[str, int]:
+        """Ask for the verdicts that the cache does not have; return the tokens of each."""
+
+        def ask(item: tuple[str, str]) -> tuple[str, int]:
+            key, text = item
+            body = {
+                "model": self.model,
+                "messages": [{"role": "user", "content": text}],
+                "temperature": 0,
+                "max_tokens": VERDICT_TOKENS,
+            }
+            answer = self.server.post("chat/completions", body)
+            reply = text_of_choice(first_choice(answer))
+            found = VERDICT.findall(reply)
+            self.cache.add(key, found[-1] if found else None)
+            on_verdict()
+            known = tokens_of(answer, "total_tokens")
+            estimate = (len(text) + len(reply)) // CHARACTERS_PER_TOKEN
+            return key, known if known is not None else estimate
+
+        pool = ThreadPoolExecutor(self.concurrency)
+        try:
+            return dict(pool.map(ask, missing.items()))
+        except ServerError as error:
+            raise ServerError(
+                f"--with {error} Finished verdicts are kept; run the same command again."
+            ) from None
+        finally:
+            self.server.stopped.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _exchanged(choice: str | None) -> str | None:
+    return {"A": "B", "B": "A"}.get(choice or "", choice)
+
+
+def _template_text(file: Path) -> str:
+    try:
+        return yaml_text(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--judge-template {file}: cannot be read ({error}).") from None
+
+
+def is_server(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def scorer_of(name: str, file: Path, trust: Trust = NO_TRUST) -> Scorer:
+    """Return the judge that gives scores: a rule, or a reward model."""
+    if found := RULE.fullmatch(name):
+        return RuleJudge(found[1], found[2])
+    if name.endswith(".py"):
+        raise ConfigError(f"--with {name}: name the function, too, as in {name}:score.")
+    return RewardJudge(name, file, VerdictCache(file), trust)

@@ -1,0 +1,230 @@
+"""`rather judge`: the right order by every judge, with judges that are found out and corrected."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rather.commands.answer_stats import interval, is_refusal, length_controlled, repetition
+from rather.config.run_config import DPOConfig
+from tests.commands.conftest import rather, told
+from tests.commands.fake_server import Reply, serving
+from tests.commands.test_generate import rows_of, write
+
+KIND = "def score(prompt, answer):\n    return answer.count('kind') - answer.count('rude')\n"
+
+
+def answers(file: Path, texts: list[str], **columns: Any) -> Path:
+    rows = [
+        {"prompt": f"question {i}", "responses": [text], "ended": [True]}
+        for i, text in enumerate(texts)
+    ]
+    return write(file, *({**row, **columns} for row in rows))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """B is kinder in 24 of 40 answers, equal in 12, and longer by chance."""
+    draw = random.Random(0)
+    words = [["rude"] * 24 + ["kind"] * 16, ["kind"] * 36 + ["rude"] * 4]
+    a, b = (
+        answers(
+            tmp_path / f"{name}.jsonl", [f"{word} " + "x" * draw.randint(0, 60) for word in each]
+        )
+        for name, each in zip("ab", words, strict=True)
+    )
+    (tmp_path / "rule.py").write_text(KIND)
+    return a, b
+
+
+def says(choose: Callable[[str, str], str]) -> Callable[[str, dict[str, Any]], Reply]:
+    """A judge that gets both answers as the template shows them."""
+
+    def behaviour(path: str, body: dict[str, Any]) -> Reply:
+        text = body["messages"][0]["content"]
+        first, second = (
+            text.split(f"<answer_{side}>\n")[1].split(f"\n</answer_{side}>")[0] for side in "ab"
+        )
+        reply = f"At first [[C]], but {choose(first, second)}"
+        return 200, {"choices": [{"message": {"content": reply}}], "usage": {"total_tokens": 10}}
+
+    return behaviour
+
+
+def kinder(first: str, second: str) -> str:
+    a, b = ("kind" in text for text in (first, second))
+    return "[[C]]" if a == b else "[[A]]" if a else "[[B]]"
+
+
+def longer(first: str, second: str) -> str:
+    return (
+        "[[C]]" if len(first) == len(second) else "[[A]]" if len(first) > len(second) else "[[B]]"
+    )
+
+
+def test_a_rule_and_a_server_find_the_right_order(files: tuple[Path, Path], tmp_path: Path) -> None:
+    a, b = files
+    rule = f"{tmp_path / 'rule.py'}:score"
+    by_rule = told("judge", a, b, "--with", rule)
+    counts = ("n", "wins", "ties", "losses", "win_rate")
+    assert [by_rule[name] for name in counts] == [40, 24, 12, 4, 0.75]
+    assert 0.5 < by_rule["win_rate_low"] < 0.75 < by_rule["win_rate_high"] < 0.9
+    assert by_rule["win_rate_length_controlled"] == pytest.approx(0.75, abs=0.08)
+    assert (by_rule["flips"], by_rule["unreadable"], by_rule["tokens_spent"]) == (0, 0, 0)
+    back = told("judge", b, a, "--with", rule)
+    assert back["win_rate"] == 1 - by_rule["win_rate"]
+    assert back["win_rate_low"] == pytest.approx(1 - by_rule["win_rate_high"])
+    with serving(says(kinder)) as server:
+        options = ("--with", server.url, "--judge-model", "m")
+        done = rather("judge", a, b, *options, "--json")
+        by_server = json.loads(done.stdout)
+        assert "80 requests (0 of 80 verdicts are cached)" in done.stderr
+        assert [by_server[name] for name in counts] == [by_rule[name] for name in counts]
+        assert by_server["tokens_spent"] == 800
+        assert len(server.requests) == 80
+        assert told("judge", a, b, *options)["tokens_spent"] == 0, "all verdicts are cached"
+        assert len(server.requests) == 80
+    printed = rather("judge", a, b, "--with", rule)
+    assert "win rate of B: 75.0% (95 %:" in printed.stdout
+
+
+def test_a_judge_that_always_says_a_is_found_out(files: tuple[Path, Path]) -> None:
+    with serving(says(lambda first, second: "[[A]]")) as server:
+        found = told("judge", *files, "--with", server.url, "--judge-model", "m")
+    assert (found["flips"], found["ties"], found["win_rate"]) == (40, 40, 0.5)
+
+
+def test_a_judge_that_prefers_length_is_corrected(tmp_path: Path) -> None:
+    draw = random.Random(1)
+    short = [draw.randint(20, 100) for _ in range(120)]
+    a = answers(tmp_path / "a.jsonl", ["x" * length for length in short])
+    b = answers(
+        tmp_path / "b.jsonl", ["y" * max(1, length + draw.randint(-20, 60)) for length in short]
+    )
+    with serving(says(longer)) as server:
+        found = told("judge", a, b, "--with", server.url, "--judge-model", "m")
+    assert found["win_rate"] > 0.65
+    assert found["win_rate_length_controlled"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_unreadable_verdicts_and_faults_of_a_server(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rather.commands.openai_client.FIRST_WAIT", 0.01)
+    seen: set[str] = set()
+
+    def behaviour(path: str, body: dict[str, Any]) -> Reply:
+        text = body["messages"][0]["content"]
+        if text not in seen:  # every first try fails
+            seen.add(text)
+            return None if len(text) % 2 else (429, {"error": "slow down"})
+        is_first = "question 0\n" in text
+        reply: Any = "I cannot say." if is_first else "[[B]]"
+        return 200, {"choices": [{"message": {"content": reply}}]}
+
+    with serving(behaviour) as server:
+        found = told("judge", *files, "--with", server.url, "--judge-model", "m")
+    assert (found["unreadable"], found["n"], found["flips"]) == (2, 39, 39)
+    assert found["tokens_spent"] > 0, "estimated, as the server does not say it"
+    with serving(lambda path, body: (500, {"error": "broken"})) as server:
+        done = rather("judge", *files, "--with", server.url, "--judge-model", "n")
+    assert done.exit_code == 5
+    assert "HTTP 500" in done.output
+    assert "after 6 tries" in done.output
+
+
+def test_several_answers_and_another_template(tmp_path: Path) -> None:
+    """By a rule the mean counts, on a server the i-th is compared with the i-th."""
+    a = write(tmp_path / "a.jsonl", {"prompt": "p", "responses": ["kind", "rude rude"]})
+    b = write(tmp_path / "b.jsonl", {"prompt": "p", "responses": ["rude", "kind"]})
+    (tmp_path / "rule.py").write_text(KIND)
+    by_rule = told("judge", a, b, "--with", f"{tmp_path / 'rule.py'}:score")
+    assert (by_rule["n"], by_rule["wins"], by_rule["cut"]) == (1, 1, [None, None])
+    (tmp_path / "short.jinja").write_text("{{ prompt }}<answer_a>\n{{ answer_a }}\n</answer_a>"
+                                          "<answer_b>\n{{ answer_b }}\n</answer_b>")  # fmt: skip
+    with serving(says(kinder)) as server:
+        options = ("--judge-template", tmp_path / "short.jinja", "--judge-model", "m")
+        found = told("judge", a, b, "--with", server.url, *options)
+        assert len(server.requests[0][2]["messages"][0]["content"]) < 100
+    assert (found["n"], found["wins"], found["losses"], found["win_rate"]) == (2, 1, 1, 0.5)
+
+
+def test_a_reward_model_scores_as_transformers_does(
+    trained: Callable[..., DPOConfig], tmp_path: Path
+) -> None:
+    run = trained("judging", task="reward", pref_loss="bradley_terry")
+    model = run.run_dir / "model"
+    rows = [
+        {"prompt": f"w{i} w5", "responses": [f"w{i + 3} w9 w{i}", "w7", ""], "id": i}
+        for i in range(4)
+    ]
+    file, out = write(tmp_path / "a.jsonl", *rows), tmp_path / "scored.jsonl"
+    told("judge", file, "--with", model, "--out", out)
+    scored = rows_of(out)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    reward: Any = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    for before, row in zip(rows, scored, strict=True):
+        assert {name: row[name] for name in before} == before
+        for text, score in zip(row["responses"], row["scores"], strict=True):
+            ids = tokenizer(f"{row['prompt']}{text}", add_special_tokens=False).input_ids
+            whole = [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]
+            with torch.no_grad():
+                expected = reward(torch.tensor([whole])).logits.item()
+            assert score == pytest.approx(expected, abs=1e-4)
+    best = [
+        {**row, "responses": [row["responses"][int(np.argmax(row["scores"]))]]} for row in scored
+    ]
+    worst = [
+        {**row, "responses": [row["responses"][int(np.argmin(row["scores"]))]]} for row in scored
+    ]
+    a, b = write(tmp_path / "worst.jsonl", *worst), write(tmp_path / "best.jsonl", *best)
+    assert told("judge", a, b, "--with", model)["wins"] == 4
+    refused = rather("judge", a, "--with", run.actor_train.model_path)
+    assert "is not a reward model" in refused.output
+
+
+def test_the_interval_covers_and_the_numbers_of_answers_are_right() -> None:
+    draw = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        low, high = interval(draw.choice([0.0, 0.5, 1.0], 40, p=[0.2, 0.2, 0.6]).tolist())
+        covered += low <= 0.7 <= high
+    assert covered >= 0.93 * 400
+    assert interval([1.0] * 5) == (pytest.approx(0.5, abs=0.1), 1.0)
+    assert length_controlled([1.0] * 40, list(range(-20, 20))) > 0.9
+    assert length_controlled([1.0] * 40, list(range(20, 60))) < 0.6, "length explains all of it"
+    assert repetition("it for in it for in it for in") == pytest.approx(1 - 3 / 6)
+    assert is_refusal("I\u2019m sorry, but no.")
+    assert not is_refusal("The sugar costs two coins.")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["other.jsonl", "--with", "rule.py:score"], 3, "must have the same prompts"),
+        (["b.jsonl", "--with", "rule.py:missing"], 2, "has no function of this name"),
+        (["b.jsonl", "--with", "rule.py"], 2, "rule.py:score"),
+        (["b.jsonl", "--with", "rule.py:fails"], 3, "rule.py:fails, line 4: ZeroDivisionError"),
+        (["b.jsonl", "--with", "http://127.0.0.1:1"], 2, "--judge-model"),
+        (["--with", "http://127.0.0.1:1"], 2, "compares two files"),
+        (["b.jsonl", "--with", "rule.py:score", "--out", "x.jsonl"], 2, "--out: scores"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    words: list[str], code: int, message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    answers(tmp_path / "other.jsonl", ["kind"] * 39)
+    (tmp_path / "rule.py").write_text(f"{KIND}def fails(prompt, answer):\n    return 1 / 0\n")
+    done = rather("judge", "a.jsonl", *words)
+    assert done.exit_code == code
+    assert message in done.output
