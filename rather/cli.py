@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +20,6 @@ from rather.commands.terminal import (
     Overrides,
     command,
     echo,
-    print_json,
     settings,
 )
 from rather.config.redaction import redact
@@ -140,16 +138,15 @@ def evaluate(
     model: Weights to evaluate; default: the run's own result.
     """
     given = settings(config, overrides)
-    from rather.pipeline.pipeline import DPOPipeline
+    from rather.pipeline.pipeline import evaluate_rank
+    from rather.run_folder.control import StopRequest
 
     if not given.validation.data_args.given:
         raise ConfigError("validation.data_args: set file_name or split to have held-out pairs.")
     result = given.run_dir / "model"
     if model is None and not result.exists():
         raise ConfigError(f"{result}: does not exist. Train first, or pass weights with --model.")
-    with closing(DPOPipeline(given)) as pipeline:
-        pipeline.initialize(model=model or str(result))
-        print_json(pipeline.evaluate())
+    evaluate_rank(given, StopRequest(), model=model or str(result))
 
 
 COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {

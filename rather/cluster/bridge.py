@@ -47,7 +47,7 @@ class Bridge:
     def __init__(self, store: Any, rank: int) -> None:
         """`store` is one that both ranks reach. Returns when they are connected."""
         place = dist.PrefixStore("bridge", store)  # type: ignore[attr-defined]
-        self._group: Any = dist.ProcessGroupGloo(place, rank, 2, FOR_EVER)  # type: ignore[attr-defined]
+        self._group: Any = dist.ProcessGroupGloo(place, rank, 2, FOR_EVER)
         self._peer = 1 - rank
         self._sending: list[tuple[Any, Tensor]] = []  # until the other rank has received it
         self.sent = self.received = 0  # messages

@@ -14,7 +14,6 @@ from typing import Any
 
 from rather.cluster.health import (
     COMPUTED,
-    CUT,
     GRACE,
     ONE,
     Deadlines,
@@ -23,7 +22,13 @@ from rather.cluster.health import (
     phase_of,
 )
 from rather.cluster.host import CallResult
-from rather.cluster.resources import ResourceManager, last_line, name_of, wait_elsewhere
+from rather.cluster.resources import (
+    ResourceManager,
+    SeatWatch,
+    failure_of,
+    name_of,
+    wait_elsewhere,
+)
 from rather.cluster.role import RoleOnRanks, log_records
 from rather.cluster.supervision import Supervision
 from rather.cluster.worker import RankInfo
@@ -34,9 +39,6 @@ from rather.data.shares import RunPairs, tokens_of
 from rather.errors import BatchTooLarge, ConfigError, DiskError, HangError, RatherError, WorkerLost
 
 log = logging.getLogger(__name__)
-
-RAY_NOTICES = 5.0  # seconds in which Ray itself reports a process that died, with the reason
-DIED = "It crashed, or was killed from outside, often for lack of host memory."
 
 
 class Cluster(RoleOnRanks):
@@ -69,10 +71,9 @@ class Cluster(RoleOnRanks):
         self.deadlines = Deadlines(manager.timeouts, compiles=compiles)
         self.seats = manager.seats(self.mapping, self.config.envs(self.worker_config))
         manager.named[self.role] = self.seats
-        self._gone_since: dict[int, float] = {}
+        self._watch = SeatWatch(self.seats, manager.cut_off, manager.timeouts.link)
         # Looked up once: a step makes two calls on each of up to a thousand ranks.
         self._calls = [seat.handle.call.remote for seat in self.seats]
-        self._links = {rank: seat.link for rank, seat in enumerate(self.seats) if seat.link}
         self.rooms, self.ledger = [seat.room for seat in self.seats], manager.ledger
         places = ", ".join(map(str, self.seats))
         log.info("%s: %s; %s", self.role, self.layout.describe(), places)
@@ -102,6 +103,7 @@ class Cluster(RoleOnRanks):
     def _run(self, method: str, *args: Any) -> list[Any]:
         import ray
 
+        self.manager.introduce(self.mapping)
         role, computes = self.role, method in COMPUTED
         first, *others = self._calls[:1] if method in ONE else self._calls
         # Put once, however many ranks there are.
@@ -132,8 +134,7 @@ class Cluster(RoleOnRanks):
             results |= {rank_of[ref]: each for ref, each in found if each}
             self.manager.refuse_without_ray()
             failures = {rank: each.failure for rank, each in results.items() if each.failure}
-            failures |= self._cut_off()
-            failures |= self._died_unnoticed([rank_of[ref] for ref in pending])
+            failures |= self._watch.failures([rank_of[ref] for ref in pending])
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE)
         log_records(self.role, results)
@@ -150,23 +151,6 @@ class Cluster(RoleOnRanks):
         for rank, result in results.items():
             values[rank] = result.value
         return values
-
-    def _cut_off(self) -> dict[int, Failure]:
-        """Return a failure for the first rank on each machine that does not answer."""
-        text = f"its machine has not answered for {self.manager.timeouts.link:.0f} s {CUT}"
-        ranks = [rank for rank, link in self._links.items() if link.is_silent]
-        for rank in ranks:
-            self.manager.cut_off.add(self.seats[rank].node)
-        return {rank: Failure(WorkerLost.__name__, text, text, time.time()) for rank in ranks}
-
-    def _died_unnoticed(self, ranks: Sequence[int]) -> dict[int, Failure]:
-        """Return a failure for ranks of this machine that have ended, if Ray is late to say so."""
-        now = time.monotonic()
-        gone = {rank for rank in ranks if self.seats[rank].process.is_gone}
-        self._gone_since = {rank: self._gone_since.get(rank, now) for rank in gone}
-        late = [rank for rank, since in self._gone_since.items() if now - since > RAY_NOTICES]
-        text = f"its process died. {DIED}"
-        return {rank: Failure(WorkerLost.__name__, text, text, time.time()) for rank in late}
 
     def _failed(self, failures: Mapping[int, Failure], ranks: int, *, late: bool) -> RatherError:
         """Return the first cause with its place; stop the workers unless it leaves them intact."""
@@ -246,13 +230,5 @@ def _result(ref: Any) -> CallResult | None:
     try:
         result: CallResult | None = ray.get(ref)
     except ray.exceptions.RayError as error:
-        gone = ("RayActorError", "NodeDiedError", "ObjectLostError")
-        if not isinstance(error, tuple(getattr(ray.exceptions, name) for name in gone)):
-            failure = Failure(type(error).__name__, last_line(error), str(error), time.time())
-            return CallResult(failure=failure)
-        # Of Ray's long account, the line that says what happened.
-        lines = str(error).splitlines()
-        reason = ([line for line in lines if "exit" in line.lower()] or lines)[-1].strip()
-        text = f"its process died: {reason.partition(' Some common causes')[0]} {DIED}"
-        return CallResult(failure=Failure(WorkerLost.__name__, text, str(error), time.time()))
+        return CallResult(failure=failure_of(error))
     return result

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 # --- failures ---
 
+ON_RAY = "RATHER_ON_RAY"  # in the environment of a rank that Ray runs: cpu or cuda
 GRACE = 3.0  # seconds in which other ranks may still report a cause, or the same failure
 CUT = "(timeouts.link): its network is cut, or it is off."
 ECHOES = (

@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from functools import wraps
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rather.cluster.health import Failure, Pulse, StackSnapshot, set_environment
+from rather.cluster.rank_output import BEGINS, STDERR, STDOUT, Output, RankOutput
 from rather.config import plugins
 from rather.config.redaction import redact
 from rather.errors import WorkerError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from rather.cluster.memory import Room
     from rather.cluster.worker import ActorWorker, RankInfo
     from rather.config.run_config import DPOConfig
+    from rather.run_folder.control import StopRequest
 
 CHECK_EVERY = 1.0  # seconds between two checks of the driver
 SIOCGIFADDR = 0x8915  # Linux: the request for the address of an interface
@@ -149,6 +151,8 @@ class Host:
         os.environ.update(OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
         set_environment(environment)
         self.imports, self.pulse, self.records = imports, Pulse(), LogRecords()
+        self.output = RankOutput()
+        self.asked: StopRequest
         self.servers: list[socket.socket] = []
         self.workers: dict[str, ActorWorker] = {}
         logging.getLogger("rather").addHandler(self.records)
@@ -216,6 +220,47 @@ class Host:
     def snapshot(self) -> StackSnapshot:
         """Return what this process does; called in a thread of its own."""
         return self.pulse.snapshot()
+
+    # --- a program that all ranks run ---
+
+    def run(
+        self, environment: Mapping[str, str], program: Callable[..., int], config: DPOConfig
+    ) -> int:
+        """Run a program with the environment of a rank; return its exit code."""
+        import torch.distributed as dist
+
+        from rather.run_folder.control import StopRequest
+
+        os.environ.update(environment)
+        plugins.load_sources(self.imports)
+        self.workers.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        logging.getLogger("rather").removeHandler(self.records)
+        logging.getLogger("rather").addHandler(self.output)
+        self.asked = StopRequest(on_begin=lambda: self.output.add(BEGINS))
+        try:
+            with (
+                redirect_stdout(self.output.stream(STDOUT)),
+                redirect_stderr(self.output.stream(STDERR)),
+            ):
+                return program(config, self.asked)
+        except SystemExit as end:
+            return int(end.code or 0)
+        finally:
+            logging.getLogger("rather").removeHandler(self.output)
+            logging.getLogger("rather").addHandler(self.records)
+
+    def take_output(self) -> list[Output]:
+        """Return what `run` has logged and printed since the last call; in its own thread."""
+        return self.output.take()
+
+    def request(self, number: int) -> None:
+        """Ask `run` to stop or to save, as a signal does; in its own thread."""
+        if number == signal.SIGUSR1:
+            self.asked.save_now = True
+        else:
+            self.asked.end(number)
 
 
 class LogRecords(logging.Handler):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rather.cluster.bridge import POLICY, REFERENCE, Bridge, ReferenceApart, follow
 from rather.cluster.health import COMPUTED, PHASES
@@ -31,6 +31,9 @@ from rather.errors import ConfigError
 from rather.model.sizes import model_problems
 from rather.parallel.mesh import gather_objects, max_over_ranks
 
+if TYPE_CHECKING:
+    from rather.cluster.ray_ranks import RayRanks
+
 log = logging.getLogger(__name__)
 
 
@@ -52,6 +55,7 @@ class Roles:
     runs_ahead: bool = False  # it has devices of its own, too
     closing: ExitStack = field(default_factory=ExitStack)
     restart: Callable[[], Roles] | None = None  # makes the same roles in new processes, on Ray
+    ranks: RayRanks | None = None  # run the whole program, and this process only starts them
     watchdog: Watchdog | None = None  # of this process
 
     @property
@@ -184,6 +188,7 @@ def _under_torchrun(config: DPOConfig, names: list[str]) -> Roles:
 
 def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | None) -> Roles:
     from rather.cluster.cluster import Cluster, FrozenReference
+    from rather.cluster.ray_ranks import RayRanks
     from rather.cluster.resources import ResourceManager
 
     actor, reference = mappings(config)
@@ -217,6 +222,9 @@ def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | 
         roles = Roles(policy, held, manager.kind, here=False, runs_ahead=ahead, restart=restart)
         roles.apart = with_reference and reference != actor
         roles.gpu_memory = policy.rooms[0].device
+        if config.ray.one_program:
+            held_mapping = [reference] if with_reference else []
+            roles.ranks = RayRanks(manager, [actor, *held_mapping])
         roles.closing.callback(manager.close)
         return roles
 

@@ -28,8 +28,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rather.cluster.health import ANSWER, StackSnapshot
-from rather.cluster.host import Host, Link, Process, all_gone, connection_problem, kill_marked
+from rather.cluster.health import ANSWER, CUT, Failure, StackSnapshot
+from rather.cluster.host import (
+    Host,
+    Link,
+    Process,
+    all_gone,
+    connection_problem,
+    kill_marked,
+    open_port,
+)
 from rather.cluster.memory import Ledger, Room, sentence
 from rather.config import plugins
 from rather.config.schema import Timeouts
@@ -61,6 +69,11 @@ LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds every port to loopba
 RESUME = "Run the same command again to resume from the last checkpoint."
 AGAIN = "Run the same command again, or start it with torchrun, which needs no Ray."
 CHECK_START = 0.5  # seconds between two looks at Ray's processes while a run starts
+RAY_NOTICES = 5.0  # seconds in which Ray itself reports a process that died, with the reason
+DIED = "It crashed, or was killed from outside, often for lack of host memory."
+# Of this process's environment, what ranks get: the number of threads, and the secrets of trackers
+# and stores. They travel as an argument: Ray keeps an environment where others can read it.
+TRAVELS = re.compile(r"OMP_NUM_THREADS|HF_TOKEN|(WANDB|AWS|MLFLOW)_\w+")
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,49 @@ class Seat:
 
     def __str__(self) -> str:
         return f"device {self.device} on {self.process.machine}"
+
+
+class SeatWatch:
+    """Notices processes that end, and machines that are silent, before Ray says so."""
+
+    def __init__(self, seats: Sequence[Seat], cut_off: set[str], seconds: float) -> None:
+        """`cut_off` gets the nodes that have not answered for so many seconds."""
+        self.seats, self._cut_off, self._seconds = seats, cut_off, seconds
+        self._links = {rank: seat.link for rank, seat in enumerate(seats) if seat.link}
+        self._gone_since: dict[int, float] = {}
+
+    def failures(self, ranks: Sequence[int]) -> dict[int, Failure]:
+        """Return what has happened to these ranks, and to the machines of all."""
+        return self._silent_machines() | self.died_unnoticed(ranks)
+
+    def _silent_machines(self) -> dict[int, Failure]:
+        """Return a failure for the first rank on each machine that does not answer."""
+        text = f"its machine has not answered for {self._seconds:.0f} s {CUT}"
+        ranks = [rank for rank, link in self._links.items() if link.is_silent]
+        self._cut_off |= {self.seats[rank].node for rank in ranks}
+        return {rank: Failure.of(WorkerLost(text)) for rank in ranks}
+
+    def died_unnoticed(self, ranks: Sequence[int]) -> dict[int, Failure]:
+        """Return a failure for ranks of this machine that have ended, if Ray is late to say so."""
+        now = time.monotonic()
+        gone = {rank for rank in ranks if self.seats[rank].process.is_gone}
+        self._gone_since = {rank: self._gone_since.get(rank, now) for rank in gone}
+        late = [rank for rank, since in self._gone_since.items() if now - since > RAY_NOTICES]
+        return {rank: Failure.of(WorkerLost(f"its process died. {DIED}")) for rank in late}
+
+
+def failure_of(error: Exception) -> Failure:
+    """Return why Ray has no result of a process."""
+    from ray import exceptions
+
+    gone = (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.ObjectLostError)
+    if not isinstance(error, gone):
+        return Failure(type(error).__name__, last_line(error), str(error), time.time())
+    # Of Ray's long account, the line that says what happened.
+    lines = str(error).splitlines()
+    reason = ([line for line in lines if "exit" in line.lower()] or lines)[-1].strip()
+    text = f"its process died: {reason.partition(' Some common causes')[0]} {DIED}"
+    return Failure(WorkerLost.__name__, text, str(error), time.time())
 
 
 def name_of(role: str, rank: int, seats: Sequence[Seat]) -> str:
@@ -101,6 +157,7 @@ class ResourceManager:
         self.devices, self.timeouts = num_nodes * num_gpus_per_node, timeouts or Timeouts()
         self._cluster = f"the Ray cluster at {address}" if address else "this machine"
         self._seats: dict[tuple[int, ...], list[Seat]] = {}
+        self._grouped: set[tuple[int, ...]] = set()  # mappings whose processes are in a group
         self.named: dict[str, Sequence[Seat]] = {}  # by role
         self.ledger = Ledger()
         self.cut_off: set[str] = set()  # nodes that Ray may still believe to be alive
@@ -210,10 +267,7 @@ class ResourceManager:
             for start in range(1, STARTS + 1):
                 try:
                     with self._watched():
-                        started = self._start(mapping, environment)
-                        if len(started) > 1:
-                            self._introduce(started)
-                        started = self._link(started)
+                        started = self._link(self._start(mapping, environment))
                     break
                 except WorkerLost as error:  # a process that is in no pipeline yet
                     if start == STARTS:
@@ -221,6 +275,18 @@ class ResourceManager:
                     log.warning("%s; starting again (%d of %d)", error, start + 1, STARTS)
             self._seats[mapping] = started
         return self._seats[mapping]
+
+    def introduce(self, device_mapping: Sequence[int]) -> None:
+        """Make a process group of the processes on these devices, unless they are in one."""
+        mapping = tuple(device_mapping)
+        if len(mapping) > 1 and mapping not in self._grouped:
+            with self._watched():
+                self._introduce(self._seats[mapping])
+            self._grouped.add(mapping)
+
+    def forget_groups(self) -> None:
+        """The processes run a program that makes groups of its own, and ends them."""
+        self._grouped.clear()
 
     def _start(self, mapping: tuple[int, ...], environment: Mapping[str, str]) -> list[Seat]:
         from ray.util.placement_group import placement_group_table
@@ -234,7 +300,7 @@ class ResourceManager:
             for probe in probes:
                 self._ray.kill(probe)
             gpus = dict(zip(nodes, found, strict=True))
-        own = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
+        own = {name: value for name, value in os.environ.items() if TRAVELS.fullmatch(name)}
         handles = []
         for device in mapping:
             node, local = divmod(device, each)
@@ -279,17 +345,24 @@ class ResourceManager:
 
     def _port_of(self, first: Seat, others: Sequence[Seat]) -> int:
         """Return a port of the first process that all others reach, or say who does not."""
-        seconds = self.timeouts.connect
         [port] = self._all([first.handle.listen.remote(first.address)], "open a port")
-        place = (first.address, port, seconds)
-        asked = [seat.handle.connection_problem.remote(*place) for seat in others]
-        for seat, problem in zip(others, self._all(asked, "connect", 2 * seconds), strict=True):
+        self.check_reach(others, str(first), first.address, port)
+        return int(port)
+
+    def check_reach(self, seats: Sequence[Seat], name: str, address: str, port: int) -> None:
+        """Refuse processes that cannot reach a port, or say who does not."""
+        seconds = self.timeouts.connect
+        asked = [seat.handle.connection_problem.remote(address, port, seconds) for seat in seats]
+        for seat, problem in zip(seats, self._all(asked, "connect", 2 * seconds), strict=True):
             if problem:
                 raise WorkerError(
-                    f"{seat} cannot reach {first} at {first.address}:{port} within {seconds:.0f} "
+                    f"{seat} cannot reach {name} at {address}:{port} within {seconds:.0f} "
                     f"s: {problem}. Workers on several machines need open ports between them."
                 )
-        return int(port)
+
+    def open_port(self) -> socket.socket:
+        """Open a port of this process at the address by which Ray knows its machine."""
+        return open_port(str(self._ray.util.get_node_ip_address()))
 
     def _link(self, seats: Sequence[Seat]) -> list[Seat]:
         """Connect this process with the first one on each other machine."""
@@ -406,6 +479,7 @@ class ResourceManager:
         """End the processes on these devices, or all; those of this machine are then gone."""
         self.is_stopped = self.is_stopped or device_mapping is None
         ending = [tuple(device_mapping)] if device_mapping is not None else list(self._seats)
+        self._grouped -= set(ending)
         seats = [seat for mapping in ending for seat in self._seats.pop(mapping, [])]
         if self._has_ray:
             for seat in seats:

@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from rather.cluster.health import (
     COMPUTED,
     EXCHANGED,
+    ON_RAY,
     ONE,
     Failure,
     first_cause,
@@ -282,9 +283,12 @@ def join_ranks(
             f"--nproc-per-node={devices}"
         )
     role, own, size = role_of(rank, roles)
-    kind, settings = device_kind(config.platform), getattr(config, role)
+    on_ray, settings = os.environ.get(ON_RAY), getattr(config, role)
+    kind = on_ray or device_kind(config.platform)
     per_node = None if near == world else config.num_gpus_per_node or near
-    device = device_of(settings, own, per_node) if kind == "cuda" else "cpu"
+    device = "cpu"
+    if kind == "cuda":  # on Ray a process sees no other one
+        device = "cuda:0" if on_ray else device_of(settings, own, per_node)
     set_environment(config.envs(settings))
     address = "127.0.0.1" if near == world else os.environ["MASTER_ADDR"]
     if near < world and interface_to(address) == "lo":  # as a machine resolves its own name
@@ -298,7 +302,7 @@ def join_ranks(
         prefixed = dist.PrefixStore(role, store)  # type: ignore[attr-defined]
         place = {"store": prefixed, "rank": own, "world_size": size}
     use_interface_to(address)
-    if size > 1 or len(roles) == 1:
+    if size > 1 or (len(roles) == 1 and not on_ray):
         join_group(kind, device, timeout, **place)
         closing.callback(dist.destroy_process_group)
     elif kind == "cuda":

@@ -23,7 +23,7 @@ from functools import partial, wraps
 from itertools import chain, repeat
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -33,6 +33,7 @@ from rather.cluster.health import (
     COMPUTED,
     CUT,
     GRACE,
+    ON_RAY,
     Failure,
     Limit,
     Pulse,
@@ -63,6 +64,14 @@ DIED = (
     "again to resume from the last checkpoint."
 )
 DEBUGGERS = ("bdb.py", "pydevd")
+
+
+class Cause(NamedTuple):
+    """Why a job ends, and with which exit code."""
+
+    failure: Failure
+    where: str
+    code: int
 
 
 @dataclass
@@ -188,14 +197,13 @@ class Watchdog:
         if any(name in own.stacks for name in DEBUGGERS):
             return
 
-        def report(ranks: Snapshots, others: Snapshots = MappingProxyType({})) -> int:
+        def report(ranks: Snapshots, others: Snapshots = MappingProxyType({})) -> Cause:
             error = hang_error(ranks, others, limit, self.log_dir)
             if self.supervision:
                 self.supervision.note("hang", error)
-            print(f"rather: {error}", file=sys.stderr, flush=True)
-            return error.exit_code
+            return print_cause(Failure.of(error), "")
 
-        def report_all(peers: Peers, found: Mapping[int, Any]) -> int:
+        def report_all(peers: Peers, found: Mapping[int, Any]) -> Cause:
             late = role or (own.call.partition(".")[0] if "." in own.call else "")
             seen = {rank: StackSnapshot(**fields) for rank, fields in found.items()}
             names = peers.names(late)
@@ -227,12 +235,12 @@ class Watchdog:
             return
         text = f"{silent[0]} has not answered for {self.timeouts.link:.0f} s {CUT}"
         error = WorkerLost(f"{text} Run the same command again to resume.")
+        cause = print_cause(Failure.of(error), "")
         if peers.rank == 0:
             if self.supervision:
                 self.supervision.note("worker_lost", error)
             with suppress(dist.DistError):
-                peers.store.set("code", str(error.exit_code))  # the others only notice
-        print(f"rather: {error}", file=sys.stderr, flush=True)
+                peers.publish(cause)  # the others only notice
         os._exit(error.exit_code)
 
 
@@ -322,14 +330,19 @@ class Peers:
             time.sleep(0.1)
         return bool(there)
 
+    def publish(self, cause: Cause) -> None:
+        """Let all processes, and on Ray the one that started them, know why the job ends."""
+        self.store.set("cause", json.dumps([asdict(cause.failure), cause.where]))
+        self.store.set("code", str(cause.code))
+
     def settle(
-        self, topic: str, own: Any, seconds: float, report: Callable[[Mapping[int, Any]], int]
+        self, topic: str, own: Any, seconds: float, report: Callable[[Mapping[int, Any]], Cause]
     ) -> int:
         """Return the exit code of all processes, once one has reported what all have written."""
         self.write(topic, own)
         if self.store.add(f"{topic} speakers", 1) == 1:
             self.wait([f"{topic} {rank}" for rank in range(self.world)], seconds)
-            self.store.set("code", str(report(self.read(topic))))
+            self.publish(report(self.read(topic)))
         self.wait(["code"], 2 * seconds)
         return int(self.store.get("code"))
 
@@ -362,11 +375,11 @@ def report_first_failure(work: Callable[[], int]) -> int:
                 report = [asdict(own), role, death]
                 code = peers.settle("failure", report, GRACE, partial(_report, peers))
         except dist.DistError:  # torchrun's store is gone, or not there yet
-            code = _print(own, "")
+            code = print_cause(own, "").code
     raise SystemExit(code)
 
 
-def _report(peers: Peers, found: Mapping[int, Any]) -> int:
+def _report(peers: Peers, found: Mapping[int, Any]) -> Cause:
     """Print the first cause."""
     failures = {rank: Failure(**fields) for rank, (fields, *_) in found.items()}
     rank = first_cause(failures)
@@ -375,13 +388,15 @@ def _report(peers: Peers, found: Mapping[int, Any]) -> int:
     if failures[rank].is_echo and deaths:
         died, how = deaths[0]
         text = f"{peers.names(role)[died]} died{how}. {DIED}"
-        return _print(Failure(WorkerLost.__name__, text, "", failures[rank].at), "")
+        return print_cause(Failure(WorkerLost.__name__, text, "", failures[rank].at), "")
     where = place_of(failures, peers.world, role, peers.names(role).__getitem__)
-    return _print(failures[rank], where)
+    return print_cause(failures[rank], where)
 
 
-def _print(failure: Failure, where: str) -> int:
+def print_cause(failure: Failure, where: str) -> Cause:
+    """Print the first cause of a failure; on Ray the process that started this one does so."""
     error = failure.error(where)
     trace = "" if failure.is_expected else failure.trace
-    print(printable(f"{trace}rather: {error}"), file=sys.stderr, flush=True)
-    return error.exit_code
+    if ON_RAY not in os.environ:
+        print(printable(f"{trace}rather: {error}"), file=sys.stderr, flush=True)
+    return Cause(failure, where, error.exit_code)

@@ -238,7 +238,9 @@ class ActorWorker:
         }
         if self.fitted.get("narrow_gradients"):
             self.has_narrow_gradients = self.trainer.narrow_gradients()
-        if not isinstance(policy, PolicyModel) or (self.is_divided and (shape.host or not self.on_gpu)):
+        if not isinstance(policy, PolicyModel) or (
+            self.is_divided and (shape.host or not self.on_gpu)
+        ):
             budget = Budget(tokens or TOKENS[self.device.split(":")[0]], self._recompute)
         while budget is None:
             assert isinstance(policy, PolicyModel)

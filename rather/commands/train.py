@@ -9,13 +9,11 @@ from rich.console import Console
 
 from rather.commands.terminal import echo
 from rather.config.run_config import DPOConfig
-from rather.data.prepare import BadRows
 from rather.data.show import print_report
 from rather.pipeline.loop import TrainingLoop
-from rather.pipeline.pipeline import DPOPipeline
+from rather.pipeline.pipeline import DPOPipeline, run_rank
 from rather.run_folder.control import StopRequest
-from rather.run_folder.layout import locked, write_run_report
-from rather.run_folder.names import DATA_REPORT
+from rather.run_folder.layout import locked
 from rather.tracking.logs import close_logging, setup_logging, worker_log
 
 
@@ -28,20 +26,14 @@ def train_run(config: DPOConfig, stop: StopRequest) -> int:
         try:
             for role in ("actor_train", "reference"):
                 worker_log(config.log_dir, role, rank)
-            pipeline = DPOPipeline(config)
-            pipeline.roles.watch()
-            if rank == 0:
-                print_report(pipeline.data.report, Console(stderr=True))
-            return pipeline.run(stop)
-        except BadRows as refused:
-            write_run_report(config.run_dir, refused.report, DATA_REPORT)
-            raise
+            return run_rank(config, stop)
         finally:
             close_logging()
 
 
 def dry_run(config: DPOConfig) -> int:
     """Do everything up to the first step."""
+    config = config.model_copy(update={"ray": config.ray.model_copy(update={"one_program": False})})
     pipeline = DPOPipeline(config)
     with closing(pipeline):
         print_report(pipeline.data.report, Console(stderr=True))

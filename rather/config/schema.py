@@ -716,6 +716,8 @@ class RayArgs(Section):
 
     address: Text | None = None
     """Address of a running Ray cluster (host:port or auto); default: start a local one."""
+    one_program: bool = False
+    """Let every rank run the whole program, as under torchrun; nothing is called in a step."""
 
 
 class Timeouts(Section):

@@ -9,6 +9,8 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
+from rich.console import Console
+
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import launch
@@ -16,7 +18,8 @@ from rather.cluster.supervision import Supervision
 from rather.config.checks import device_problems, missing
 from rather.config.run_config import DPOConfig
 from rather.data.hub import refuse_unknown_model
-from rather.data.prepare import Prepared, prepare
+from rather.data.prepare import BadRows, Prepared, prepare
+from rather.data.show import print_report
 from rather.data.template import tokenizer_of
 from rather.data.trial import try_own_formats
 from rather.errors import (
@@ -32,7 +35,7 @@ from rather.losses.objective import Running, from_config
 from rather.losses.own import METRICS
 from rather.losses.trial import try_own_losses, try_own_metrics
 from rather.model.export import model_card
-from rather.pipeline.callbacks import registered_callbacks
+from rather.pipeline.callbacks import refuse_callbacks_of_scripts, registered_callbacks
 from rather.pipeline.checks import (
     check_step_zero,
     identity_of,
@@ -61,7 +64,16 @@ from rather.pipeline.run_summary import RunSummary
 from rather.pipeline.steps import PreparedSteps, log_length
 from rather.registry import tool
 from rather.run_folder import control
-from rather.run_folder.layout import RESULTS, Incidents, locked, with_rounding_of_run
+from rather.run_folder.control import StopRequest
+from rather.run_folder.layout import (
+    RESULTS,
+    Incidents,
+    locked,
+    with_rounding_of_run,
+    write_run_report,
+)
+from rather.run_folder.names import DATA_REPORT
+from rather.tracking.json_lines import strict_json
 from rather.tracking.run import NoTracker, RunTracker
 from rather.tracking.trackers import check_installed
 
@@ -86,16 +98,23 @@ class DPOPipeline(Run):
         try_own_metrics(METRICS, with_reference=self.objective.needs_reference)
         try_own_formats(config)
         self.callbacks, self.on_record = registered_callbacks(), None
-        self.run_dir, self.stop = config.run_dir, control.StopRequest()
+        self.run_dir, self.stop = config.run_dir, StopRequest()
         self.state = RunState()
         self.supervision = Supervision(
-            config, Incidents(config.run_dir).add, lambda: self.progress.step, self._pause
+            config, Incidents(config.run_dir).add, self._steps_done, self._pause
         )
         self.roles = launch(
             config,
             with_reference=self.objective.needs_reference,
             supervision=self.supervision,
         )
+        if self.roles.ranks:  # each of them does the rest
+            try:
+                refuse_callbacks_of_scripts()
+            except ConfigError:
+                self.close()
+                raise
+            return
         try:
             self._prepare()
             self._build()
@@ -169,7 +188,7 @@ class DPOPipeline(Run):
 
     # --- a run ---
 
-    def run(self, stop: control.StopRequest | None = None) -> int:
+    def run(self, stop: StopRequest | None = None) -> int:
         """Train, complete the run folder, end all workers, and return the exit code.
 
         If workers are lost, training resumes from the last checkpoint with new ones. If `stop`
@@ -178,8 +197,11 @@ class DPOPipeline(Run):
         with closing(self), ExitStack() as stack:
             if stop is None:
                 stack.enter_context(locked(self.config, is_main=self.roles.is_main))
-                stop = stack.enter_context(control.StopRequest())
-            self.stop = self.parts.requests.stop = stop
+                stop = stack.enter_context(StopRequest())
+            self.stop = stop
+            if self.roles.ranks:
+                return self._run_on_ranks(stop)
+            self.parts.requests.stop = stop
             stop.last_saved = lambda: self.saving.last_saved if self.saving else None
             while True:
                 try:
@@ -197,6 +219,30 @@ class DPOPipeline(Run):
                 self.roles = self.roles.restart()
                 self._build()
 
+    def _run_on_ranks(self, stop: StopRequest) -> int:
+        """Let all ranks train; if some are lost, start all again from the last checkpoint."""
+        stop.last_saved = lambda: self._last_step
+        while True:
+            assert self.roles.ranks
+            try:
+                return self.roles.ranks.run(run_rank, self.config, stop)
+            except (WorkerLost, HangError) as error:
+                if stop.signal is not None:
+                    raise
+                self.supervision.survive(error, "worker_lost", "all workers are started again")
+                if number := stop.signal:  # it came during the pause
+                    text = "stopped while workers were restarting; run the command again"
+                    raise Ended(number, text) from error
+            self.config = self.supervision.config_to_resume()
+            assert self.roles.restart
+            self.roles = self.roles.restart()
+
+    @property
+    def _last_step(self) -> int | None:
+        """The step of the newest checkpoint, by its file: this process may not train."""
+        newest = control.latest(self.run_dir)
+        return newest[0] if newest else None
+
     def _check_uploads(self, *, failed: bool) -> None:
         """Refuse to end as finished if the object store lacks something."""
         assert self.saving
@@ -211,7 +257,12 @@ class DPOPipeline(Run):
         until = time.monotonic() + seconds
         while not self.stop.signal and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, control.POLL_SECONDS))
-            self.parts.requests.read()
+            if control.take_requests(self.run_dir, self._steps_done()) == control.STOP:
+                self.stop.end()
+
+    def _steps_done(self) -> int:
+        """Return how many steps are done, as far as this process knows."""
+        return (self._last_step or 0) if self.roles.ranks else self.progress.step
 
     def _tracker(self, newest: Checkpoint | None, *, quiet: bool = False) -> RunTracker:
         return super()._tracker(newest, quiet=quiet)
@@ -359,3 +410,34 @@ class DPOPipeline(Run):
         width = max(map(len, questions))
         lines = [f"  {what:<{width}}  {command}" for what, command in questions.items()]
         log.info("What next:\n%s", "\n".join(lines))
+
+
+# --- what every rank runs, whoever started it ---
+
+
+def run_rank(config: DPOConfig, stop: StopRequest) -> int:
+    """Train, or resume, and return the exit code.
+
+    In a process that only starts the ranks of a Ray cluster, this returns when they have ended.
+    """
+    try:
+        pipeline = DPOPipeline(config)
+        pipeline.roles.watch()
+        if pipeline.roles.is_main and not pipeline.roles.ranks:
+            print_report(pipeline.data.report, Console(stderr=True))
+        return pipeline.run(stop)
+    except BadRows as refused:
+        write_run_report(config.run_dir, refused.report, DATA_REPORT)
+        raise
+
+
+def evaluate_rank(config: DPOConfig, stop: StopRequest, *, model: str) -> int:
+    """Print the metrics of a model on the held-out pairs as JSON."""
+    with closing(DPOPipeline(config)) as pipeline:
+        if pipeline.roles.ranks:
+            return pipeline.roles.ranks.run(partial(evaluate_rank, model=model), config, stop)
+        pipeline.initialize(model=model)
+        metrics = pipeline.evaluate()
+        if pipeline.roles.is_main:
+            print(strict_json(metrics, indent=1), flush=True)
+    return 0

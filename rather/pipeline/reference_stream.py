@@ -131,7 +131,8 @@ class ReferenceStream:
         if self._follows or not self.roles.runs_ahead:
             yield from map(self._answer, steps)
             return
-        reference, asked = self.roles.reference, None  # the step before, not trained yet
+        reference = self.roles.reference
+        asked: _Asked | None = None  # the step before, which is not trained yet
         every = self.config.ref_model_sync_steps if self.config.sync_ref_model else None
         try:
             for step in steps:

@@ -263,10 +263,10 @@ class ReferenceLogps:
         slots = self._slots(self._table, pairs)
         known, kept = self._table.get(slots)
         unknown = self._unknown(known)
-        asked = None
+        computed: Callable[[], Columns] | None = None
         if unknown.any():
-            asked = self._run(batches, unknown, shared="shared" in self.stored)
-        answer = partial(self._answer, slots, known, kept, asked)
+            computed = self._run(batches, unknown, shared="shared" in self.stored)
+        answer = partial(self._answer, slots, known, kept, computed)
         return partial(self._count, unknown, answer)
 
     def _count(self, unknown: Flags, answer: Callable[[], Columns]) -> Columns:

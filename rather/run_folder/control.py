@@ -211,8 +211,11 @@ PATIENCE = 45.0  # seconds for cleaning up; a library may wait forever for somet
 class StopRequest:
     """While entered, `signal` and `save_now` hold requests; the loop reads them between steps."""
 
-    def __init__(self, patience: float | None = PATIENCE) -> None:
-        self._patience = patience
+    def __init__(
+        self, patience: float | None = PATIENCE, on_begin: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_begin` is called when training begins."""
+        self._patience, self._on_begin = patience, on_begin
         self.signal: int | None = None
         self.save_now = False
         self.stops = self.saves = False  # what all processes have agreed on
@@ -239,6 +242,7 @@ class StopRequest:
         """From now on a stop saves first."""
         self._end_if_asked()
         self._at_once = False
+        self._on_begin()
 
     def _end_if_asked(self) -> None:
         """Raise; again if a library swallowed the exception, such as in `__del__`."""

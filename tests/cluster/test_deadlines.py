@@ -58,6 +58,10 @@ CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
+# The calls of a reference that works ahead; `await_log_probs` has the deadlines of a step.
+AHEAD = {"ask_log_probs", "await_log_probs", "drop_questions", "take_seconds"}
+
+
 def expected(role: str, call: str) -> tuple[str, str]:
     """Of the first such call in a process, and of those after it."""
     key = CALLS[call][0]
@@ -89,6 +93,7 @@ class Processes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
         self.role, self.silent, self.ledger, self.timeouts = role, "", Ledger(), Timeouts()
         self.named: dict[str, Any] = {}
+        self.cut_off: set[str] = set()
         ray = SimpleNamespace(wait=self._wait, get=lambda refs: [CallResult({}) for _ in refs])
         monkeypatch.setitem(
             sys.modules, "ray", ray
@@ -106,6 +111,9 @@ class Processes:
         )
         here = Process("here", 0, "", "")
         return [Seat(handle, "", "", here, 0, Room("here", 0, 1 << 40, 0))]
+
+    def introduce(self, _mapping: Any) -> None:
+        """A process alone needs no group."""
 
     def refuse_without_ray(self) -> None:
         """It is there."""
@@ -136,7 +144,7 @@ def test_on_ray_each_call_ends_by_the_deadline_of_its_phase(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: DPOConfig, role: str
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where a model would be saved
-    assert calls_of(Cluster) == {*CALLS, "pack", "park"}
+    assert calls_of(Cluster) == {*CALLS, "pack", "park", *AHEAD}
     section = config.actor_train if role == "actor_train" else config.reference
     processes = Processes(monkeypatch, role)
     for name, (_, call) in CALLS.items():
@@ -166,7 +174,7 @@ def test_under_torchrun_each_call_ends_by_the_deadline_of_its_phase(
     config: DPOConfig, role: str
 ) -> None:
     own = calls_of(SpmdCluster)
-    assert own == {*CALLS, "pack", "park"}
+    assert own == {*CALLS, "pack", "park", *AHEAD}
     watchdog = Watchdog(config.timeouts, config.log_dir, 2, None)
     telling = Telling(role, watchdog)
     watchdog.watch(telling, health.PHASES)

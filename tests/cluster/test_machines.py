@@ -99,6 +99,8 @@ def test_only_the_first_rank_returns_what_all_have_computed(
     manager: Any = SimpleNamespace(
         kind="cpu",
         ledger=Ledger(),
+        cut_off=set(),
+        introduce=lambda _: None,
         timeouts=Timeouts(),
         named={},
         refuse_without_ray=lambda: None,
@@ -340,7 +342,7 @@ def test_gloo_uses_the_interface_that_leads_to_the_others(
     os.environ.update(sizes, MASTER_ADDR=master)
     seen: dict[str, str] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.update(os.environ))
-    member = role.join_ranks(make_config(tmp_path), {"actor_train": 2}, ExitStack())
+    member, _ = role.join_ranks(make_config(tmp_path), {"actor_train": 2}, ExitStack())
     assert seen["GLOO_SOCKET_IFNAME"] == expected
     assert member == RankInfo(0, 2, "cpu", near)
     assert "expandable_segments" in seen["PYTORCH_ALLOC_CONF"]  # read at the first use of a GPU
@@ -361,13 +363,13 @@ def test_torchrun_uses_the_devices_that_the_config_names(
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **place: joined.update(place))
     os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost")
     config = make_config(tmp_path, actor_train__device_mapping=[4, 6])
-    assert role.join_ranks(config, {"actor_train": 2}, ExitStack()).device == "cuda:6"
+    assert role.join_ranks(config, {"actor_train": 2}, ExitStack())[0].device == "cuda:6"
     assert joined["device_id"] == torch.device("cuda:6")
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     config = make_config(
         tmp_path, num_nodes=2, num_gpus_per_node=4, actor_train__device_mapping=[0, 5]
     )
-    assert role.join_ranks(config, {"actor_train": 2}, ExitStack()).device == "cuda:1"
+    assert role.join_ranks(config, {"actor_train": 2}, ExitStack())[0].device == "cuda:1"
 
 
 # --- groups and twins ---

@@ -100,7 +100,7 @@ import os, sys, threading
 from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
-from rather.cluster.host import join_group
+from rather.cluster.host import join_group, use_interface_to
 from rather.cluster.supervision import Watchdog
 from rather.config.schema import Timeouts
 
@@ -108,7 +108,8 @@ address, place = os.environ["MASTER_ADDR"], {"is_master": True, "wait_for_worker
 if os.environ["RANK"] == "0":
     agent = dist.TCPStore(address, 29511, **place)
 os.environ["MASTER_PORT"] = "29512"
-join_group("cpu", "cpu", address, timedelta(seconds=600))
+use_interface_to(address)
+join_group("cpu", "cpu", timedelta(seconds=600))
 os.environ["MASTER_PORT"] = "29511"
 Watchdog(Timeouts(connect=60), Path(os.environ["TMPDIR"]), 2, None).start()
 print("started", file=sys.stderr, flush=True)

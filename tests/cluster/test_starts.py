@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rather.cluster import cluster, resources
+from rather.cluster import resources
 from rather.cluster.host import Process
 from rather.errors import WorkerError
 
@@ -152,18 +152,17 @@ def test_nothing_with_the_mark_of_a_local_ray_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.defect("X18")
 def test_a_worker_that_ray_does_not_miss_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    role: Any = cluster.Cluster.__new__(cluster.Cluster)
     alive = Process.this()
-    role.seats = [
-        SimpleNamespace(process=alive),
-        SimpleNamespace(process=replace(alive, started="0")),
+    seats: list[Any] = [
+        SimpleNamespace(process=alive, link=None),
+        SimpleNamespace(process=replace(alive, started="0"), link=None),
     ]
-    role._gone_since = {}
-    assert role._died_unnoticed([0, 1]) == {}, "Ray has a few seconds to say why"
-    monkeypatch.setattr(cluster, "RAY_NOTICES", -1.0)
-    [(rank, failure)] = role._died_unnoticed([0, 1]).items()
+    watch = resources.SeatWatch(seats, set(), 30.0)
+    assert watch.failures([0, 1]) == {}, "Ray has a few seconds to say why"
+    monkeypatch.setattr(resources, "RAY_NOTICES", -1.0)
+    [(rank, failure)] = watch.failures([0, 1]).items()
     assert (rank, failure.kind) == (1, "WorkerLost")
-    assert role._died_unnoticed([0]) == {}
+    assert watch.failures([0]) == {}
 
 
 SCRIPT = """

@@ -1,0 +1,171 @@
+"""RayRanks: starts one program on every device of a Ray cluster, watches it, and computes nothing.
+
+Each rank gets the environment that torchrun would give it, and runs the same function. The store at
+which ranks meet is in this process, so it outlives them: there they agree on the first cause of a
+failure. Nothing is called in a step; once a second this process fetches what the first rank has
+logged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from rather.cluster.health import GRACE, ON_RAY, Failure
+from rather.cluster.rank_output import pass_on
+from rather.cluster.resources import SNAPSHOTS, ResourceManager, Seat, SeatWatch, failure_of
+from rather.cluster.supervision import report_first_failure
+from rather.config.run_config import DPOConfig
+from rather.errors import RatherError, WorkerError
+from rather.run_folder.control import SAVES, StopRequest
+
+log = logging.getLogger(__name__)
+
+POLL = 1.0  # seconds between two looks at the ranks
+LAST_WORDS = 6 * GRACE  # seconds in which ranks agree on the first cause of a failure
+Program = Callable[[DPOConfig, StopRequest], int]
+
+
+class RayRanks:
+    """The ranks of a job: those of the policy, then those of a reference apart."""
+
+    def __init__(self, manager: ResourceManager, mappings: Sequence[Sequence[int]]) -> None:
+        """Roles with equal device mappings share their ranks."""
+        self.manager = manager
+        self.mappings = list(dict.fromkeys(map(tuple, mappings)))
+        self.attempt = 0
+
+    @property
+    def seats(self) -> list[Seat]:
+        return [seat for mapping in self.mappings for seat in self.manager.seats(mapping, {})]
+
+    def run(self, program: Program, config: DPOConfig, stop: StopRequest) -> int:
+        """Run the program on all ranks; return its exit code, or raise the first cause."""
+        seats, server = self.seats, self.manager.open_port()
+        address, port = place = server.getsockname()[:2]
+        # The open port is handed over: nobody else can take it, and it stays on its interface.
+        options: Any = {"wait_for_workers": False, "master_listen_fd": server.detach()}
+        limit = timedelta(seconds=GRACE)
+        store = dist.TCPStore(address, port, is_master=True, timeout=limit, **options)  # type: ignore[attr-defined]
+        self.manager.check_reach(seats, "the process that started it", address, port)
+        self.attempt += 1
+        environments = _environments(seats, place, self.attempt, self.manager.kind)
+        running = [
+            seat.handle.run.remote(environment, partial(_as_rank, program), config)
+            for seat, environment in zip(seats, environments, strict=True)
+        ]
+        self.manager.forget_groups()  # ranks have their own
+        peers = dist.PrefixStore(f"rather/{self.attempt}", store)  # type: ignore[attr-defined]
+        try:
+            return self._watch(running, seats, peers, stop)
+        except RatherError:
+            self.manager.stop()
+            raise
+
+    def _watch(
+        self, running: Sequence[Any], seats: Sequence[Seat], store: Any, stop: StopRequest
+    ) -> int:
+        import ray
+
+        rank_of = {ref: rank for rank, ref in enumerate(running)}
+        codes: dict[int, int] = {}
+        failures: dict[int, Failure] = {}
+        pending, deadline = list(running), float("inf")
+        sent: set[int] = set()
+        watch = SeatWatch(seats, self.manager.cut_off, self.manager.timeouts.link)
+        while pending and time.monotonic() < deadline:
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL)
+            for ref in done:
+                try:
+                    codes[rank_of[ref]] = int(ray.get(ref))
+                except ray.exceptions.RayError as error:
+                    failures[rank_of[ref]] = failure_of(error)
+            self._fetch_output(seats[0], stop)
+            self.manager.refuse_without_ray()
+            failures |= watch.failures([rank_of[ref] for ref in pending])
+            self._forward(stop, seats, sent)
+            if (failures or any(codes.values())) and deadline == float("inf"):
+                deadline = time.monotonic() + LAST_WORDS
+            if failures and _has_cause(store):
+                break
+        self._fetch_output(seats[0], stop)
+        if not failures and not pending and len(set(codes.values())) == 1 and not _has_cause(store):
+            return codes[0]
+        raise self._first_cause(store, failures, seats)
+
+    def _fetch_output(self, seat: Seat, stop: StopRequest) -> None:
+        """Log what the first rank has logged; from its first step on a stop saves first."""
+        import ray
+
+        asked = seat.handle.take_output.options(concurrency_group=SNAPSHOTS).remote()
+        with suppress(ray.exceptions.RayError):  # it has died, or is late
+            if pass_on(ray.get(asked, timeout=5 * POLL)):
+                stop.begin_training()
+
+    def _forward(self, stop: StopRequest, seats: Sequence[Seat], sent: set[int]) -> None:
+        """Send a signal to all ranks, each once."""
+        wanted = stop.signal or (SAVES if stop.save_now else None)
+        if wanted is None or wanted in sent:
+            return
+        stop.save_now = False
+        if wanted != SAVES:
+            sent.add(wanted)
+        for seat in seats:
+            seat.handle.request.options(concurrency_group=SNAPSHOTS).remote(int(wanted))
+
+    def _first_cause(
+        self, store: Any, failures: dict[int, Failure], seats: Sequence[Seat]
+    ) -> Exception:
+        if _has_cause(store):
+            fields, where = json.loads(store.get("cause"))
+            failure = Failure(**fields)
+            if not failure.is_expected:
+                log.error("%s", failure.trace)
+            return failure.error(where)
+        if failures:
+            rank = min(failures)
+            return failures[rank].error(f"rank {rank} of {len(seats)} ({seats[rank]})")
+        return WorkerError("some ranks ended and others did not, and none says why.")
+
+
+def _as_rank(program: Program, config: DPOConfig, stop: StopRequest) -> int:
+    """Run the program in the process of a rank; of a failure, all ranks find the first cause."""
+    return report_first_failure(lambda: program(config, stop))
+
+
+def _has_cause(store: Any) -> bool:
+    return bool(store.check(["cause"]))
+
+
+def _environments(
+    seats: Sequence[Seat], place: Sequence[Any], attempt: int, kind: str
+) -> list[dict[str, str]]:
+    """Return what torchrun would set for each rank."""
+    near, seen = Counter(seat.node for seat in seats), Counter[str]()
+    found = []
+    for rank, seat in enumerate(seats):
+        found.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(seats)),
+                "LOCAL_RANK": str(seen[seat.node]),
+                "LOCAL_WORLD_SIZE": str(near[seat.node]),
+                "MASTER_ADDR": str(place[0]),
+                "MASTER_PORT": str(place[1]),
+                "TORCHELASTIC_RUN_ID": "rather",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                ON_RAY: kind,
+            }
+        )
+        seen[seat.node] += 1
+    return found

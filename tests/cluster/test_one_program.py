@@ -1,0 +1,202 @@
+"""ray.one_program: every rank on Ray runs the whole program; the driver starts and watches."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rather.cluster.health import Failure
+from rather.cluster.host import Process
+from rather.cluster.memory import Room
+from rather.cluster.rank_output import BEGINS, LOG, STDOUT, RankOutput, pass_on
+from rather.cluster.ray_ranks import RayRanks
+from rather.cluster.resources import Seat
+from rather.config.schema import Timeouts
+from rather.errors import ConfigError, HangError, WorkerLost
+from rather.pipeline.callbacks import CALLBACKS, Callback, refuse_callbacks_of_scripts
+from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder.control import StopRequest
+from tests.cluster.test_torchrun import config_of
+from tests.tiny import metrics
+
+Rank = Callable[[dict[str, str]], int]
+
+
+class Stub:
+    """In the place of Ray and its manager: ranks answer at once, and calls are counted."""
+
+    kind = "cpu"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: Rank, ranks: int = 2) -> None:
+        self.calls: Counter[str] = Counter()
+        self.asked: list[int] = []
+        self.timeouts, self.cut_off, self.stopped = Timeouts(), set[str](), False
+        self.output = RankOutput()
+        self.mapping = list(range(ranks))
+        handle = SimpleNamespace(
+            run=self._method("run", lambda environment, *_: rank(environment)),
+            take_output=self._method("take_output", self.output.take),
+            request=self._method("request", self.asked.append),
+        )
+        here = Process.this()
+        self._seats = [
+            Seat(handle, "node", "127.0.0.1", here, d, Room("here", d, 1, 0)) for d in self.mapping
+        ]
+        answered = SimpleNamespace(
+            wait=lambda refs, **_: (refs, []),
+            get=lambda ref, **_: ref.work() if isinstance(ref, Pending) else ref,
+            exceptions=SimpleNamespace(RayError=OSError),
+        )
+        monkeypatch.setitem(sys.modules, "ray", answered)
+
+    def _method(self, name: str, work: Callable[..., Any]) -> Any:
+        def remote(*args: Any) -> Any:
+            self.calls[name] += 1
+            return work(*args) if name != "run" else Pending(partial(work, *args))
+
+        return SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
+
+    def seats(self, *_: Any) -> list[Seat]:
+        return self._seats
+
+    def open_port(self) -> socket.socket:
+        return socket.create_server(("127.0.0.1", 0))
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def check_reach(self, *_: Any) -> None: ...
+    def forget_groups(self) -> None: ...
+    def refuse_without_ray(self) -> None: ...
+
+
+class Pending:
+    """A result on its way; not compared, as Ray's references are not."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+
+
+def run(stub: Any, stop: StopRequest | None = None) -> int:
+    return RayRanks(stub, [stub.mapping]).run(SimpleNamespace, stub, stop or StopRequest())  # type: ignore[arg-type]
+
+
+def test_ranks_get_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+    stub = Stub(monkeypatch, lambda environment: seen.append(environment) or 0)
+    assert run(stub) == 0
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert [[each[name] for name in names] for each in seen] == [list("0202"), list("1212")]
+    assert len({each["MASTER_PORT"] for each in seen}) == 1
+    # One call per rank and job, and one a second for what the first rank logs.
+    assert stub.calls["run"] == 2
+    assert stub.calls["take_output"] <= 3
+
+
+def test_the_first_cause_comes_from_the_store_that_outlives_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rank(environment: dict[str, str]) -> int:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), wait_for_workers=False
+        )
+        peers = dist.PrefixStore(f"rather/{environment['TORCHELASTIC_RESTART_COUNT']}", store)  # type: ignore[attr-defined]
+        cause = [asdict(Failure.of(HangError("rank 1 sleeps"))), ""]
+        peers.set("cause", json.dumps(cause))
+        return 7
+
+    stub = Stub(monkeypatch, rank)
+    with pytest.raises(HangError, match="rank 1 sleeps"):
+        run(stub)
+    assert stub.stopped
+
+
+def test_a_rank_that_dies_without_a_word_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(environment: dict[str, str]) -> int:
+        if environment["RANK"] == "1":
+            raise OSError("killed")
+        return 1
+
+    monkeypatch.setattr(
+        "rather.cluster.ray_ranks.failure_of", lambda _: Failure.of(WorkerLost("its process died"))
+    )
+    monkeypatch.setattr("rather.cluster.ray_ranks.LAST_WORDS", 0.1)
+    with pytest.raises(WorkerLost, match=r"rank 1 of 2 \(device 1 on .+\): its process died"):
+        run(Stub(monkeypatch, rank))
+
+
+def test_a_signal_is_sent_to_every_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = StopRequest()
+    stop.begin_training()
+    stop.end(15)
+    stub = Stub(monkeypatch, lambda _: 143)
+    assert run(stub, stop) == 143
+    assert stub.asked == [15, 15]
+
+
+def test_what_a_rank_logs_and_prints_arrives_in_order(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="rather")
+    output = RankOutput()
+    output.add(LOG, "rather.x", logging.INFO, "logged")
+    print("printed", file=output.stream(STDOUT))
+    assert pass_on(output.take()) is False
+    output.add(BEGINS)
+    assert pass_on(output.take()) is True
+    assert capsys.readouterr().out == "printed\n"
+    assert "logged" in caplog.text
+    assert output.take() == []
+
+
+def test_a_callback_of_a_script_is_refused_where_ranks_cannot_import_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Mine(Callback):
+        """Is not in a file that travels."""
+
+    refuse_callbacks_of_scripts()
+    monkeypatch.setitem(CALLBACKS._entries, "Mine", Mine)
+    with pytest.raises(ConfigError, match=r"callback Mine: .+ --import"):
+        refuse_callbacks_of_scripts()
+
+
+@pytest.mark.slow
+@pytest.mark.wide
+@pytest.mark.usefixtures("local_ray")
+def test_a_killed_rank_restarts_the_job_from_the_checkpoint(tmp_path: Path) -> None:
+    """The reference on its own device is killed in the third step; the bits are those of one."""
+    alone = config_of(tmp_path, "alone")
+    assert DPOPipeline(alone).run() == 0
+    apart = config_of(
+        tmp_path,
+        "apart",
+        actor_train__device_mapping=[0],
+        reference__device_mapping=[1],
+        reference__worker_cls="tests.cluster.workers.DiesOnce",
+        system_envs={"RATHER_TEST_ONCE": str(tmp_path / "once")},
+        ray__one_program=True,
+        failure_backoff=0,
+    )
+    assert DPOPipeline(apart).run() == 0
+    assert (tmp_path / "once").exists()
+    incidents = (apart.run_dir / "incidents.jsonl").read_text()
+    assert "worker_lost" in incidents
+    one, other = (
+        [line["loss"] for line in metrics(each) if "loss" in line] for each in (alone, apart)
+    )
+    assert one == other
+    files = [each.run_dir / "model" / "model.safetensors" for each in (alone, apart)]
+    assert files[0].read_bytes() == files[1].read_bytes()
