@@ -69,6 +69,10 @@ class ServerError(WorkerError):
     """A server for answers or verdicts refused a request, or did not answer any of several."""
 
 
+class ServerSilent(ServerError):
+    """A server cannot be reached, or did not answer in time."""
+
+
 class NonFiniteError(RatherError):
     """The loss or the gradient stopped being a number."""
 

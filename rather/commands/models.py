@@ -137,6 +137,11 @@ def generate_command(
     stop: list[str] | None = None,
     system: str | None = None,
     batch: Annotated[int | None, typer.Option(min=1)] = None,
+    server: str | None = None,
+    served_name: str | None = None,
+    concurrency: Annotated[int | None, typer.Option(min=1)] = None,
+    max_tokens_spent: Annotated[int | None, typer.Option(min=1)] = None,
+    timeout: Annotated[float | None, typer.Option(min=0.1)] = None,
     dry_run: bool = False,
     force: Force = False,
     as_json: AsJson = False,
@@ -159,6 +164,11 @@ def generate_command(
     stop: End an answer before this text; repeatable.
     system: The system message of prompts that have none.
     batch: Answers generated at a time; default: as many as fit in memory.
+    server: Ask a server (vLLM, SGLang, llama.cpp, ...) that runs MODEL, such as http://127.0.0.1:8000.
+    served_name: Name of the model on the server; default: the only one that it lists, else MODEL.
+    concurrency: Requests to the server at a time; default: 16.
+    max_tokens_spent: Stop before the server has read and written more tokens than this.
+    timeout: Seconds until a request to the server is repeated; default: 120.
     dry_run: Print the number of tokens and the first prompt, then exit.
     """
     if temperature is None:
@@ -183,7 +193,22 @@ def generate_command(
     request = Request(answers, decoding, seed, system)
     trust = Trust(trust_code, trust_paths, any_base)
     options: JsonObject = {"trust": trust, "force": force, "dry_run": dry_run}
-    meta = generate_answers(model, prompts, out, request, batch=batch, **options)
+    if server:
+        from rather.commands.generate_by_server import ServerOptions, generate_by_server
+
+        if batch:
+            raise ConfigError("--batch: a server chooses its own; leave it out.")
+        asked = ServerOptions(
+            server, served_name, concurrency or 16, max_tokens_spent, timeout or 120.0
+        )
+        meta = generate_by_server(model, prompts, out, request, asked, **options)
+    else:
+        given = (served_name, concurrency, max_tokens_spent, timeout)
+        if any(value is not None for value in given):
+            raise ConfigError(
+                "--served-name, --concurrency, --max-tokens-spent and --timeout need --server."
+            )
+        meta = generate_answers(model, prompts, out, request, batch=batch, **options)
     if as_json:
         print_json(meta)
     elif meta:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from rather.config.redaction import hide
-from rather.errors import ConfigError, ServerError
+from rather.errors import ConfigError, ServerError, ServerSilent
 from rather.files import JsonObject, parse_json
 
 TRIES = 6
@@ -51,14 +51,18 @@ class Server:
 
     def _ask(self, method: str, path: str, body: JsonObject | None, tries: int) -> JsonObject:
         url, problem, wait = f"{self.url}/v1/{path}", "", FIRST_WAIT
+        kind: type[ServerError] = ServerError
         for attempt in range(1, tries + 1):
             after: float | None = None
+            kind = ServerError
             try:
                 response = self._client.request(method, url, json=body)
             except httpx.TimeoutException:
-                problem = f"no answer within {self.timeout:g} s"
+                problem, kind = f"no answer within {self.timeout:g} s", ServerSilent
+            except httpx.ConnectError as error:
+                problem, kind = f"no connection ({error})", ServerSilent
             except httpx.TransportError as error:
-                problem = f"no connection ({error or type(error).__name__})"
+                problem = f"the connection broke ({str(error) or type(error).__name__})"
             else:
                 if response.status_code == 200:
                     try:
@@ -76,7 +80,7 @@ class Server:
             if attempt < tries and self.stopped.wait(min(after or wait, LONGEST_WAIT)):
                 break
             wait *= 2
-        raise ServerError(f"{url}: {problem}, after {tries} tries.")
+        raise kind(f"{url}: {problem}, after {tries} {'try' if tries == 1 else 'tries'}.")
 
     def close(self) -> None:
         self._client.close()

@@ -1,0 +1,361 @@
+"""`rather generate --server`: one request per answer, written to a journal as it arrives.
+
+Servers differ from what they say, so nothing is trusted. The first answer is the health check: its
+`usage.prompt_tokens` must be the number of tokens that MODEL's tokenizer and template give. Before
+sampling, one prompt is asked with two seeds. `n` is never used. Token ids are sent where a server
+takes them, and taken where it returns them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rather.commands.generate import (
+    Answer,
+    Output,
+    Prompts,
+    Request,
+    print_forecast,
+    progress_bar,
+    token_counts,
+)
+from rather.commands.journal import Journal
+from rather.commands.openai_client import Server, first_choice, text_of_choice, tokens_of
+from rather.commands.terminal import echo
+from rather.config.found import NO_TRUST, Trust
+from rather.data.messages import as_turns
+from rather.errors import ConfigError, ServerError, ServerSilent
+from rather.files import JsonObject, read_json, text_sha
+from rather.run_folder.model_source import weights_of
+from rather.tracking.json_lines import strict_json
+
+WAYS = ("ids", "text", "messages")  # how a prompt is sent, best first
+CHECKED_PROMPTS = 3  # that are asked twice, if the samples of the first are equal
+Place = tuple[int, int]  # a prompt and the number of its answer
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server is used; `tokens` is the most that a command may spend."""
+
+    url: str
+    name: str | None = None
+    concurrency: int = 16
+    tokens: int | None = None
+    timeout: float = 120
+
+
+class Reply(NamedTuple):
+    """An answer of the server, and its tokens."""
+
+    answer: Answer
+    tokens: int
+
+
+class ServedModel:
+    """The model on a server, and the way in which it takes prompts."""
+
+    def __init__(
+        self, options: ServerOptions, prompts: Prompts, request: Request, model: str
+    ) -> None:
+        self.server, self.prompts, self.request = (
+            Server(options.url, options.timeout),
+            prompts,
+            request,
+        )
+        self.name = options.name or self._find_name(model)
+        self.way = WAYS[0]
+
+    def _find_name(self, model: str) -> str:
+        """Return the only model that the server lists; else the name that was typed."""
+        with suppress(ServerError):
+            listed = self.server.get("models").get("data")
+            names = [
+                entry["id"] for entry in listed or [] if isinstance(entry, dict) and "id" in entry
+            ]
+            if len(names) == 1 and isinstance(names[0], str):
+                return names[0]
+        return model
+
+    def ask(self, place: Place, *, variant: int = 0, tries: int | None = None) -> Reply:
+        """Return one answer; `variant` gives it another seed."""
+        prompt, _ = place
+        decoding = self.request.decoding
+        seed = hashlib.sha256(strict_json([self.request.seed, *place, variant]).encode()).digest()
+        body: JsonObject = {
+            "model": self.name,
+            "max_tokens": decoding.max_new_tokens,
+            "temperature": decoding.temperature,
+            "top_p": decoding.top_p,
+            "seed": int.from_bytes(seed[:4], "little") >> 1,
+        }
+        if decoding.stop:
+            body["stop"] = list(decoding.stop)
+        path = "completions"
+        if self.way == "ids":
+            body |= {"prompt": self.prompts.ids[prompt], "return_token_ids": True}
+        elif self.way == "text":
+            body["prompt"] = self.prompts.tokenizer.decode(self.prompts.ids[prompt])
+        else:
+            path = "chat/completions"
+            body |= self._messages(prompt)
+        options = {} if tries is None else {"tries": tries}
+        return self._reply(prompt, self.server.post(path, body, **options))
+
+    def _messages(self, prompt: int) -> JsonObject:
+        row = self.prompts.rows[prompt]
+        turns = list(as_turns(row.prompt, "user"))
+        if self.request.system and not row.has_system:
+            turns = [{"role": "system", "content": self.request.system}, *turns]
+        body: JsonObject = {"messages": turns}
+        if row.tools:
+            body["tools"] = row.tools
+        if row.template_kwargs:
+            body["chat_template_kwargs"] = row.template_kwargs
+        return body
+
+    def _reply(self, prompt: int, answer: JsonObject) -> Reply:
+        choice = first_choice(answer)
+        text, reason = text_of_choice(choice), choice.get("finish_reason")
+        ended = reason not in (None, "length")
+        ids = self._ids(choice, text)
+        asked = tokens_of(answer, "prompt_tokens")
+        written = tokens_of(answer, "completion_tokens")
+        if written is None:
+            written = len(self.prompts.tokenizer(text, add_special_tokens=False).input_ids)
+        spent = (len(self.prompts.ids[prompt]) if asked is None else asked) + written
+        if asked not in (None, len(self.prompts.ids[prompt])):
+            raise ServerError(
+                f"the server counts {asked} tokens in a prompt sent as {self.way}, the tokenizer and "
+                f"template of MODEL {len(self.prompts.ids[prompt])}: it runs another model or template."
+            )
+        return Reply(
+            self.prompts.cut_at_stop(Answer(text, ended, ids), self.request.decoding.stop), spent
+        )
+
+    def _ids(self, choice: JsonObject, text: str) -> list[int] | None:
+        """Return the ids without the end token, if the server offers those of this text."""
+        ids = choice.get("token_ids")
+        if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+            return None
+        ends = (self.prompts.tokenizer.eos_token_id, self.prompts.end_of_turn)
+        while ids and ids[-1] in ends:
+            ids = ids[:-1]
+        return ids if self.prompts.decode(ids) == text else None
+
+    def find_way(self, place: Place) -> Reply:
+        """Return the first answer; choose the way by which the server reads the same tokens."""
+        problems = []
+        for way in WAYS if self.prompts.has_template else WAYS[:2]:
+            self.way = way
+            try:
+                return self.ask(place, tries=1)
+            except ServerSilent:
+                return self.ask(place)
+            except ServerError as error:
+                problems.append(str(error))
+        raise ServerError(f"{self.server.url}: {' '.join(dict.fromkeys(problems))}")
+
+
+class Spending:
+    """Counts tokens, those of requests in flight at their most."""
+
+    def __init__(self, most: int | None) -> None:
+        self.most, self.spent, self.reserved = most, 0, 0
+
+    def reserve(self, tokens: int) -> bool:
+        """Return whether a request of at most so many tokens may be sent, and reserve them."""
+        if self.most is not None and self.spent + self.reserved + tokens > self.most:
+            return False
+        self.reserved += tokens
+        return True
+
+
+def generate_by_server(
+    model: str,
+    file: Path,
+    out: Path,
+    request: Request,
+    options: ServerOptions,
+    *,
+    trust: Trust = NO_TRUST,
+    force: bool = False,
+    dry_run: bool = False,
+) -> JsonObject:
+    """Write the answers of a server that runs MODEL, and return meta.json."""
+    weights = weights_of(model, trust)
+    prompts = Prompts(weights, file, request)
+    if dry_run:
+        print_forecast(prompts, request)
+        return {}
+    work: JsonObject = {
+        "model": model,
+        "weights": weights.digest(),
+        "rows": len(prompts.rows),
+        "prompts": text_sha(strict_json([row.row for row in prompts.rows])),
+        "tokenizer": prompts.tokenizer_sha,
+        "template": prompts.template_sha,
+        "decoding": request.as_json(),
+        "server": {"url": options.url, "name": options.name},
+        "batch": None,
+    }
+    output = Output(out, force=force)
+    if output.is_finished(work):
+        output.part.unlink(missing_ok=True)
+        echo(f"{out}: is already complete.", err=True)
+        return dict(read_json(output.meta))
+    journal = Journal(output.part, work)
+    asking = Asking(ServedModel(options, prompts, request, model), journal, options)
+    asking.run()
+    answers = {
+        prompt: [asking.answers[prompt, k] for k in range(request.answers)]
+        for prompt in range(len(prompts.ids))
+    }
+    meta = work | {"requests": asking.counts(), "tokens": token_counts(prompts, answers)}
+    meta["tokens"]["spent"] = asking.tokens_before + asking.spending.spent
+    rows = (prompts.written_row(index, answers[index]) for index in range(len(prompts.ids)))
+    output.finish(rows, meta, journal)
+    return meta
+
+
+class Asking:
+    """Asks for all answers that the journal does not have."""
+
+    def __init__(self, served: ServedModel, journal: Journal, options: ServerOptions) -> None:
+        self.served, self.journal, self.options = served, journal, options
+        self.answers: dict[Place, Answer] = {}
+        self.tokens_before = 0
+        self.spending = Spending(options.tokens)
+        sent: set[Place] = set()
+        self.repeated = 0
+        self.way: str | None = None  # found by an earlier command
+        for entry in journal.entries:
+            if "way" in entry:
+                self.way = entry["way"]
+                continue
+            place = (entry["prompt"], entry["answer"])
+            if "sent" in entry:
+                self.repeated += place in sent and place not in self.answers
+                sent.add(place)
+            else:
+                self.answers[place] = Answer(entry["text"], entry["ended"], entry["ids"])
+                self.tokens_before += entry["tokens"]
+        self.unanswered = sent - self.answers.keys()  # in flight when the last command ended
+
+    def counts(self) -> JsonObject:
+        return {"answers": len(self.answers), "repeated": self.repeated, "way": self.served.way}
+
+    def run(self) -> None:
+        """Ask until all answers are there, or the tokens are spent."""
+        served = self.served
+        places = [
+            (prompt, k)
+            for prompt in range(len(served.prompts.ids))
+            for k in range(served.request.answers)
+        ]
+        if all(place in self.answers for place in places):
+            return
+        pool = ThreadPoolExecutor(self.options.concurrency)
+        try:
+            self._check_server(places)
+            missing = iter([place for place in places if place not in self.answers])
+            with progress_bar(len(places), len(self.answers)) as bar:
+                self._ask_all(pool, missing, bar)
+        except ServerError as error:
+            raise ServerError(
+                f"--server {error} {len(self.answers)} of {len(places)} answers are kept; run the "
+                "same command again."
+            ) from None
+        finally:
+            served.server.stopped.set()
+            pool.shutdown(cancel_futures=True)
+        if len(self.answers) < len(places):
+            raise ConfigError(
+                f"--max-tokens-spent {self.options.tokens}: reached with {len(self.answers)} of "
+                f"{len(places)} answers; they are kept. Raise it and run the same command again."
+            )
+
+    def _check_server(self, places: list[Place]) -> None:
+        """Ask for the first answer, and for samples of one prompt; an earlier command may have.
+
+        Samples that are equal may be so by chance: then other prompts are asked.
+        """
+        served, samples = self.served, bool(self.served.request.decoding.temperature)
+        if self.way:
+            served.way = self.way
+            return
+        needed = (1 + samples) * self._most_tokens(places[0])
+        if self.options.tokens is not None and self.options.tokens < needed:
+            raise ConfigError(
+                f"--max-tokens-spent must be at least {needed}, for the requests that check the "
+                f"server (got {self.options.tokens})."
+            )
+        if (0, 0) not in self.answers:
+            self._send((0, 0))
+            self._keep((0, 0), served.find_way((0, 0)))
+        prompts = min(CHECKED_PROMPTS, len(served.prompts.ids)) if samples else 0
+        if prompts and not any(self._samples_differ(prompt) for prompt in range(prompts)):
+            self.journal.remove()  # its answers are worthless
+            raise ConfigError(
+                f"--server {served.server.url}: two seeds give the same text at temperature "
+                f"{served.request.decoding.temperature:g}: the server does not sample. Use another "
+                "server, or --temperature 0 with one answer."
+            )
+        self.journal.append({"way": served.way})
+
+    def _samples_differ(self, prompt: int) -> bool:
+        """Return whether two seeds give two texts; the answers are kept."""
+        several = self.served.request.answers > 1
+        for place in [(prompt, 0), (prompt, 1)] if several else [(prompt, 0)]:
+            if place not in self.answers:
+                self._send(place)
+                self._keep(place, self.served.ask(place))
+        if several:
+            other = self.answers[prompt, 1]
+        else:
+            reply = self.served.ask((prompt, 0), variant=1)
+            self.spending.spent += reply.tokens
+            other = reply.answer
+        return other.text != self.answers[prompt, 0].text
+
+    def _most_tokens(self, place: Place) -> int:
+        return len(self.served.prompts.ids[place[0]]) + self.served.request.decoding.max_new_tokens
+
+    def _ask_all(self, pool: ThreadPoolExecutor, missing: Iterator[Place], bar: Any) -> None:
+        in_flight: dict[Future[Reply], Place] = {}
+        place = next(missing, None)
+        while place is not None or in_flight:
+            while (
+                place is not None
+                and len(in_flight) < self.options.concurrency
+                and self.spending.reserve(self._most_tokens(place))
+            ):
+                self._send(place)
+                in_flight[pool.submit(self.served.ask, place)] = place
+                place = next(missing, None)
+            if not in_flight:
+                return  # the tokens are spent
+            done, _ = wait(in_flight, return_when=FIRST_COMPLETED)
+            for future in done:
+                asked = in_flight.pop(future)
+                reply = future.result()
+                self.spending.reserved -= self._most_tokens(asked)
+                self._keep(asked, reply)
+                bar.advance(bar.task_ids[0])
+
+    def _send(self, place: Place) -> None:
+        self.journal.append({"prompt": place[0], "answer": place[1], "sent": True})
+        self.repeated += place in self.unanswered
+
+    def _keep(self, place: Place, reply: Reply) -> None:
+        self.answers[place] = reply.answer
+        self.spending.spent += reply.tokens
+        entry: JsonObject = {"prompt": place[0], "answer": place[1], "tokens": reply.tokens}
+        answer = reply.answer
+        self.journal.append(entry | {"text": answer.text, "ended": answer.ended, "ids": answer.ids})
