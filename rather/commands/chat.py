@@ -47,7 +47,8 @@ class Speaker:
                 f"{name}: is a reward model, which writes no text; use `rather score`."
             )
         tokenizer = weights.tokenizer()
-        encoder = encoder_of(recipe_of(tokenizer, DPOConfig(), TrainDataArgs()), name)
+        recipe = recipe_of(tokenizer, TrainDataArgs(), DPOConfig().sequence_length)
+        encoder = encoder_of(recipe, name)
         speaker = Speaker(name, weights.load(here()).causal_lm, tokenizer, encoder)
         speaker.reset(system)
         return speaker

@@ -48,7 +48,7 @@ class Feed:
         self.transform = transform
         self.source, self.config, self.size, self.tokenizer = source, config, size, tokenizer
         self.data = config.actor_train.data_args
-        self._layout = layout_of(config, self.data)
+        self._layout = layout_of(config, config.rows, self.data)
         self.sampler: Any = getattr(source, "sampler", None)
         self.dropped: dict[str, tuple[int, str]] = {}  # reason -> count, details of the first row
         self._begun: Iterator[Any] | None = None
@@ -174,7 +174,9 @@ class Feed:
     def _encoder(self) -> Encoder | LimitedEncoder:
         if self.tokenizer is None:
             raise ConfigError("tokenizer: rows of text need one; give it to the trainer.")
-        return encoder_of(recipe_of(self.tokenizer, self.config, self.data), "rows of text")
+        length = self.config.sequence_length
+        recipe = recipe_of(self.tokenizer, self.data, length, self.config.parity)
+        return encoder_of(recipe, "rows of text")
 
     # --- rows that are dropped ---
 

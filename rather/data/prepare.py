@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from rich.console import Console
 
 from rather.config.compat import check_even
 from rather.config.run_config import DPOConfig
-from rather.config.schema import DataArgs, as_list
+from rather.config.schema import ActorConfig, DataArgs, PairKeys, as_list
 from rather.config.strategies import data_parallel
 from rather.data import hub
 from rather.data.cache import Cache, batch_writer
@@ -85,10 +85,14 @@ class Prepared:
 
 def prepare(config: DPOConfig, *, console: Console | None = None) -> Prepared:
     """Return all pairs of a run, from the cache if they were made before."""
-    data, validation = config.actor_train.data_args, config.validation.data_args
-    builder = _Builder(config, console or Console(stderr=True))
-    weights = data.weights or [1.0] * len(data.files)
-    train, train_report = builder.dataset(data.files, data, weights)
+    training = config.actor_train.data_args
+    validation = config.validation.data_args
+    builder = _Builder(
+        config.actor_train, config, config.rows, config.parity, console or Console(stderr=True)
+    )
+    weights = training.weights or [1.0] * len(training.files)
+    cache = Cache(config.data_cache_dir(training))
+    train, train_report = builder.dataset(training.files, training, cache, weights)
     report: Json = {
         "tokenizer": config.actor_train.tokenizer_path,
         "tokenizer_sha256": builder.tokenizer_digest,
@@ -100,16 +104,29 @@ def prepare(config: DPOConfig, *, console: Console | None = None) -> Prepared:
     }
     evals: dict[str, PairDataset] = {}
     for name, files in validation.sets.items():
-        evals[name], report["evals"][name] = builder.dataset(files, validation, [1.0] * len(files))
-    _check(config, report)
+        cache = Cache(config.data_cache_dir(validation))
+        equal_weights = [1.0] * len(files)
+        pairs, set_report = builder.dataset(files, validation, cache, equal_weights)
+        evals[name] = pairs
+        report["evals"][name] = set_report
+    _check(config, config.unit, report)
     if validation.split is not None:
         train, evals[""] = held_out(train, validation.split, config.data_seed)
         report["evals"][""] = {"pairs": len(evals[""]), "held_out_of": "train"}
-    if names := as_list(data.corrections):
-        train, report["corrections"] = corrected(train, [data.locate(name) for name in names])
+    corrections = [training.locate(name) for name in as_list(training.corrections)]
+    if corrections:
+        train, report["corrections"] = corrected(train, corrections)
     check_even(config, len(train), data_parallel(config.actor_train))
     train_report["used"] = len(train)
-    report["warnings"] += _warnings(config, train, train_report)
+    report["warnings"] += _length_warnings(config.sequence_length, config.unit, train_report)
+    if config.rows == "labelled":
+        labels = train.column("soft_label")
+        report["warnings"] += _balance(labels, config.desirable_weight, config.undesirable_weight)
+    if 0 < len(train) < config.global_batch():
+        report["warnings"].append(
+            f"the training set has {counted(len(train), config.unit)}, fewer than the "
+            f"{config.global_batch()} of one optimizer step: each epoch is one smaller step."
+        )
     report["look"] = examine(train, evals, report)
     return Prepared(train, evals, report)
 
@@ -119,17 +136,18 @@ def held_out(pairs: PairDataset, split: float | int, seed: int) -> tuple[PairDat
     prompts, prompt_of, sizes = np.unique(
         pairs.column("prompt_hash"), return_inverse=True, return_counts=True
     )
-    wanted = split if isinstance(split, int) else max(1, round(split * len(pairs)))
+    held_pairs = split if isinstance(split, int) else max(1, round(split * len(pairs)))
     with np.errstate(over="ignore"):  # each seed gives another order of the same hashes
         hashes = mix(prompts + np.uint64(seed + 1) * np.uint64(0x9E3779B97F4A7C15))
     order = np.argsort(hashes, kind="stable")
-    taken = order[: int(np.searchsorted(np.cumsum(sizes[order]), wanted, side="left")) + 1]
-    if len(taken) >= len(prompts):
+    pairs_up_to = np.cumsum(sizes[order])
+    held_prompts = order[: int(np.searchsorted(pairs_up_to, held_pairs, side="left")) + 1]
+    if len(held_prompts) >= len(prompts):
         raise DataError(
             f"validation.data_args.split: {split} of {len(pairs)} pairs with {len(prompts)} "
             "different prompts leaves nothing to train on; hold out less."
         )
-    held = np.isin(prompt_of, taken)
+    held = np.isin(prompt_of, held_prompts)
     name = f"{pairs.fingerprint}:split={split!r}:seed={seed}"
     return (
         pairs.subset(np.flatnonzero(~held), text_sha(f"{name}:train")),
@@ -137,32 +155,28 @@ def held_out(pairs: PairDataset, split: float | int, seed: int) -> tuple[PairDat
     )
 
 
-def _warnings(config: DPOConfig, train: PairDataset, report: Json) -> Iterator[str]:
+def _length_warnings(sequence_length: int, unit: str, report: Json) -> Iterator[str]:
     dropped = report["dropped"]
     too_long = sum(dropped[kind]["count"] for kind in TOO_LONG if kind in dropped)
     total = too_long + report["pairs"]
     if too_long > 0.05 * total:
         yield (
-            f"{too_long} of {total} {config.unit} are longer than sequence_length "
-            f"({config.sequence_length}) and dropped: raise it, or set data_args.overlong to "
+            f"{too_long} of {total} {unit} are longer than sequence_length "
+            f"({sequence_length}) and dropped: raise it, or set data_args.overlong to "
             "truncate_prompt or truncate_response."
         )
-    if config.rows == "labelled":
-        yield from _balance(config, train.column("soft_label"))
-    if 0 < len(train) < config.global_batch():
-        yield (
-            f"the training set has {counted(len(train), config.unit)}, fewer than the "
-            f"{config.global_batch()} of one optimizer step: each epoch is one smaller step."
-        )
 
 
-def _balance(config: DPOConfig, labels: NDArray[np.float64]) -> Iterator[str]:
+def _balance(
+    labels: NDArray[np.float64], desirable_weight: float | None, undesirable_weight: float | None
+) -> Iterator[str]:
     """Warn if weighted counts are not between 1:1 and 4:3, the range of KTO's authors."""
-    good, bad = (labels > 0.5).sum(), (labels <= 0.5).sum()
-    weights = (config.desirable_weight, config.undesirable_weight)
-    first, second = (1.0 if weight is None else weight for weight in weights)
-    if not 0.99 * second * bad <= first * good <= 1.35 * second * bad:
-        advice = f"set undesirable_weight: {first * good / bad:.3g}" if bad else ""
+    good = (labels > 0.5).sum()
+    bad = (labels <= 0.5).sum()
+    weighted_good = good * (1.0 if desirable_weight is None else desirable_weight)
+    weighted_bad = bad * (1.0 if undesirable_weight is None else undesirable_weight)
+    if not 0.99 * weighted_bad <= weighted_good <= 1.35 * weighted_bad:
+        advice = f"set undesirable_weight: {weighted_good / bad:.3g}" if bad else ""
         if not good or not bad:
             advice = "add answers of the other kind, or check the labels"
         yield (
@@ -171,24 +185,25 @@ def _balance(config: DPOConfig, labels: NDArray[np.float64]) -> Iterator[str]:
         )
 
 
-def _check(config: DPOConfig, report: Json) -> None:
+def _check(keys: PairKeys, unit: str, report: Json) -> None:
     """Raise if there is nothing to train on, or too much is dropped."""
-    sets = {
-        f"evaluation set {name or '(unnamed)'}": found for name, found in report["evals"].items()
-    }
-    for name, found in {"training data": report["train"], **sets}.items():
-        for problem, advice in _problems(config, found):
-            lines = "\n".join([f"{name}: {problem}", *as_lines(found), advice])
+    report_of_set = {"training data": report["train"]}
+    for name, set_report in report["evals"].items():
+        report_of_set[f"evaluation set {name or '(unnamed)'}"] = set_report
+    for name, set_report in report_of_set.items():
+        for problem, advice in _problems(keys, unit, set_report):
+            lines = "\n".join([f"{name}: {problem}", *as_lines(set_report), advice])
             raise BadRows(lines, report)
 
 
-def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
+def _problems(keys: PairKeys, unit: str, report: Json) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with a set, and what to do about it."""
-    (bad, total), dropped = share_dropped(report), report["dropped"]
+    bad, total = share_dropped(report)
+    dropped = report["dropped"]
     is_long = not dropped.keys().isdisjoint(TOO_LONG)
     if report["overlong"] == "error" and is_long:
         yield (
-            f"{config.unit} longer than sequence_length ({config.sequence_length}), and "
+            f"{unit} longer than sequence_length ({keys.sequence_length}), and "
             "data_args.overlong is error.",
             "Raise sequence_length, or set overlong to drop, truncate_prompt or truncate_response.",
         )
@@ -196,33 +211,37 @@ def _problems(config: DPOConfig, report: Json) -> Iterator[tuple[str, str]]:
         files = ", ".join(entry["path"] for entry in report["files"])
         advice = "The file has no rows. Is it the right file, and was it written completely?"
         if report["rows"]:
-            advice = f"No usable {config.unit}: fix the rows listed above"
+            advice = f"No usable {unit}: fix the rows listed above"
             if is_long:
                 advice += ", or raise sequence_length"
             elif "missing_key" in dropped:
                 advice += ", or name their columns in data_args.columns"
             advice += "."
-        yield f"0 {config.unit} in {files} ({report['rows']} rows read).", advice
-    if bad and config.on_bad == "error":
+        yield f"0 {unit} in {files} ({report['rows']} rows read).", advice
+    if bad and keys.on_bad == "error":
         yield f"{bad} bad rows, and on_bad is error.", "Repair them or set on_bad: drop."
-    if bad / total > config.max_bad_fraction:
+    if bad / total > keys.max_bad_fraction:
         yield (
             f"{bad} of {total} ({bad / total:.1%}) cannot be used; max_bad_fraction is "
-            f"{config.max_bad_fraction:g}.",
+            f"{keys.max_bad_fraction:g}.",
             "Repair the rows, or raise max_bad_fraction.",
         )
 
 
-def layout_of(config: DPOConfig, data: DataArgs) -> RowLayout:
-    """Return how the rows of data files are read."""
-    keys = {"chosen": config.chosen_key, "rejected": config.rejected_key}
-    columns = {name: key for name, key in keys.items() if name != key} | data.columns
-    threshold = data.label_threshold
-    return RowLayout(data.format, columns, config.ranked_pairs, config.rows, threshold)
+def layout_of(keys: PairKeys, rows: str, data: DataArgs) -> RowLayout:
+    """Return how the rows of data files are read; `rows` is what each must give."""
+    answers = {"chosen": keys.chosen_key, "rejected": keys.rejected_key}
+    columns = {name: key for name, key in answers.items() if name != key} | data.columns
+    return RowLayout(data.format, columns, keys.ranked_pairs, rows, data.label_threshold)
 
 
-def recipe_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig, data: DataArgs) -> TokenRecipe:
-    """Return the recipe by which a tokenizer and a config turn text into tokens."""
+def recipe_of(
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataArgs,
+    sequence_length: int,
+    parity: str | None = None,
+) -> TokenRecipe:
+    """Return the recipe by which a tokenizer and these settings turn text into tokens."""
     bos: int | None = tokenizer.bos_token_id
     # A saved tokenizer may still have truncation and padding switched on.
     bare = {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
@@ -232,19 +251,19 @@ def recipe_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig, data: DataA
         bos=bos,
         eos=tokenizer.eos_token_id,
         adds_bos=bos is not None and tokenizer("a").input_ids[:1] == [bos],
-        sequence_length=config.sequence_length,
+        sequence_length=sequence_length,
         max_prompt_length=data.max_prompt_length,
         default_system=data.default_system,
-        as_trl=config.parity,
+        as_trl=parity,
         **{name: getattr(data, name) for name in RECIPE},
     )
 
 
 def _local(file: Path, cache: Cache, commits: dict[str, str]) -> list[Path]:
     """Return a file, or the copies of what an address s3:// or hf:// names; note its commit."""
-    scheme, *parts = file.parts
+    scheme, *names = file.parts
     if scheme == "hf:":
-        address = f"hf://{'/'.join(parts)}"
+        address = f"hf://{'/'.join(names)}"
         commits[address], files = hub.download(address)
         return files
     if scheme != "s3:":
@@ -258,26 +277,28 @@ def _local(file: Path, cache: Cache, commits: dict[str, str]) -> list[Path]:
 class _Builder:
     """Makes datasets from files, or finds them in the cache."""
 
-    config: DPOConfig
+    actor: ActorConfig
+    keys: PairKeys
+    rows: str  # what each row of the data must give
+    parity: str | None
     console: Console
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the run, loaded only if something must be tokenised."""
-        actor = self.config.actor_train
-        args = actor.model_args
-        return load_tokenizer(actor.tokenizer_path, args.revision, args.trust_remote_code)
+        args = self.actor.model_args
+        return load_tokenizer(self.actor.tokenizer_path, args.revision, args.trust_remote_code)
 
     @cached_property
     def tokenizer_digest(self) -> str:
         """The hash of a folder's files, which needs no transformers; else of what was loaded."""
-        folder = Path(self.config.actor_train.tokenizer_path).expanduser()
+        folder = Path(self.actor.tokenizer_path).expanduser()
         if not folder.is_dir():
-            own = [self.tokenizer.chat_template, self.tokenizer.special_tokens_map]
-            text = json.dumps(own, default=str, sort_keys=True)
+            settings = [self.tokenizer.chat_template, self.tokenizer.special_tokens_map]
+            text = json.dumps(settings, default=str, sort_keys=True)
             return text_sha(self.tokenizer.backend_tokenizer.to_str() + text)
-        found = {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)}
-        files = sorted(file for file in found if file.is_file())
+        matches = {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)}
+        files = sorted(file for file in matches if file.is_file())
         if not files:
             raise DataError(
                 f"{folder.absolute()}: no tokenizer in this folder (it has no tokenizer.json)."
@@ -285,52 +306,41 @@ class _Builder:
         return text_sha("".join(f"{file.name}:{file_sha(file)}\n" for file in files))
 
     def dataset(
-        self, files: list[Path], data: DataArgs, weights: list[float]
+        self, files: list[Path], data: DataArgs, cache: Cache, weights: list[float]
     ) -> tuple[PairDataset, Json]:
         """Return the pairs of files, and the report about them."""
-        cache = Cache(self.config.data_cache_dir(data))
         commits: dict[str, str] = {}
-        groups = [
-            [source for each in _local(file, cache, commits) for source in find_sources(each)]
-            for file in files
-        ]
-        sources = [source for group in groups for source in group]
-        layout = layout_of(self.config, data)
-        address = self._address(
-            [[cache.sha(source.path) for source in group] for group in groups], data, layout
-        )
-        file, report = cache.find_or_build(
+        groups: list[list[DataFile]] = []  # the sources of each entry of file_name
+        for file in files:
+            local_files = _local(file, cache, commits)
+            groups.append(list(chain.from_iterable(map(find_sources, local_files))))
+        sources = list(chain.from_iterable(groups))
+        layout = layout_of(self.keys, self.rows, data)
+        shas = [[cache.sha(source.path) for source in group] for group in groups]
+        address = self._address(shas, data, layout)
+        pair_file, report = cache.find_or_build(
             address, lambda target: self._build(target, groups, data, layout)
         )
         counts = iter([entry["pairs"] for entry in report["files"]])
         ends = list(accumulate(sum(islice(counts, len(group))) for group in groups))
-        parts = tuple(zip([0, *ends], ends, weights, strict=False))
+        rows_of_files = tuple(zip([0, *ends], ends, weights, strict=False))
         add_paths(report, sources)
-        report |= {"overlong": data.overlong, "cache": str(file.path), "commits": commits}
+        report |= {"overlong": data.overlong, "cache": str(pair_file.path), "commits": commits}
         if data.max_samples:
             report["max_samples"] = data.max_samples
-        return PairDataset(file, address, parts), report
+        return PairDataset(pair_file, address, rows_of_files), report
 
-    def _address(self, groups: list[list[str]], data: DataArgs, layout: RowLayout) -> str:
-        template = ALIASES.get(data.template or "", data.template or "")
-        path = Path(template).expanduser()
-        if template in TEMPLATES:
-            template = TEMPLATES[template]
-        elif template and path.is_file():
-            text, end = read_template(path)
-            template = file_sha(path) if end is None else text_sha(text) + end
-        # The text of users' files that decide how rows are read; `auto` may use any.
-        formats = FORMATS if layout.format == "auto" else [layout.format]
-        imported = sorted({source for name in formats if (source := FORMATS.source_of(name))})
+    def _address(self, shas: list[list[str]], data: DataArgs, layout: RowLayout) -> str:
+        """Return the hash of everything that decides the tokens; `shas` are those of the files."""
         settings = {
             "version": VERSION,
-            "files": [sha for group in groups for sha in group],
+            "files": list(chain.from_iterable(shas)),
             "tokenizer": self.tokenizer_digest,
-            "template": template,
+            "template": _template_identity(data.template or ""),
             "layout": {
                 name: getattr(layout, name) for name in ("format", "columns", "ranked_pairs")
             },
-            "sequence_length": self.config.sequence_length,
+            "sequence_length": self.keys.sequence_length,
             **{name: getattr(data, name) for name in (*RECIPE, "encoding")},
         }
         # Added after the first caches were written, so they are hashed only if they are set.
@@ -338,42 +348,46 @@ class _Builder:
             "max_prompt_length": data.max_prompt_length,
             "default_system": data.default_system,
             "chat_template_kwargs": data.chat_template_kwargs,
-            "parity": self.config.parity,
-            "imports": imported,
+            "parity": self.parity,
+            "imports": _imported_sources(layout.format),
             "rows": layout.rows if layout.rows != "pairs" else None,
             "label_threshold": layout.label_threshold,
             "max_samples": data.max_samples,
             # The rows that are used then depend on which files are one entry of file_name.
-            "entries": [len(group) for group in groups] if data.max_samples else None,
+            "entries": [len(group) for group in shas] if data.max_samples else None,
         }
-        settings |= {name: value for name, value in later.items() if value or value == 0}
+        for name, setting in later.items():
+            if setting or setting == 0:
+                settings[name] = setting
         return text_sha(json.dumps(settings, sort_keys=True))
 
     def _build(
         self, target: Path, groups: list[list[DataFile]], data: DataArgs, layout: RowLayout
     ) -> Json:
-        sources = [source for group in groups for source in group]
-        recipe = recipe_of(self.tokenizer, self.config, data)
+        sources = list(chain.from_iterable(groups))
+        recipe = recipe_of(self.tokenizer, data, self.keys.sequence_length, self.parity)
         template = recipe.template
         by = f"chat template {template.name}" if template else "the tokenizer"
-        counts, prompts, first = RowCounts(sources), PromptCheck(by), None
-        sizes = [source.path.stat().st_size * (5 if source.gzipped else 1) for source in sources]
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        processes = data.preprocessing_num_workers or (sum(sizes) > SMALL_BYTES and cores) or 1
+        counts = RowCounts(sources)
+        prompts = PromptCheck(by)
+        first: ChunkResult | None = None
+        sizes = [_unpacked_size(source) for source in sources]
+        processes = data.preprocessing_num_workers or _automatic_processes(sum(sizes))
         rows = chunks_of(groups, data.encoding, data.max_samples)
         with bar(self.console, "tokenising", sum(sizes)) as advance, batch_writer(target) as add:
-            for result in encode_chunks(rows, recipe, layout, sources, processes):
-                first = first or result
-                add(result.batch)
-                source = result.chunk.source
-                counts.add(source, result.head, result.batch.num_rows)
-                prompts.add(self.tokenizer, result, result.head["prompts"])
-                done = sum(sizes[:source]) + result.chunk.done * sizes[source]
+            for encoded in encode_chunks(rows, recipe, layout, sources, processes):
+                first = first or encoded
+                add(encoded.batch)
+                source = encoded.chunk.source
+                counts.add(source, encoded.head, encoded.batch.num_rows)
+                prompts.add(self.tokenizer, encoded, encoded.head["prompts"])
+                done = sum(sizes[:source]) + encoded.chunk.done * sizes[source]
                 advance(done, f"{counts.rows} rows")
         if template is None and first:
             prompts = self._check_own_template(recipe, layout, sources, first) or prompts
-        name, sha = (template.name, text_sha(template.text)) if template else ("none", "")
-        used = {"name": name, "sha256": sha}
+        used = {"name": "none", "sha256": ""}
+        if template:
+            used = {"name": template.name, "sha256": text_sha(template.text)}
         return {**counts.to_json(), "template": used, "inference": asdict(prompts)}
 
     def _check_own_template(
@@ -383,16 +397,48 @@ class _Builder:
 
         The template is rendered in a child process: only there are its time and memory limited.
         """
-        found = PromptCheck("the tokenizer's own chat template")
+        prompts = PromptCheck("the tokenizer's own chat template")
         try:
-            own = replace(recipe, template=own_template(self.tokenizer))
-            if own.template is None:
+            with_template = replace(recipe, template=own_template(self.tokenizer))
+            if with_template.template is None:
                 return None
-            [result] = encode_chunks([first.chunk], own, layout, sources, 1)
+            [encoded] = encode_chunks([first.chunk], with_template, layout, sources, 1)
         except DataError:  # a template that cannot be used makes no prompt
             return None
-        found.add(self.tokenizer, first, result.head["prompts"])
-        return found
+        prompts.add(self.tokenizer, first, encoded.head["prompts"])
+        return prompts
+
+
+def _template_identity(name: str) -> str:
+    """Return the text of a template of Rather, the hash of a file, or else the name."""
+    name = ALIASES.get(name, name)
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    path = Path(name).expanduser()
+    if not name or not path.is_file():
+        return name
+    text, end = read_template(path)
+    return file_sha(path) if end is None else text_sha(text) + end
+
+
+def _imported_sources(format_name: str) -> list[str]:
+    """Return the text of users' files that decide how rows are read; `auto` may use any."""
+    names = FORMATS if format_name == "auto" else [format_name]
+    sources = {FORMATS.source_of(name) or "" for name in names}
+    return sorted(sources - {""})
+
+
+def _unpacked_size(source: DataFile) -> int:
+    """Return the bytes of a file, estimated if it is packed."""
+    return source.path.stat().st_size * (5 if source.gzipped else 1)
+
+
+def _automatic_processes(total_bytes: int) -> int:
+    if total_bytes <= SMALL_BYTES:
+        return 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @dataclass
@@ -411,7 +457,8 @@ class PromptCheck:
         prompts: Iterable[tuple[int, Ids]],
     ) -> None:
         """Compare some prompts; keep the first example of each kind of difference."""
-        batch, numbers = result.batch, result.batch.column("number").to_pylist()
+        batch = result.batch
+        numbers = batch.column("number").to_pylist()
         for number, inference in prompts:
             if number not in numbers:  # the row gave no pair
                 continue
@@ -420,24 +467,32 @@ class PromptCheck:
             self.different += training != inference
             if training == inference or len(self.examples) == EXAMPLES:
                 continue
-            start = common_length(training, inference)
-            left, right = training[start:], inference[start:]
-            end = common_length(left[::-1], right[::-1])
-            found = {
-                "before": training[max(0, start - AROUND) : start],
-                "training": left[: len(left) - end],
-                "inference": right[: len(right) - end],
-                "after": left[len(left) - end :][:AROUND],
-            }
-            texts = {name: _texts(tokenizer, ids) for name, ids in found.items()}
-            kinds = [(one["training"], one["inference"]) for one in self.examples]
+            difference = _difference(training, inference)
+            texts = {name: _texts(tokenizer, ids) for name, ids in difference.items()}
+            kinds = [(example["training"], example["inference"]) for example in self.examples]
             if (texts["training"], texts["inference"]) not in kinds:
                 self.examples.append({"source": result.chunk.source, "number": number, **texts})
+
+
+def _difference(training: Ids, inference: Ids) -> dict[str, Ids]:
+    """Return where two prompts differ, and the tokens around it."""
+    start = common_length(training, inference)
+    training_rest = training[start:]
+    inference_rest = inference[start:]
+    common_end = common_length(training_rest[::-1], inference_rest[::-1])
+    training_end = len(training_rest) - common_end
+    return {
+        "before": training[max(0, start - AROUND) : start],
+        "training": training_rest[:training_end],
+        "inference": inference_rest[: len(inference_rest) - common_end],
+        "after": training_rest[training_end:][:AROUND],
+    }
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> list[str]:
     """Return the text of each token; of many, only the first and the last ones."""
     if len(ids) > SHOWN:
-        first, last = ids[: SHOWN // 2], ids[-SHOWN // 2 :]
+        first = ids[: SHOWN // 2]
+        last = ids[-SHOWN // 2 :]
         return [*_texts(tokenizer, first), " ... ", *_texts(tokenizer, last)]
     return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 from rather.config.run_config import DPOConfig
@@ -17,13 +18,15 @@ def try_own_formats(config: DPOConfig) -> None:
 
     Rows of a file that is not on this machine yet are read when they arrive.
     """
-    training, validation = config.actor_train.data_args, config.validation.data_args
-    held_out_files = [file for files in validation.sets.values() for file in files]
-    for data, files in ((training, training.files), (validation, held_out_files)):
-        if data.format in FORMATS and FORMATS.is_own(data.format):
+    training = config.actor_train.data_args
+    validation = config.validation.data_args
+    evaluation_files = list(chain.from_iterable(validation.sets.values()))
+    for data_args, files in ((training, training.files), (validation, evaluation_files)):
+        if data_args.format in FORMATS and FORMATS.is_own(data_args.format):
             for file in files:
                 if file.is_file():
-                    _try_first_row(file, data.encoding, layout_of(config, data))
+                    layout = layout_of(config, config.rows, data_args)
+                    _try_first_row(file, data_args.encoding, layout)
 
 
 def _try_first_row(file: Path, encoding: str, layout: RowLayout) -> None:

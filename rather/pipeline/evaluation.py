@@ -200,7 +200,9 @@ class Answers:
         compared with its beginning.
         """
         self.tokenizer = tokenizer
-        recipe = recipe_of(tokenizer, self.config, self.config.actor_train.data_args)
+        config = self.config
+        data_args = config.actor_train.data_args
+        recipe = recipe_of(tokenizer, data_args, config.sequence_length, config.parity)
         encoder, limit = encoder_of(recipe, "eval_prompts"), self.config.sequence_length
         self.end_of_turn, self.ids = encoder.end_of_turn, list[Ids]()
         for number, text in enumerate(self.prompts, 1):

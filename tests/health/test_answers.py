@@ -244,11 +244,11 @@ def test_a_prompt_that_fills_the_sequence_is_refused(tmp_path: Path) -> None:
 def test_prompts_are_written_as_in_training(tmp_path: Path) -> None:
     config = make_config(tmp_path, actor_train__data_args__separator=" ")
     plain = AutoTokenizer.from_pretrained(tmp_path / "base")
-    encoder = Encoder(recipe_of(plain, config, config.actor_train.data_args))
+    encoder = Encoder(recipe_of(plain, config.actor_train.data_args, config.sequence_length))
     assert encoder.prompt_ids(TextPair("w1 w2", "", ""), as_trained=True) == [1, 4, 5]
     chat = make_tokenizer(["How are you?"])
     encoder = Encoder(
-        recipe_of(chat, make_config(tmp_path), config.validation.data_args.model_copy())
+        recipe_of(chat, config.validation.data_args.model_copy(), config.sequence_length)
     )
     ids = encoder.prompt_ids(TextPair("How are you?", "", ""), as_trained=True)
     assert isinstance(ids, list)

@@ -68,6 +68,7 @@ class Ranked(NamedTuple):
     ranks: list[float]
 
 
+Couple = tuple[Any, Any, Mapping[str, float]]  # chosen, rejected, grade
 Reader = Callable[[Row], tuple[Any, tuple[Any, Any] | Ranked | Single]]
 
 
@@ -79,6 +80,10 @@ class DataFormat(NamedTuple):
     may: tuple[str, ...] = ()
     one_of: tuple[str, ...] = ()
     single: bool = False  # gives one answer, which is not a pair
+
+    def fits(self, columns: set[str]) -> bool:
+        has_one_of = not self.one_of or not columns.isdisjoint(self.one_of)
+        return columns.issuperset(self.needs) and has_one_of
 
 
 FORMATS: Registry[DataFormat] = Registry("data format", "rather.data.formats")
@@ -122,36 +127,44 @@ def number_of(value: Any, where: str, low: float = -math.inf, high: float = math
 
 def extras_of(row: Row) -> dict[str, Any]:
     """Return what a row may say about its pairs in any format."""
+    _refuse_media(row)
+    columns = {name: row[name] for name in EXTRAS if row.get(name) is not None}
+    extras: dict[str, Any] = {
+        name: number_of(columns[name], name, *limits)
+        for name, limits in RANGES.items()
+        if name in columns
+    }
+    if "id" in columns:
+        row_id = columns["id"]
+        if isinstance(row_id, bool) or not isinstance(row_id, str | int):
+            raise wrong_type("id", "text or a whole number", row_id)
+        extras["id"] = str(row_id)
+    nested = (("tools", "tools", list), ("chat_template_kwargs", "template_kwargs", dict))
+    for name, meant, kind in nested:
+        if columns.get(name):
+            extras[meant] = _nested(columns[name], name, kind)
+    return extras
+
+
+def _refuse_media(row: Row) -> None:
     for name in MEDIA:
-        value = row.get(name)
-        if value is not None and not (isinstance(value, Sized) and len(value) == 0):
+        media = row.get(name)
+        if media is not None and not (isinstance(media, Sized) and len(media) == 0):
             raise DropReason(
                 "bad_type", f"the row has a column {name}, but only text is read; {LIMITS}"
             )
-    given = {name: row[name] for name in EXTRAS if row.get(name) is not None}
-    extras: dict[str, Any] = {
-        name: number_of(given[name], name, *limits)
-        for name, limits in RANGES.items()
-        if name in given
-    }
-    if "id" in given:
-        if isinstance(given["id"], bool) or not isinstance(given["id"], str | int):
-            raise wrong_type("id", "text or a whole number", given["id"])
-        extras["id"] = str(given["id"])
-    nested = (("tools", "tools", list), ("chat_template_kwargs", "template_kwargs", dict))
-    for name, meant, kind in nested:
-        if value := given.get(name):
-            if isinstance(value, str):  # tables often have nested values as JSON text
-                try:
-                    value = parse_json(value)
-                except ValueError as error:
-                    raise DropReason(
-                        "bad_type", f"{name} is text but not JSON ({error})"
-                    ) from error
-            if not isinstance(value, kind):
-                raise wrong_type(name, f"a {kind.__name__}", value)
-            extras[meant] = value
-    return extras
+
+
+def _nested(content: Any, name: str, kind: type) -> Any:
+    """Return a list or a mapping, which tables often have as JSON text."""
+    if isinstance(content, str):
+        try:
+            content = parse_json(content)
+        except ValueError as error:
+            raise DropReason("bad_type", f"{name} is text but not JSON ({error})") from error
+    if not isinstance(content, kind):
+        raise wrong_type(name, f"a {kind.__name__}", content)
+    return content
 
 
 @dataclass(frozen=True)
@@ -207,10 +220,10 @@ class RowLayout:
 
     def __post_init__(self) -> None:
         check_format(self.format, "data_args.format")
-        known = set(EXTRAS).union(*((*form.needs, *form.may) for form in FORMATS.values()))
+        readable = set(EXTRAS).union(*((*form.needs, *form.may) for form in FORMATS.values()))
         for name in self.columns:
-            if name not in known:
-                hint = did_you_mean(name, sorted(known))
+            if name not in readable:
+                hint = did_you_mean(name, sorted(readable))
                 raise DataError(f"data_args.columns: {name!r} is not a column that is read{hint}")
 
 
@@ -219,26 +232,26 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
     try:
         columns = layout.columns
         require(row, *(theirs for ours, theirs in columns.items() if ours not in OPTIONAL))
-        taken = {*columns, *columns.values()}
-        named = {name: value for name, value in row.items() if name not in taken}
-        named |= {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
-        form = _format_of(named, layout)
-        prompt, answers = read_by(form, named)
+        mapped_names = {*columns, *columns.values()}
+        renamed = {name: content for name, content in row.items() if name not in mapped_names}
+        renamed |= {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+        form = _format_of(renamed, layout)
+        prompt, answers = read_by(form, renamed)
         prompt = text_or_turns(prompt, "the prompt")
-        extras = extras_of(named)
-        couples, ties = _couples(answers, named, layout)
+        extras = extras_of(renamed)
+        couples, ties = _couples(answers, renamed, layout)
     except DropReason as reason:
         if reason.reason == "missing_key" and layout.columns:
             reason.detail += f"; data_args.columns is {dict(layout.columns)}"
         return RowPairs([], [reason], 0, [])
     used = {*form.needs, *form.may, *EXTRAS}.difference(GRADES if layout.rows == "answers" else ())
-    found = RowPairs([], [], ties, [name for name in named if name not in used])
+    row_pairs = RowPairs([], [], ties, [name for name in renamed if name not in used])
     for chosen, rejected, grade in couples:
         try:
-            found.pairs.append(_pair(prompt, chosen, rejected, {**extras, **grade}))
+            row_pairs.pairs.append(_pair(prompt, chosen, rejected, {**extras, **grade}))
         except DropReason as reason:
-            found.dropped.append(reason)
-    return found
+            row_pairs.dropped.append(reason)
+    return row_pairs
 
 
 def read_by(form: DataFormat, row: Row) -> tuple[Any, Any]:
@@ -248,50 +261,59 @@ def read_by(form: DataFormat, row: Row) -> tuple[Any, Any]:
     except DropReason:
         raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        if place.filename == __file__:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        if frame.filename == __file__:
             text = "it must return the prompt and (chosen, rejected), Ranked or Single answers"
         else:
-            text = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            text = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
         raise FormatError(f"data format '{form.read.__name__}' failed: {text}") from error
     return prompt, answers
 
 
-def _couples(
-    answers: Any, row: Row, layout: RowLayout
-) -> tuple[list[tuple[Any, Any, Mapping[str, float]]], int]:
-    """Return (chosen, rejected, grade) of pairs or single answers, and how many ties were skipped.
+def _couples(answers: Any, row: Row, layout: RowLayout) -> tuple[list[Couple], int]:
+    """Return pairs or single answers, and how many ties were skipped.
 
     Of a pair that gives single answers, the chosen one is desirable and the rejected one is not.
     """
     rows = layout.rows
     if isinstance(answers, Single):
-        grade: dict[str, float] = {}
-        if rows == "pairs":
-            raise DropReason(*ONE_ANSWER)
-        if rows == "labelled":
-            grade = {"soft_label": _label(row, layout.label_threshold)}
-        elif rows == "scored":
-            require(row, "score")
-            grade = {"margin": number_of(row["score"], "score")}
-        return [(answers.answer, NO_ANSWER, grade)], 0
-    pairs, ties = [answers], 0
+        return [(answers.answer, NO_ANSWER, _grade(row, layout))], 0
+    if rows == "scored":
+        return _scored_answers(answers), 0
+    pairs = [answers]
+    ties = 0
     if isinstance(answers, Ranked):
-        if rows == "scored":
-            each = zip(*answers, strict=True)
-            return [(answer, NO_ANSWER, {"margin": -rank}) for answer, rank in each], 0
         pairs, ties = _ranked(answers, layout.ranked_pairs if rows == "pairs" else "best_vs_worst")
-    elif rows == "scored":
-        raise DropReason(
-            "missing_key", "the loss regression needs rows with one answer and a score"
-        )
     if rows == "pairs":
         return [(*pair, {}) for pair in pairs], ties
     if rows == "answers":
         return [(chosen, NO_ANSWER, {}) for chosen, _ in pairs], ties
-    labels = ({"soft_label": 1.0}, {"soft_label": 0.0})
-    sides = [zip(pair, labels, strict=True) for pair in pairs]
-    return [(answer, NO_ANSWER, label) for side in sides for answer, label in side], ties
+    couples: list[Couple] = []
+    for chosen, rejected in pairs:
+        couples.append((chosen, NO_ANSWER, {"soft_label": 1.0}))
+        couples.append((rejected, NO_ANSWER, {"soft_label": 0.0}))
+    return couples, ties
+
+
+def _grade(row: Row, layout: RowLayout) -> dict[str, float]:
+    """Return the label or score of a single answer."""
+    if layout.rows == "pairs":
+        raise DropReason(*ONE_ANSWER)
+    if layout.rows == "labelled":
+        return {"soft_label": _label(row, layout.label_threshold)}
+    if layout.rows == "scored":
+        require(row, "score")
+        return {"margin": number_of(row["score"], "score")}
+    return {}
+
+
+def _scored_answers(answers: Any) -> list[Couple]:
+    if not isinstance(answers, Ranked):
+        raise DropReason(
+            "missing_key", "the loss regression needs rows with one answer and a score"
+        )
+    ranked = zip(answers.answers, answers.ranks, strict=True)
+    return [(answer, NO_ANSWER, {"margin": -rank}) for answer, rank in ranked]
 
 
 def _label(row: Row, threshold: float | None) -> float:
@@ -306,53 +328,61 @@ def _label(row: Row, threshold: float | None) -> float:
             "missing_key", "no key 'label', but a score; set data_args.label_threshold"
         )
     require(row, name)
-    value = row[name]
-    if isinstance(value, str):
-        value = {"true": True, "false": False}.get(value.strip().lower(), value)
-    if value not in (0, 1):
+    label = row[name]
+    if isinstance(label, str):
+        label = {"true": True, "false": False}.get(label.strip().lower(), label)
+    if label not in (0, 1):
         raise wrong_type(
-            name, "true or false, 1 or 0 (for scores, set data_args.label_threshold)", value
+            name, "true or false, 1 or 0 (for scores, set data_args.label_threshold)", label
         )
-    return float(value)
+    return float(label)
 
 
 def _format_of(row: Row, layout: RowLayout) -> DataFormat:
     if layout.format != "auto":
         require(row, *FORMATS[layout.format].needs)
         return FORMATS[layout.format]
-    if form := matching_format(row, layout):
+    form = matching_format(row, layout)
+    if form:
         return form
-    given = _columns_with_values(row)
-    if "responses" not in given:
-        single = [f for f in FORMATS.values() if f.single and given.issuperset(f.needs)]
-        if single and layout.rows == "pairs" and not given.intersection(ANSWERS):
-            raise DropReason(*ONE_ANSWER)
-        if layout.rows != "pairs":
-            require(row, "prompt", "completion")
-        if not given.intersection(ANSWERS):
-            keys = ", ".join(list(map(str, row))[:20]) or "no keys"
-            raise DropReason(
-                "missing_key",
-                f"no two answers to compare: no key 'chosen'; the row has {keys}; {LIMITS}",
-            )
-        require(row, *ANSWERS)
+    columns = _columns_with_values(row)
+    if "responses" not in columns:
+        _refuse_unknown(row, columns, layout)
     return FORMATS["ranked"]  # it reports that ranks or scores are missing
 
 
 def matching_format(row: Row, layout: RowLayout) -> DataFormat | None:
     """Return the last registered format whose columns a row has; None if it has those of none."""
-    given = _columns_with_values(row)
+    columns = _columns_with_values(row)
     for name in reversed(list(FORMATS)):
         form = FORMATS[name]
         if form.single and layout.rows == "pairs":
             continue
-        if given.issuperset(form.needs) and (not form.one_of or given.intersection(form.one_of)):
+        if form.fits(columns):
             return form
     return None
 
 
 def _columns_with_values(row: Row) -> set[str]:
-    return {name for name, value in row.items() if value is not None}
+    return {name for name, content in row.items() if content is not None}
+
+
+def _refuse_unknown(row: Row, columns: set[str], layout: RowLayout) -> None:
+    """Raise the reason why no format can read a row with these columns."""
+    has_answers = bool(columns.intersection(ANSWERS))
+    single_forms = [form for form in FORMATS.values() if form.single]
+    has_one_answer = any(columns.issuperset(form.needs) for form in single_forms)
+    if has_one_answer and layout.rows == "pairs" and not has_answers:
+        raise DropReason(*ONE_ANSWER)
+    if layout.rows != "pairs":
+        require(row, "prompt", "completion")
+    if not has_answers:
+        keys = ", ".join(list(map(str, row))[:20]) or "no keys"
+        raise DropReason(
+            "missing_key",
+            f"no two answers to compare: no key 'chosen'; the row has {keys}; {LIMITS}",
+        )
+    require(row, *ANSWERS)
 
 
 def _ranked(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
@@ -365,32 +395,31 @@ def _ranked(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
     order = sorted(range(len(answers)), key=lambda i: ranked.ranks[i])
     couples = list(combinations(order, 2))  # all
     if which != "all":  # best_vs_rest, best_vs_worst
-        rest = order[1:] if which == "best_vs_rest" else order[-1:]
-        couples = [(order[0], other) for other in rest]
+        worse = order[1:] if which == "best_vs_rest" else order[-1:]
+        couples = [(order[0], i) for i in worse]
     better = [(answers[a], answers[b]) for a, b in couples if ranked.ranks[a] < ranked.ranks[b]]
     return better, len(couples) - len(better)
 
 
 def _pair(prompt: str | Turns, chosen: Any, rejected: Any, extras: dict[str, Any]) -> TextPair:
-    given = (
-        {"the answer": chosen}
-        if rejected is NO_ANSWER
-        else {"chosen": chosen, "rejected": rejected}
-    )
-    sides: dict[str, Any] = {name: text_or_turns(answer, name) for name, answer in given.items()}
-    if empty := [name for name, answer in sides.items() if is_empty(answer)]:
+    answers = {"chosen": chosen, "rejected": rejected}
+    if rejected is NO_ANSWER:
+        answers = {"the answer": chosen}
+    sides: dict[str, Any] = {name: text_or_turns(answer, name) for name, answer in answers.items()}
+    empty = [name for name, answer in sides.items() if is_empty(answer)]
+    if empty:
         raise DropReason("empty_response", f"{' and '.join(empty)}: nothing but white space")
-    if not all(isinstance(part, str) for part in (prompt, *sides.values())):
+    if not all(isinstance(content, str) for content in (prompt, *sides.values())):
         # an empty conversation is an empty question
         prompt = as_turns(prompt, "user") or as_turns("", "user")
         sides = {name: as_turns(answer, "assistant") for name, answer in sides.items()}
         check_roles(prompt, *sides.values())
-    first, *others = sides.values()
-    if others == [first]:
+    first, *second = sides.values()
+    if second == [first]:
         raise DropReason(
             "identical_text", "chosen and rejected are the same text: there is nothing to prefer"
         )
-    return TextPair(prompt, first, *(others or [""]), **extras)
+    return TextPair(prompt, first, *(second or [""]), **extras)
 
 
 def is_empty(answer: str | Turns) -> bool:
@@ -402,8 +431,10 @@ def is_empty(answer: str | Turns) -> bool:
 
 def texts(pair: TextPair) -> list[str]:
     """Return all text that came from the row's author."""
-    parts = (as_turns(part, "") for part in (pair.prompt, *pair.answers))
-    return [turn["content"] for part in parts for turn in part]
+    contents = []
+    for content in (pair.prompt, *pair.answers):
+        contents += [turn["content"] for turn in as_turns(content, "")]
+    return contents
 
 
 # Rather's own formats are registered before those of users: the last one that fits a row is taken.

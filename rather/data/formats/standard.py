@@ -155,7 +155,7 @@ def _split_turns(chosen: Turns, rejected: Turns) -> tuple[Turns, Answers]:
     if chosen == rejected:
         same = max((i for i, turn in enumerate(chosen) if turn["role"] == "assistant"), default=0)
     answers = chosen[same:], rejected[same:]
-    if not same or any(rest and rest[0]["role"] != "assistant" for rest in answers):
+    if not same or any(turns and turns[0]["role"] != "assistant" for turns in answers):
         raise DropReason(
             "prompt_mismatch",
             f"chosen and rejected answer different questions (they differ at turn {same + 1})",
@@ -165,13 +165,13 @@ def _split_turns(chosen: Turns, rejected: Turns) -> tuple[Turns, Answers]:
 
 def _dialogue(text: str) -> Turns:
     """Return '\\n\\nHuman: ...\\n\\nAssistant: ...' (HH-RLHF) as messages; () for other text."""
-    begin, *parts = re.split(r"\n\n(Human|Assistant): ?", text)
-    if begin.strip() or len(parts) < 4:
+    begin, *turns = re.split(r"\n\n(Human|Assistant): ?", text)
+    if begin.strip() or len(turns) < 4:
         return ()
     names = {"Human": "user", "Assistant": "assistant"}
     return tuple(
-        {"role": names[who], "content": said.strip()}
-        for who, said in zip(parts[::2], parts[1::2], strict=True)
+        {"role": names[speaker], "content": content.strip()}
+        for speaker, content in zip(turns[::2], turns[1::2], strict=True)
     )
 
 
@@ -205,17 +205,19 @@ def messages(row: Row) -> tuple[Prompt, Answers]:
 @data_format("prompt", *ANSWERS, may=("system",))
 def prompt(row: Row) -> tuple[Prompt, Answers]:
     """A prompt and two answers, which may repeat the prompt as in UltraFeedback."""
-    asked, (chosen, rejected) = _prompt(row, "prompt"), _answers(row)
+    prompt_column = _prompt(row, "prompt")
+    chosen, rejected = _answers(row)
     if (
         isinstance(chosen, str)
         or isinstance(rejected, str)
         or not _have_questions(chosen, rejected)
     ):
-        return asked, (chosen, rejected)
+        return prompt_column, (chosen, rejected)
     common, answers = _split_turns(chosen, rejected)
     # The prompt and the conversations may each have a system turn or earlier turns that the other
     # omits.
-    (system, question), (own_system, begun) = map(_split_system, (as_turns(asked, "user"), common))
+    system, question = _split_system(as_turns(prompt_column, "user"))
+    own_system, begun = _split_system(common)
     if not any(text for _, text in _contents(question)):
         question = ()
     shorter, longer = sorted((question, begun), key=len)
@@ -293,7 +295,8 @@ def nemo(row: Row) -> tuple[Prompt, Ranked]:
 def ranked(row: Row) -> tuple[Prompt, Ranked]:
     """Several responses with ranks (1 is best) or scores (more is better)."""
     name, sign = ("scores", -1) if row.get("ranks") is None else ("ranks", 1)
-    answers, values = row["responses"], row.get(name)
+    answers = row["responses"]
+    values = row.get(name)
     if values is None:
         raise DropReason(
             "missing_key", "responses need a column of ranks (1 is best) or scores (more is better)"
@@ -301,9 +304,10 @@ def ranked(row: Row) -> tuple[Prompt, Ranked]:
     are_lists = isinstance(answers, list) and isinstance(values, list)
     if not are_lists or len(values) != len(answers):
         raise DropReason("bad_type", f"responses and {name} must be lists of the same length")
-    found = Ranked(answers, [sign * number_of(value, name) for value in values])
-    if column := next((name for name in PROMPTS if row.get(name) is not None), None):
-        return _prompt(row, column), found
+    responses = Ranked(answers, [sign * number_of(number, name) for number in values])
+    for column in PROMPTS:
+        if row.get(column) is not None:
+            return _prompt(row, column), responses
     if row.get("instruction") is None:
         require(row, "prompt")
-    return _instruction_prompt(row), found
+    return _instruction_prompt(row), responses
