@@ -65,7 +65,7 @@ class Prompts:
     def __init__(self, weights: Weights, file: Path, request: Request) -> None:
         self.rows = read_prompts(file)
         self.tokenizer = weights.tokenizer()
-        recipe = recipe_of(self.tokenizer, DPOConfig(), TrainDataArgs())
+        recipe = recipe_of(self.tokenizer, TrainDataArgs(), DPOConfig().sequence_length)
         if request.system and recipe.template is None:
             raise ConfigError(f"--system: {weights.name} has no chat template to put it into.")
         self.has_template = recipe.template is not None

@@ -38,7 +38,8 @@ def reward_scores(
     config = settings_for(weights, file, [])
     device = here()
     policy = weights.load(device)
-    recipe = recipe_of(weights.tokenizer(), config, config.actor_train.data_args)
+    data_args = config.actor_train.data_args
+    recipe = recipe_of(weights.tokenizer(), data_args, config.sequence_length, config.parity)
     positions = getattr(policy.causal_lm.config.get_text_config(), "max_position_embeddings", None)
     encoder = encoder_of(replace(recipe, sequence_length=positions or NO_LIMIT), str(file))
     pairs = []

@@ -61,8 +61,8 @@ class TokenPair:
 
     def only(self, side: str) -> TokenPair:
         """Return the pair with one of its answers, "chosen" or "rejected"."""
-        other = "rejected" if side == "chosen" else "chosen"
-        empty: dict[str, Any] = {other: self.prompt[:0], f"{other}_scored": ()}
+        removed = "rejected" if side == "chosen" else "chosen"
+        empty: dict[str, Any] = {removed: self.prompt[:0], f"{removed}_scored": ()}
         return replace(self, **empty)
 
 
@@ -141,7 +141,7 @@ class PairBatch:
     def _each(self, change: Callable[[Tensor], Tensor]) -> PairBatch:
         def changed(item: object) -> dict[str, Any]:
             fields = vars(item).items()
-            return {name: change(value) for name, value in fields if isinstance(value, Tensor)}
+            return {name: change(field) for name, field in fields if isinstance(field, Tensor)}
 
         segments = replace(self.segments, **changed(self.segments))
         return replace(self, segments=segments, **changed(self))
@@ -183,7 +183,8 @@ class PairFacts(NamedTuple):
     def of_pairs(pairs: Sequence[TokenPair]) -> PairFacts:
         columns = ([getattr(pair, name) for pair in pairs] for name in PairFacts._fields[1:])
         lengths = torch.from_numpy(scored_lengths(pairs)).double()
-        return PairFacts(lengths, *(torch.tensor(each, dtype=torch.float64) for each in columns))
+        facts = [torch.tensor(column, dtype=torch.float64) for column in columns]
+        return PairFacts(lengths, *facts)
 
     @staticmethod
     def of_step(batches: Sequence[PairBatch]) -> PairFacts:
@@ -223,6 +224,8 @@ class PairFacts(NamedTuple):
 
 def scored_lengths(pairs: Sequence[TokenPair]) -> NDArray[np.int64]:
     """Return the number of scored tokens of chosen and rejected, [pairs, 2]."""
-    spans = (scored for pair in pairs for _, scored in pair.answers)
-    counts = [sum(end - first for first, end in each) for each in spans]
+    counts = []
+    for pair in pairs:
+        for _, spans in pair.answers:
+            counts.append(sum(end - first for first, end in spans))
     return np.array(counts, np.int64).reshape(-1, 2)

@@ -50,7 +50,7 @@ def batch_writer(path: Path) -> Iterator[Callable[[Any], None]]:
 
     def add(batch: Any) -> None:
         waiting.append(batch)
-        if sum(part.num_rows for part in waiting) >= BATCH_ROWS:
+        if sum(added.num_rows for added in waiting) >= BATCH_ROWS:
             flush()
 
     # A new file: what has this name, such as a link, is not written to.
@@ -70,13 +70,14 @@ class Cache:
     def find_or_build(self, address: str, make: Callable[[Path], Json]) -> tuple[PairFile, Json]:
         """Return file and report; if they are missing, let `make` write the file."""
         path = self.folder / f"{address[:32]}.arrow"
-        if found := _find(path):
-            return found
+        built = _find(path)
+        if built:
+            return built
         temporary = self.folder / f".{address[:32]}.{uuid4().hex}.building"
-        for left in self.folder.glob(".*.building"):  # by killed runs
+        for leftover in self.folder.glob(".*.building"):  # by killed runs
             with suppress(OSError):  # by age, as processes of other machines may share the folder
-                if time() - left.lstat().st_mtime > 86_400:
-                    left.unlink()
+                if time() - leftover.lstat().st_mtime > 86_400:
+                    leftover.unlink()
         try:
             report = json.loads(json.dumps(make(temporary)))  # as a later start reads it
             sha = _sha(temporary, report)
@@ -100,22 +101,22 @@ class Cache:
         status = path.stat()
         # A program can set the first of the two times back after a change, but not the second.
         stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-        known = _remembered(memory)
-        entry = known.get(str(path))
+        shas = _remembered(memory)
+        entry = shas.get(str(path))
         if not isinstance(entry, list) or len(entry) != 2 or entry[0] != stamp:
-            known[str(path)] = entry = [stamp, file_sha(path)]
+            shas[str(path)] = entry = [stamp, file_sha(path)]
             with suppress(PermissionError):  # a folder that others fill
-                replace_own(memory, json.dumps(known))
+                replace_own(memory, json.dumps(shas))
         return str(entry[1])
 
 
 def _remembered(memory: Path) -> Json:
     """Return the hashes of files that were read before; none if the file of them is damaged."""
     try:
-        known = read_json(memory, own)
-        if isinstance(known, dict):
-            return known
-        reason = f"holds a {type(known).__name__}"
+        shas = read_json(memory, own)
+        if isinstance(shas, dict):
+            return shas
+        reason = f"holds a {type(shas).__name__}"
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -37,11 +37,12 @@ Row = tuple[Array, Array]  # the ids of a sequence without padding, and which of
 def pairs_of(batch: Mapping[str, Any]) -> list[TokenPair]:
     """Return the pairs of a batch in either form, in their order."""
     if "chosen_input_ids" in batch:
-        other = "reject_" if "reject_input_ids" in batch else "rejected_"
-        chosen, rejected = _rows(batch, "chosen_"), _rows(batch, other)
+        chosen = _rows(batch, "chosen_")
+        rejected = _rows(batch, "reject_" if "reject_input_ids" in batch else "rejected_")
     else:
         rows = _rows(batch, "")
-        chosen, rejected = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        chosen = rows[: len(rows) // 2]
+        rejected = rows[len(rows) // 2 :]
     if len(chosen) != len(rejected):
         raise DataError(
             f"{len(chosen)} chosen and {len(rejected)} rejected rows are not pairs; give as many "
@@ -49,15 +50,16 @@ def pairs_of(batch: Mapping[str, Any]) -> list[TokenPair]:
         )
     extras: list[dict[str, Any]] = [{} for _ in chosen]
     for name in (*MISSING, "id"):
-        if (given := batch.get(name)) is not None:
-            values = _array(given).tolist()
+        if batch.get(name) is not None:
+            values = _array(batch[name]).tolist()
             if not isinstance(values, list) or len(values) != len(chosen):
                 size = len(chosen)
                 raise DataError(f"{name}: a batch of {size} pairs needs a list of {size} values.")
-            for row, value in zip(extras, values, strict=True):
+            for row, extra in zip(extras, values, strict=True):
                 # Tensors cannot hold None: NaN means that a pair has no margin or soft label.
-                row[name] = None if name in ("margin", "soft_label") and value != value else value
-    return [_pair(*each) for each in zip(chosen, rejected, extras, strict=True)]
+                is_missing = name in ("margin", "soft_label") and extra != extra
+                row[name] = None if is_missing else extra
+    return list(map(_pair, chosen, rejected, extras))
 
 
 def _array(value: Any) -> Array:
@@ -75,8 +77,8 @@ def _rows(batch: Mapping[str, Any], prefix: str) -> list[Row]:
     ids = [_array(row) for row in batch[f"{prefix}input_ids"]]
     attention = batch.get(f"{prefix}attention_mask", [np.ones_like(row) for row in ids])
     real = [_array(row).astype(bool) for row in attention]
-    whole = zip(ids, map(_array, marks), real, strict=True)
-    rows = [(row[own], mark[own]) for row, mark, own in whole]
+    padded_rows = zip(ids, map(_array, marks), real, strict=True)
+    rows = [(row[is_real], mark[is_real]) for row, mark, is_real in padded_rows]
     return _labelled(rows) if masks is None else [(row, mask.astype(bool)) for row, mask in rows]
 
 
@@ -98,13 +100,16 @@ def _labelled(rows: list[Row]) -> list[Row]:
 def _pair(chosen: Row, rejected: Row, extras: Mapping[str, Any]) -> TokenPair:
     """Return a pair whose prompt is the common beginning; each answer keeps at least one token."""
     spans = spans_of(chosen[1]), spans_of(rejected[1])
-    for name, found in zip(("chosen", "rejected"), spans, strict=True):
-        if not found:
+    for name, spans_of_answer in zip(("chosen", "rejected"), spans, strict=True):
+        if not spans_of_answer:
             raise DataError(f"a {name} row has no scored token after its first token.")
-    one, other = chosen[0].astype(np.int32), rejected[0].astype(np.int32)
-    common = min(common_tokens(one, other), len(one) - 1, len(other) - 1)
+    chosen_ids = chosen[0].astype(np.int32)
+    rejected_ids = rejected[0].astype(np.int32)
+    shortest = min(len(chosen_ids), len(rejected_ids))
+    common = min(common_tokens(chosen_ids, rejected_ids), shortest - 1)
+    ids = (chosen_ids[:common], chosen_ids[common:], rejected_ids[common:])
     try:
-        return TokenPair(one[:common], one[common:], other[common:], *spans, **extras_of(extras))
+        return TokenPair(*ids, *spans, **extras_of(extras))
     except DropReason as reason:
         raise DataError(f"{reason.detail}.") from None
 
@@ -134,10 +139,13 @@ class DataCollatorForPreferenceDataset:
             batch[f"{side}_attention_mask"] = pad_sequence(ones, True)
             batch[f"{side}_loss_mask"] = pad_sequence([mask.long() for mask in masks], True)
         for name, missing in MISSING.items():
-            values = [row.get(name) for row in instances]
-            if any(value is not None for value in values):
-                numbers = [missing if value is None else value for value in values]
-                batch[name] = torch.tensor(numbers, dtype=torch.float64)
+            if all(row.get(name) is None for row in instances):
+                continue
+            numbers = []
+            for row in instances:
+                number = row.get(name)
+                numbers.append(missing if number is None else number)
+            batch[name] = torch.tensor(numbers, dtype=torch.float64)
         return batch
 
 
@@ -159,7 +167,8 @@ class StatefulDistributedSampler(DistributedSampler[int]):
         drop_last: bool = False,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
-            num_replicas, rank = num_replicas or 1, rank or 0
+            num_replicas = num_replicas or 1
+            rank = rank or 0
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.start_index = 0
         self._yielded = 0  # samples since start_index
@@ -174,14 +183,16 @@ class StatefulDistributedSampler(DistributedSampler[int]):
             raise ValueError(
                 f"start_index must be from 0 to {self.num_samples} (got {start_index})"
             )
-        self.start_index, self._yielded = start_index, 0
+        self.start_index = start_index
+        self._yielded = 0
 
     def state_dict(self) -> dict[str, int]:
         position = self.start_index + self._yielded
         return {"epoch": self.epoch, "start_index": position, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.epoch, self.seed = state["epoch"], state["seed"]
+        self.epoch = state["epoch"]
+        self.seed = state["seed"]
         self.set_start_index(state["start_index"])
 
     def __len__(self) -> int:
@@ -198,4 +209,5 @@ class StatefulDistributedSampler(DistributedSampler[int]):
             self._yielded += 1
             yield index
         # The position stays at the end of the epoch, and the next pass begins at its start.
-        self.start_index, self._yielded = 0, self.num_samples
+        self.start_index = 0
+        self._yielded = self.num_samples

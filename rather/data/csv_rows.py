@@ -58,13 +58,13 @@ def csv_rows(blocks: Iterable[bytes], path: Path, kind: str) -> Iterator[RawRow]
 def _lines(blocks: Iterable[bytes]) -> Iterator[str]:
     """Yield lines with their ends. Bytes that are not text become lone surrogates."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    rest = ""
+    unfinished = ""
     for block in blocks:
-        *lines, rest = (rest + decoder.decode(block)).split("\n")
-        if len(rest) > MAX_ROW_BYTES:
+        *lines, unfinished = (unfinished + decoder.decode(block)).split("\n")
+        if len(unfinished) > MAX_ROW_BYTES:
             raise DropReason("row_too_large", f"a line of over {MAX_ROW_BYTES >> 20} MiB")
         yield from (f"{line}\n" for line in lines)
-    yield rest + decoder.decode(b"", final=True)
+    yield unfinished + decoder.decode(b"", final=True)
 
 
 def _row(names: list[str], cells: list[str]) -> bytes | DropReason:
@@ -88,9 +88,9 @@ def _value(name: str, cell: str) -> Any:
     if name in NESTED:
         return _parsed(cell, cell) if cell.strip() else None
     if cell.lstrip().startswith("[{"):
-        value = _parsed(cell, cell)
-        is_messages = isinstance(value, list) and all("role" in x or "from" in x for x in value)
-        return value if is_messages else cell
+        messages = _parsed(cell, cell)
+        if isinstance(messages, list) and all("role" in x or "from" in x for x in messages):
+            return messages
     return cell
 
 

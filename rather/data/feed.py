@@ -46,7 +46,10 @@ class Feed:
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.transform = transform
-        self.source, self.config, self.size, self.tokenizer = source, config, size, tokenizer
+        self.source = source
+        self.config = config
+        self.size = size
+        self.tokenizer = tokenizer
         self.data = config.actor_train.data_args
         self._layout = layout_of(config, config.rows, self.data)
         self.sampler: Any = getattr(source, "sampler", None)
@@ -59,12 +62,13 @@ class Feed:
         """Yield those of an epoch; without an epoch in the given order."""
         waiting: list[TokenPair] = []
         is_empty = True
-        for item in self._items(epoch):
-            waiting += [pair for pair in self.pairs(item) if self._fits(pair)]
-            size = len(waiting) if _is_batch(item) else self.size
+        for row_or_batch in self._items(epoch):
+            waiting += filter(self._fits, self.pairs(row_or_batch))
+            size = len(waiting) if _is_batch(row_or_batch) else self.size
             while 0 < size <= len(waiting):
                 yield waiting[:size]
-                waiting, is_empty = waiting[size:], False
+                waiting = waiting[size:]
+                is_empty = False
         if waiting:
             yield waiting
         elif is_empty:
@@ -108,11 +112,13 @@ class Feed:
         is_indexed = isinstance(source, Sequence) or is_dataset
         if not is_indexed or (len(source) and _is_batch(source[0])):
             return None
-        found = [pair for row in source for pair in self.pairs(row) if self._fits(pair)]
-        if not found:
+        pairs: list[TokenPair] = []
+        for row in source:
+            pairs += filter(self._fits, self.pairs(row))
+        if not pairs:
             raise self.no_pairs()
         self.log_dropped()
-        return found
+        return pairs
 
     def _items(self, epoch: int | None) -> Iterator[Any]:
         source: Any = self.source
@@ -121,7 +127,8 @@ class Feed:
                 return iter(self.rows)
             order = Order(((0, len(self.rows), 1.0),), self.size, self.config.data_seed)
             return map(self.rows.__getitem__, order.epoch(epoch))
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         if begun is not None and epoch == 0:
             return begun
         if epoch is not None:
@@ -140,34 +147,47 @@ class Feed:
         if isinstance(item, TokenPair):
             return [item]
         if isinstance(item, Sequence) and not isinstance(item, str):
-            return [pair for each in item for pair in self.pairs(each)]
+            return list(chain.from_iterable(map(self.pairs, item)))
         if not isinstance(item, Mapping):
             raise DataError(f"{type(item).__name__} is not a pair, a row or a batch.")
-        item = self.transform(item) if self.transform else item
-        if all(item.get(name) is None for name in TOKENS):
-            return self._from_text(item)
-        columns = self._layout.columns.items()
-        named = {ours: item.get(theirs) for ours, theirs in columns if ours in EXTRAS}
-        given = {name: value for name, value in {**item, **named}.items() if value is not None}
-        is_row = not _is_batch(item)
-        return pairs_of({name: [value] for name, value in given.items()} if is_row else given)
+        row_or_batch = self.transform(item) if self.transform else item
+        if all(row_or_batch.get(name) is None for name in TOKENS):
+            return self._from_text(row_or_batch)
+        return self._from_tokens(row_or_batch)
+
+    def _from_tokens(self, row_or_batch: Mapping[str, Any]) -> list[TokenPair]:
+        columns = dict(row_or_batch)
+        for ours, theirs in self._layout.columns.items():
+            if ours in EXTRAS:
+                columns[ours] = row_or_batch.get(theirs)
+        columns = {name: column for name, column in columns.items() if column is not None}
+        if not _is_batch(row_or_batch):
+            columns = {name: [cell] for name, cell in columns.items()}
+        return pairs_of(columns)
 
     def _from_text(self, row: Mapping[str, Any]) -> list[TokenPair]:
         read = read_row(row, self._layout)
         pairs: list[TokenPair] = []
         for pair in read.pairs:
             try:
-                found = self._encoder.encode(pair)
+                encoded = self._encoder.encode(pair)
             except DropReason as reason:
                 read.dropped.append(reason)
                 continue
-            parts = (found.prompt, found.chosen, found.rejected)
-            prompt, chosen, rejected = (np.array(ids, np.int32) for ids in parts)
-            spans = (found.chosen_scored, found.rejected_scored)
-            numbers = (pair.weight, pair.margin, pair.soft_label)
-            pairs.append(TokenPair(prompt, chosen, rejected, *spans, *numbers, pair.id))
-        for each in read.dropped:
-            self._drop(each)
+            tokens = TokenPair(
+                np.array(encoded.prompt, np.int32),
+                np.array(encoded.chosen, np.int32),
+                np.array(encoded.rejected, np.int32),
+                encoded.chosen_scored,
+                encoded.rejected_scored,
+                pair.weight,
+                pair.margin,
+                pair.soft_label,
+                pair.id,
+            )
+            pairs.append(tokens)
+        for fault in read.dropped:
+            self._drop(fault)
         return pairs
 
     @cached_property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
 from typing import Any
@@ -175,48 +176,73 @@ def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) 
 
     Repeats, contradictions and leaks are added to the warnings of their sets.
     """
-    entries, files = sets_of(report), report["train"]["files"]
-    trained: dict[str, Hashes] = {}
+    entries = sets_of(report)
+    files = report["train"]["files"]
+    trained: _Repeats | None = None
     sets = {}
     for (name, entry), pairs in zip(entries.items(), (train, *evals.values()), strict=True):
-        prompt, chosen, rejected = (pairs.column(f"normal_{part}") for part in IDS)
-        swapped, contradiction = (rejected, chosen), "contradictory_pair"
-        is_paired, label = bool(pairs.lengths("rejected").any()), pairs.column("soft_label")
-        if not is_paired:  # single answers differ by their labels
-            rejected, other = (np.nan_to_num(each).astype(np.uint64) for each in (label, 1 - label))
-            swapped, contradiction = (chosen, other), "contradictory_label"
-        pair = combine(prompt, chosen, rejected)
-        again = np.ones(len(pair), bool)
-        again[np.unique(pair, return_index=True)[1]] = False
-        found = {
-            "duplicate_pair": again,
-            contradiction: np.isin(combine(prompt, *swapped), pair)
-            & (is_paired | (label == label)),
-        }
+        repeats = _Repeats.of(pairs)
+        flags = repeats.flags()
         if trained:
-            found["in_training_data"] = np.isin(pair, trained["pair"])
-            found["prompt_in_training_data"] = np.isin(prompt, trained["prompt"])
+            flags["in_training_data"] = np.isin(repeats.pair, trained.pair)
+            flags["prompt_in_training_data"] = np.isin(repeats.prompt, trained.prompt)
         else:
-            trained = {"pair": pair, "prompt": prompt}
-        for kind, rows in found.items():
-            # Pairs that are held out of train come from its files.
-            if places := _places(pairs, rows, entry.get("files", files)):
-                warning = {"count": int(rows.sum()), "places": places, "examples": []}
+            trained = repeats
+        for kind, rows in flags.items():
+            if rows.any():
+                # Pairs that are held out of train come from its files.
+                numbers_of_files = _places(pairs, rows, entry.get("files", files))
+                warning = {"count": int(rows.sum()), "places": numbers_of_files, "examples": []}
                 entry.setdefault("warned", {})[kind] = warning
-        lengths = {part: pairs.lengths(part) for part in (IDS if is_paired else IDS[:2])}
+        columns = IDS if repeats.is_paired else IDS[:2]
+        lengths = {column: pairs.lengths(column) for column in columns}
+        label = pairs.column("soft_label")
         sets[name] = {
             "pairs": len(pairs),
-            "prompts": len(np.unique(prompt)),
+            "prompts": len(np.unique(repeats.prompt)),
             "lengths": _spreads(lengths),
             "length_bias": _length_bias(lengths["chosen"], label, lengths.get("rejected")),
             **_same_value(report.get("rows"), pairs),
             **_tiny_weights(pairs.column("weight")),
         }
     inference = report["train"]["inference"]
-    for one in inference["examples"]:
-        one["place"] = f"{files[one['source']]['path']}:{one['number']}"
+    for example in inference["examples"]:
+        example["place"] = f"{files[example['source']]['path']}:{example['number']}"
     look = {"sets": sets, "inference": inference}
     return {**look, "findings": _findings(entries, look)}
+
+
+@dataclass(frozen=True)
+class _Repeats:
+    """Hashes of the pairs of a set, to find those that come again or contradict each other."""
+
+    prompt: Hashes
+    pair: Hashes
+    opposite: Hashes  # of a pair that would contradict this one
+    is_paired: bool
+    has_opposite: NDArray[np.bool_]
+
+    @staticmethod
+    def of(pairs: PairDataset) -> _Repeats:
+        prompt, chosen, rejected = (pairs.column(f"normal_{column}") for column in IDS)
+        if pairs.lengths("rejected").any():
+            pair = combine(prompt, chosen, rejected)
+            opposite = combine(prompt, rejected, chosen)
+            return _Repeats(prompt, pair, opposite, True, np.ones(len(pair), bool))
+        # Single answers differ by their labels.
+        label = pairs.column("soft_label")
+        pair = combine(prompt, chosen, np.nan_to_num(label).astype(np.uint64))
+        opposite = combine(prompt, chosen, np.nan_to_num(1 - label).astype(np.uint64))
+        return _Repeats(prompt, pair, opposite, False, ~np.isnan(label))
+
+    def flags(self) -> dict[str, NDArray[np.bool_]]:
+        """Return which pairs repeat an earlier one, and which contradict another."""
+        again = np.ones(len(self.pair), bool)
+        _, first_rows = np.unique(self.pair, return_index=True)
+        again[first_rows] = False
+        contradiction = "contradictory_pair" if self.is_paired else "contradictory_label"
+        contradicts = np.isin(self.opposite, self.pair) & self.has_opposite
+        return {"duplicate_pair": again, contradiction: contradicts}
 
 
 def _same_value(rows: str | None, pairs: PairDataset) -> Json:
@@ -236,11 +262,12 @@ def _tiny_weights(weights: NDArray[np.float64]) -> Json:
 
 
 def _places(pairs: PairDataset, rows: NDArray[np.bool_], files: list[Json]) -> dict[str, list[int]]:
-    places: dict[str, list[int]] = {}
-    sources, numbers = (pairs.column(name)[rows].tolist() for name in ("source", "number"))
+    numbers_of_files: dict[str, list[int]] = {}
+    sources = pairs.column("source")[rows].tolist()
+    numbers = pairs.column("number")[rows].tolist()
     for source, number in zip(sources, numbers, strict=True):
-        places.setdefault(files[source]["path"], []).append(number)
-    return places
+        numbers_of_files.setdefault(files[source]["path"], []).append(number)
+    return numbers_of_files
 
 
 def _unit(own: Json) -> str:
@@ -258,8 +285,10 @@ def _finding(name: str, set_name: str, share: float, facts: Json) -> Json:
 
 def by_severity(findings: Iterable[Json]) -> list[Json]:
     """Return findings with the most severe first, then in the order of RULES."""
-    order = {name: place for place, name in enumerate((*SEVERITIES, *RULES))}
-    return sorted(findings, key=lambda one: (order[one["severity"]], order[one["name"]]))
+    order = {name: i for i, name in enumerate((*SEVERITIES, *RULES))}
+    return sorted(
+        findings, key=lambda finding: (order[finding["severity"]], order[finding["name"]])
+    )
 
 
 def beyond_positions(sets: Mapping[str, PairDataset], positions: int) -> Iterator[Json]:
@@ -268,27 +297,28 @@ def beyond_positions(sets: Mapping[str, PairDataset], positions: int) -> Iterato
     The data report does not know the model, so a run adds them to its own.
     """
     for name, pairs in sets.items():
-        prompt, *answers = (pairs.lengths(part) for part in IDS)
+        prompt, *answers = (pairs.lengths(column) for column in IDS)
         tokens = prompt + np.maximum(*answers)
         unit = "pairs" if answers[1].any() else "answers"
         facts = {"unit": unit, "positions": positions, "longest": int(tokens.max())}
-        if share := float((tokens > positions).mean()):
+        share = float((tokens > positions).mean())
+        if share:
             yield _finding("beyond_positions", name, share, facts)
 
 
 def _findings(entries: Json, look: Json) -> list[Json]:
     """Return all findings, the most severe first."""
-    found: list[Json] = []
+    findings: list[Json] = []
 
     def judge(name: str, set_name: str, share: float, facts: Json) -> None:
         if share:
-            found.append(_finding(name, set_name, share, facts))
+            findings.append(_finding(name, set_name, share, facts))
 
     for set_name, entry in entries.items():
         unit = _unit(look["sets"][set_name])
         counts: Json = defaultdict(int, pairs=entry["pairs"], unit=unit)
         for group in GROUPS:
-            counts |= {kind: one["count"] for kind, one in entry.get(group, {}).items()}
+            counts |= {kind: events["count"] for kind, events in entry.get(group, {}).items()}
         for name, (_, _, kinds, *_) in RULES.items():
             judge(name, set_name, sum(counts[kind] for kind in kinds) / entry["pairs"], counts)
     check = look["inference"]
@@ -305,17 +335,23 @@ def _findings(entries: Json, look: Json) -> list[Json]:
     longer = train["length_bias"]["longer_wins"]
     accuracy = max(longer, 1 - longer)
     if accuracy >= max(LENGTH_MATTERS, 0.5 + 1.5 / sqrt(train["pairs"])):  # 3 deviations of a coin
-        which = "longer" if longer > 0.5 else "shorter"
-        by_pairs = "Pairs of similar length help, and for task: preference ld_alpha or a "
-        by_pairs += "length-normalised loss (simpo, sigmoid_norm)"
-        by_answers = "Desirable and undesirable answers of similar length help"
-        advice = by_pairs if _unit(train) == "pairs" else by_answers
-        facts = {**train["length_bias"], "which": which, "help": advice}
-        judge("length_bias", "train", accuracy, facts)
-    if weights := train.get("tiny_weights"):
+        judge("length_bias", "train", accuracy, _length_facts(train))
+    weights = train.get("tiny_weights")
+    if weights:
         facts = {"unit": _unit(train), "limit": TINY_WEIGHT, **weights}
         judge("tiny_weights", "train", weights["share"], facts)
-    return by_severity(found)
+    return by_severity(findings)
+
+
+def _length_facts(train: Json) -> Json:
+    which = "longer" if train["length_bias"]["longer_wins"] > 0.5 else "shorter"
+    advice = "Desirable and undesirable answers of similar length help"
+    if _unit(train) == "pairs":
+        advice = (
+            "Pairs of similar length help, and for task: preference ld_alpha or a "
+            "length-normalised loss (simpo, sigmoid_norm)"
+        )
+    return {**train["length_bias"], "which": which, "help": advice}
 
 
 def _length_bias(
@@ -326,11 +362,13 @@ def _length_bias(
     Without rejected answers, each desirable one is compared with all undesirable ones. A tie counts
     half.
     """
-    good, bad = length[label == 1], np.sort(length[label == 0])
+    good = length[label == 1]
+    bad = np.sort(length[label == 0])
     longer = shorter = 0.5
     difference = np.zeros(1)
     if rejected is not None:
-        longer, shorter = (length > rejected).mean(), (length < rejected).mean()
+        longer = (length > rejected).mean()
+        shorter = (length < rejected).mean()
         difference = length.astype(np.float64) - rejected
         length = np.concatenate([length, rejected])
         label = np.arange(len(length)) < len(rejected)
@@ -352,21 +390,23 @@ def _spreads(lengths: Mapping[str, NDArray[np.int32]]) -> dict[str, Json]:
 
     Bar i counts from edges[i] to below the next edge; the last one also counts whatever is longer.
     """
-    answers = np.concatenate([own for part, own in lengths.items() if part != "prompt"])
+    answers = [tokens for column, tokens in lengths.items() if column != "prompt"]
+    both_answers = np.concatenate(answers)
     spreads = {}
-    for part, own in lengths.items():
-        shown = own if part == "prompt" else answers
-        least, largest = int(shown.min()), float(np.percentile(shown, 99))
+    for column, tokens in lengths.items():
+        shown = tokens if column == "prompt" else both_answers
+        least = int(shown.min())
+        largest = float(np.percentile(shown, 99))
         width = max(1, int(largest - least) // BARS)
         while (first := least // width * width) + width * BARS <= largest:
             width += 1  # bars begin at multiples of their width
-        spreads[part] = {
-            "median": float(np.median(own)),
-            "p95": float(np.percentile(own, 95)),
-            "longest": int(own.max()),
+        spreads[column] = {
+            "median": float(np.median(tokens)),
+            "p95": float(np.percentile(tokens, 95)),
+            "longest": int(tokens.max()),
             "edges": [first + width * i for i in range(BARS)],
             "counts": np.bincount(
-                np.minimum((own - first) // width, BARS - 1), minlength=BARS
+                np.minimum((tokens - first) // width, BARS - 1), minlength=BARS
             ).tolist(),
         }
     return spreads
@@ -375,5 +415,8 @@ def _spreads(lengths: Mapping[str, NDArray[np.int32]]) -> dict[str, Json]:
 def bar_labels(spread: Json) -> list[str]:
     """Return '100-149', '150-199', ..., '850 and more'."""
     edges = spread["edges"]
-    inner = [f"{a}-{b - 1}" if b - a > 1 else str(a) for a, b in pairwise(edges)]
-    return [*inner, f"{edges[-1]} and more"]
+    labels = []
+    for edge, next_edge in pairwise(edges):
+        is_single = next_edge - edge == 1
+        labels.append(str(edge) if is_single else f"{edge}-{next_edge - 1}")
+    return [*labels, f"{edges[-1]} and more"]

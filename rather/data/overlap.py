@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,33 +32,33 @@ def find_overlap(
     `split`: rows of the training files that are held out; they are compared as `eval`.
     `max_samples`: how many rows of each training file are used.
     """
-    known = {
-        name: {run for _, _, row in _rows(files, encoding) for run in _runs_of_words(row)}
-        for name, files in others.items()
-    }
+    runs_of_texts: dict[str, set[int]] = {}
+    for name, files in others.items():
+        rows = (row for _, _, row in _rows(files, encoding))
+        runs_of_texts[name] = set(chain.from_iterable(map(_runs_of_words, rows)))
     if split:
-        held = (row for _, place, row in _rows(train, encoding, max_samples) if place in split)
-        known["eval"] = {run for row in held for run in _runs_of_words(row)}
-    found: Json = {name: {"rows": 0, "first": []} for name in known}
+        held_out = (row for _, at, row in _rows(train, encoding, max_samples) if at in split)
+        runs_of_texts["eval"] = set(chain.from_iterable(map(_runs_of_words, held_out)))
+    overlaps: Json = {name: {"rows": 0, "first": []} for name in runs_of_texts}
     total = 0
-    for file, place, row in _rows(train, encoding, max_samples):
-        if place in split:
+    for file, at, row in _rows(train, encoding, max_samples):
+        if at in split:
             continue
         total += 1
-        own = set(_runs_of_words(row))
-        for name, runs in known.items():
-            if not runs.isdisjoint(own):
-                found[name]["rows"] += 1
-                found[name]["first"].append(f"{file.name}:{place[1]}")
-                del found[name]["first"][SHOWN:]
-    return {"words": WORDS, "train_rows": total, "texts": found}
+        runs_of_row = set(_runs_of_words(row))
+        for name, runs in runs_of_texts.items():
+            if not runs.isdisjoint(runs_of_row):
+                overlaps[name]["rows"] += 1
+                overlaps[name]["first"].append(f"{file.name}:{at[1]}")
+                del overlaps[name]["first"][SHOWN:]
+    return {"words": WORDS, "train_rows": total, "texts": overlaps}
 
 
 def _rows(
     files: Sequence[Path], encoding: str, max_samples: int | None = None
 ) -> Iterator[tuple[Path, Place, Any]]:
     groups = [find_sources(file) for file in files]
-    sources = [source for group in groups for source in group]
+    sources = list(chain.from_iterable(groups))
     for chunk in chunks_of(groups, encoding, max_samples):
         for number, row in parsed_rows(chunk):
             if isinstance(row, dict):  # others are counted as dropped
@@ -71,5 +72,5 @@ def _runs_of_words(value: Any) -> Iterator[int]:
         for first in range(len(words) - WORDS + 1):
             yield hash(tuple(words[first : first + WORDS]))
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _runs_of_words(each)
+        for content in value.values() if isinstance(value, dict) else value:
+            yield from _runs_of_words(content)

@@ -104,7 +104,8 @@ class _Batch:
             lengths = np.diff(prompt[0]) + np.diff(answer[0])
             ends = np.repeat(lengths, np.diff(offsets) // 2)
             edges = edges[offsets[0] : offsets[-1]]
-            starts, stops = edges[::2], edges[1::2]
+            starts = edges[::2]
+            stops = edges[1::2]
             if (starts < 1).any() or (starts >= stops).any() or (stops > ends).any():
                 raise ValueError("a scored span is outside its sequence")
 
@@ -115,10 +116,10 @@ class _Batch:
         prompt, chosen, rejected, *scored = rows
         first, second = (tuple(zip(s[::2].tolist(), s[1::2].tolist(), strict=True)) for s in scored)
         weight, margin, soft = (float(column[i]) for column in self.numbers)
-        name, digest = self.ids[i].as_py(), int(self.digests[i])
         return TokenPair(
-            prompt, chosen, rejected, first, second, weight, margin, soft, name, digest
-        )
+            prompt, chosen, rejected, first, second, weight, margin, soft,
+            self.ids[i].as_py(), int(self.digests[i]),
+        )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -157,11 +158,11 @@ class PairFile(PicklesFields):
 
 def _joined(pair: TokenPair, other: TokenPair, limit: int) -> TokenPair:
     """Return a single answer with the answer of another as its rejected one, within a limit."""
-    room, shift = limit - len(pair.prompt), len(pair.prompt) - len(other.prompt)
-    answer, least, end = other.chosen[:room], len(pair.prompt), limit
-    spans = ((max(a + shift, least), min(b + shift, end)) for a, b in other.chosen_scored)
+    start = len(pair.prompt)
+    shift = start - len(other.prompt)
+    spans = [(max(a + shift, start), min(b + shift, limit)) for a, b in other.chosen_scored]
     scored = tuple((max(a, 1), b) for a, b in spans if b > max(a, 1))
-    return replace(pair, rejected=answer, rejected_scored=scored)
+    return replace(pair, rejected=other.chosen[: limit - start], rejected_scored=scored)
 
 
 @dataclass(eq=False)
@@ -187,9 +188,10 @@ class PairDataset(PicklesFields):
     def tokens(self) -> Ints:
         """What each pair costs in a micro-batch: prompt once, both answers."""
         total = np.sum([self.lengths(name) for name in IDS], axis=0, dtype=np.int64)
-        return np.asarray(
-            total + self.lengths("chosen")[self.partners[0]] if self.partners else total
-        )
+        if self.partners:
+            partners, _ = self.partners
+            total = total + self.lengths("chosen")[partners]
+        return np.asarray(total)
 
     @cached_property
     def digests(self) -> NDArray[np.uint64]:
@@ -198,10 +200,10 @@ class PairDataset(PicklesFields):
     @cached_property
     def scored(self) -> Ints:
         """The number of scored tokens of both answers of each pair of a file, [pairs, 2]."""
-        found = np.concatenate([batch.scored for batch in self.file.batches])
-        flipped = [row for row, each in self.corrections.items() if each.flip]
-        found[flipped] = found[flipped, ::-1]
-        return self._own(found)
+        counts = np.concatenate([batch.scored for batch in self.file.batches])
+        flipped = [row for row, correction in self.corrections.items() if correction.flip]
+        counts[flipped] = counts[flipped, ::-1]
+        return self._own(counts)
 
     @cached_property
     def groups(self) -> Ints | None:
@@ -217,22 +219,27 @@ class PairDataset(PicklesFields):
         """Return the pairs with these numbers."""
         if self.partners is None:
             return self._take(indices)
-        wanted, (partners, limit) = np.fromiter(indices, np.int64), self.partners
-        others = self._take(partners[wanted])
-        return [_joined(*each, limit) for each in zip(self._take(wanted), others, strict=True)]
+        numbers = np.fromiter(indices, np.int64)
+        partners, limit = self.partners
+        couples = zip(self._take(numbers), self._take(partners[numbers]), strict=True)
+        return [_joined(pair, partner, limit) for pair, partner in couples]
 
     def _take(self, indices: Iterable[int]) -> list[TokenPair]:
-        wanted = np.fromiter(indices, np.int64)
-        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
-            raise IndexError(f"rows {wanted.min()} to {wanted.max()} of a set of {len(self)}")
-        rows = wanted if self.rows is None else self.rows[wanted]
+        numbers = np.fromiter(indices, np.int64)
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= len(self)):
+            raise IndexError(f"rows {numbers.min()} to {numbers.max()} of a set of {len(self)}")
+        rows = numbers if self.rows is None else self.rows[numbers]
         batches = np.searchsorted(self.file.starts, rows, side="right") - 1
-        places = zip(batches.tolist(), (rows - self.file.starts[batches]).tolist(), strict=True)
-        pairs = [self.file.batches[batch].pair(i) for batch, i in places]
-        if not self.corrections:
-            return pairs
-        own = map(self.corrections.get, rows.tolist())
-        return [each.apply(pair) if each else pair for pair, each in zip(pairs, own, strict=True)]
+        rows_in_batch = rows - self.file.starts[batches]
+        pairs = [
+            self.file.batches[batch].pair(i)
+            for batch, i in zip(batches.tolist(), rows_in_batch.tolist(), strict=True)
+        ]
+        if self.corrections:
+            for i, row in enumerate(rows.tolist()):
+                if row in self.corrections:
+                    pairs[i] = self.corrections[row].apply(pairs[i])
+        return pairs
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a column of numbers."""
@@ -251,8 +258,11 @@ class PairDataset(PicklesFields):
     @cached_property
     def largest_id(self) -> int:
         """The largest token id of the file."""
-        lists = (batch.lists[: len(IDS)] for batch in self.file.batches)
-        return max((int(ids.max()) for each in lists for _, ids in each if len(ids)), default=0)
+        largest = 0
+        for batch in self.file.batches:
+            for _, ids in batch.lists[: len(IDS)]:
+                largest = max(largest, int(ids.max(initial=0)))
+        return largest
 
     def with_partners(self, seed: int, limit: int) -> PairDataset:
         """Return single answers, each with an answer to another prompt as its rejected one.
@@ -269,17 +279,20 @@ class PairDataset(PicklesFields):
                 f"{len(self)} answers belong to one prompt; take bco or apo_zero_unpaired."
             )
         draw = np.random.Generator(np.random.PCG64([seed, len(self)]))
-        place = draw.permutation(len(sizes))[prompt_of]
-        order = np.lexsort((draw.permutation(len(self)), place))
+        rank_of_prompt = draw.permutation(len(sizes))[prompt_of]
+        order = np.lexsort((draw.permutation(len(self)), rank_of_prompt))
         partners = np.empty(len(self), np.int64)
         partners[order] = np.roll(order, -int(sizes.max()))
         return replace(self, partners=(partners, limit))
 
     def subset(self, rows: Ints, fingerprint: str) -> PairDataset:
         """Return the pairs with these (ascending) numbers."""
-        parts = tuple((*np.searchsorted(rows, part[:2]).tolist(), part[2]) for part in self.parts)
-        own = rows if self.rows is None else self.rows[rows]
-        return replace(self, fingerprint=fingerprint, parts=parts, rows=own)
+        parts: list[Part] = []
+        for first, end, weight in self.parts:
+            new_first, new_end = np.searchsorted(rows, (first, end)).tolist()
+            parts.append((new_first, new_end, weight))
+        rows_of_file = rows if self.rows is None else self.rows[rows]
+        return replace(self, fingerprint=fingerprint, parts=tuple(parts), rows=rows_of_file)
 
 
 # --- corrections: which pairs to drop, weight or flip, by the digest of their texts ---
@@ -295,38 +308,39 @@ def corrected(train: PairDataset, files: Sequence[Path]) -> tuple[PairDataset, J
 
     Held-out pairs stay as they are: they are drawn before.
     """
-    wanted: dict[int, Correction] = {}
+    corrections: dict[int, Correction] = {}  # digest of a pair -> all its corrections in one
     for file in files:
-        for digest, each in _corrections(file):
-            before = wanted.get(digest, Correction())
-            wanted[digest] = Correction(before.weight * each.weight, before.flip != each.flip)
+        for digest, correction in _corrections(file):
+            before = corrections.get(digest, Correction())
+            weight = before.weight * correction.weight
+            corrections[digest] = Correction(weight, before.flip != correction.flip)
     digests = train.column("pair_hash").tolist()
-    if wanted.keys().isdisjoint(digests):
+    if corrections.keys().isdisjoint(digests):
         names = ", ".join(map(str, files))
         raise DataError(
             f"actor_train.data_args.corrections: {names}: no id belongs to a training pair; were "
             "they written for other data files?"
         )
-    dropped = {digest for digest, each in wanted.items() if each.weight == 0}
-    kept = [i for i, digest in enumerate(digests) if digest not in dropped]
-    if not kept:
+    dropped = {digest for digest, correction in corrections.items() if correction.weight == 0}
+    remaining = [i for i, digest in enumerate(digests) if digest not in dropped]
+    if not remaining:
         raise DataError(
             "actor_train.data_args.corrections: they drop all training pairs "
             f"({len(digests)}); use action flip or weight, or correct fewer pairs."
         )
     shas = "".join(map(file_sha, files))
     name = text_sha(f"{train.fingerprint}:corrections={shas}")
-    result = train.subset(np.array(kept, np.int64), name)
-    assert result.rows is not None
-    rows = zip(result.rows.tolist(), (digests[i] for i in kept), strict=True)
-    result.corrections = {row: wanted[digest] for row, digest in rows if digest in wanted}
-    left = result.corrections.values()
-    return result, {
+    pairs = train.subset(np.array(remaining, np.int64), name)
+    assert pairs.rows is not None
+    rows = zip(pairs.rows.tolist(), (digests[i] for i in remaining), strict=True)
+    pairs.corrections = {row: corrections[digest] for row, digest in rows if digest in corrections}
+    applied = pairs.corrections.values()
+    return pairs, {
         "files": [str(file) for file in files],
-        "dropped": len(digests) - len(kept),
-        "flipped": sum(each.flip for each in left),
-        "weighted": sum(each.weight != 1 for each in left),
-        "unknown_ids": len(wanted.keys() - set(digests)),
+        "dropped": len(digests) - len(remaining),
+        "flipped": sum(correction.flip for correction in applied),
+        "weighted": sum(correction.weight != 1 for correction in applied),
+        "unknown_ids": len(corrections.keys() - set(digests)),
     }
 
 
@@ -351,7 +365,9 @@ def _corrections(file: Path) -> Iterator[tuple[int, Correction]]:
 
 def _correction(line: bytes) -> tuple[int, Correction]:
     row = parse_json(line)
-    digest, weight, flip = row["id"], row.get("weight", 1.0), row.get("flip", False)
+    digest = row["id"]
+    weight = row.get("weight", 1.0)
+    flip = row.get("flip", False)
     if len(digest) != 16 or not isinstance(flip, bool) or not 0 <= weight < float("inf"):
         raise ValueError(f"got {line.decode('utf-8', 'replace').strip()[:100]}")
     if not {"weight", "flip"} & row.keys():

@@ -117,9 +117,11 @@ class Child:
 
     def receive(self, name: str, unit: str | None = None) -> tuple[Json, bytes]:
         """Return the answer. An error starts with the name, and the row if given a unit."""
-        code, used = 0, ""
+        code = 0
+        used = ""
         try:
-            head, table = json.loads(self.connection.recv_bytes()), self.connection.recv_bytes()
+            head = json.loads(self.connection.recv_bytes())
+            table = self.connection.recv_bytes()
             if "error" in head:
                 raise DataError(f"{name}: {head['error']}")
             if "memory" not in head:
@@ -173,18 +175,23 @@ def encode_chunks(
             return ChunkResult(chunk, head, pa.ipc.open_stream(table).read_next_batch())
 
         for chunk, child in zip(chunks, cycle(children), strict=False):
-            result = next_result() if len(busy) == processes else None
-            # Latin-1 keeps each byte of a row as one character.
-            rows = [
-                (number, raw.decode("latin-1") if isinstance(raw, bytes) else raw.args)
-                for number, raw in chunk.rows
-            ]
+            finished = next_result() if len(busy) == processes else None
+            rows = [(number, _sendable(raw)) for number, raw in chunk.rows]
             child.send({"source": chunk.source, "first": chunk.first, "rows": rows}, chunk.table)
             busy.append((child, chunk))
-            if result:
-                yield result
+            if finished:
+                yield finished
         while busy:
             yield next_result()
+
+
+def _sendable(raw: bytes | DropReason) -> Any:
+    """Return a row for JSON: Latin-1 keeps each byte as one character."""
+    return raw.decode("latin-1") if isinstance(raw, bytes) else raw.args
+
+
+def _received(sent: Any) -> bytes | DropReason:
+    return sent.encode("latin-1") if isinstance(sent, str) else DropReason(*sent)
 
 
 def encoder_of(recipe: TokenRecipe, name: str) -> Encoder | LimitedEncoder:
@@ -207,18 +214,18 @@ class LimitedEncoder:
 
     @property
     def end_of_turn(self) -> int | None:
-        found: int | None = self._ask("end_of_turn")
-        return found
+        token: int | None = self._ask("end_of_turn")
+        return token
 
     def prompt_ids(self, pair: TextPair, *, as_trained: bool = False) -> Ids:
-        found: Ids = self._ask("prompt_ids", pair, as_trained=as_trained)
-        return found
+        ids: Ids = self._ask("prompt_ids", pair, as_trained=as_trained)
+        return ids
 
     def encode(self, pair: TextPair) -> Encoded:
-        found: Json = self._ask("encode", pair)
+        fields: Json = self._ask("encode", pair)
         for name in ("chosen_scored", "rejected_scored"):
-            found[name] = tuple(map(tuple, found[name]))
-        return Encoded(**found)
+            fields[name] = tuple(map(tuple, fields[name]))
+        return Encoded(**fields)
 
     def _ask(self, name: str, pair: TextPair | None = None, **options: bool) -> Any:
         try:
@@ -261,12 +268,16 @@ class ChunkEncoder:
                 raise DataError(f"row {number}: {error}") from error
             except RecursionError:
                 self._add_event("dropped", number, row, *TOO_DEEP)
-        ignored, prompts = sorted(self.ignored)[:100], list(self.prompts.items())
-        head = {"rows": rows, **self.events, "ignored": ignored, "prompts": prompts}
+        head = {
+            "rows": rows,
+            **self.events,
+            "ignored": sorted(self.ignored)[:100],
+            "prompts": list(self.prompts.items()),
+        }
         return head, as_message(pa.RecordBatch.from_pylist(self.pairs, schema=SCHEMA))
 
     def _read(self, source: int, number: int, row: Json | DropReason) -> None:
-        found: list[tuple[TextPair, Encoded]] = []
+        pairs: list[tuple[TextPair, Encoded]] = []
         dropped: list[DropReason] = []
         texts: list[TextPair] = []
         ties = 0
@@ -275,7 +286,7 @@ class ChunkEncoder:
                 raise row
             if is_tokenised(row, self.layout):
                 self.ignored.update(set(row).difference(COLUMNS, EXTRAS))
-                found.append(read_tokenised(row, self.layout, self.encoder))
+                pairs.append(read_tokenised(row, self.layout, self.encoder))
             else:
                 texts, dropped, ties, ignored = read_row(row, self.layout)
                 self.ignored.update(ignored)
@@ -283,16 +294,16 @@ class ChunkEncoder:
             dropped.append(reason)
         for pair in texts:
             try:
-                found.append((pair, self.encoder.encode(pair)))
+                pairs.append((pair, self.encoder.encode(pair)))
             except DropReason as reason:
                 dropped.append(reason)
-        for each in dropped:
-            self._add_event("dropped", number, row, each.reason, each.detail)
+        for fault in dropped:
+            self._add_event("dropped", number, row, fault.reason, fault.detail)
         for _ in range(ties):
             self._add_event(
                 "noted", number, row, "ties_skipped", "two answers of the same rank give no pair"
             )
-        for pair, encoded in found:
+        for pair, encoded in pairs:
             for note in encoded.notes.items():
                 self._add_event("noted", number, row, *note)
             self.pairs.append({**_columns(pair, encoded), "source": source, "number": number})
@@ -304,23 +315,25 @@ class ChunkEncoder:
     def _add_event(self, group: str, number: int, row: Any, kind: str, detail: str) -> None:
         """Add an event; the first of a kind with a detail, and the id of the row if it has one."""
         if isinstance(row, dict):
-            given = row.get(self.layout.columns.get("id", "id"))
-            detail = detail if given is None else f"{detail} (id {str(given)[:80]})"
+            row_id = row.get(self.layout.columns.get("id", "id"))
+            if row_id is not None:
+                detail = f"{detail} (id {str(row_id)[:80]})"
         self.seen[kind] += 1
-        self.events[group].append((kind, number, detail[:300] * (self.seen[kind] <= EXAMPLES)))
+        is_example = self.seen[kind] <= EXAMPLES
+        self.events[group].append((kind, number, detail[:300] if is_example else ""))
 
 
 def _columns(pair: TextPair, encoded: Encoded) -> Json:
-    parts = {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
-    prompt, chosen, rejected = map(_digest, parts.values())
+    contents = {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
+    prompt, chosen, rejected = map(_digest, contents.values())
     return {
-        **{name: getattr(encoded, name) for name in parts},
+        **{name: getattr(encoded, name) for name in contents},
         **{f"{name}_scored": list(chain(*getattr(encoded, f"{name}_scored"))) for name in SIDES},
         **{name: getattr(pair, name) for name in (*NUMBERS, "id")},
         "prompt_hash": _number(prompt),
         "pair_hash": _number(prompt + chosen + rejected),
         "swapped_hash": _number(prompt + rejected + chosen),
-        **{f"normal_{name}": _normal(part, ROLES[name]) for name, part in parts.items()},
+        **{f"normal_{name}": _normal(text, ROLES[name]) for name, text in contents.items()},
     }
 
 
@@ -344,14 +357,14 @@ def _number(digest: bytes) -> int:
 
 def _answer(encoder: Encoder, head: Json) -> Json:
     """Return an attribute of the encoder, or what its method makes of a pair."""
-    found = getattr(encoder, head["ask"])
+    attribute = getattr(encoder, head["ask"])
     if head["pair"] is None:
-        return {"found": found}
+        return {"found": attribute}
     try:
-        found = found(TextPair(**head["pair"]), **head["options"])
+        answer = attribute(TextPair(**head["pair"]), **head["options"])
     except DropReason as reason:
         return {"dropped": reason.args}
-    return {"found": asdict(found) if isinstance(found, Encoded) else found}
+    return {"found": asdict(answer) if isinstance(answer, Encoded) else answer}
 
 
 def _make_arrow_do_without_pandas() -> None:
@@ -379,15 +392,18 @@ def main(connection: int, progress: int) -> None:
 
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
-            wanted = int(file.read().split()[0]) * resource.getpagesize() + setup["memory"]
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        soft = used + setup["memory"]
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        if hard != resource.RLIM_INFINITY:
+            soft = min(soft, hard)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     chunks: ChunkEncoder | None = None
     try:
         while True:
             signal.setitimer(signal.ITIMER_PROF, 0)  # waiting is not computing
-            head, table = json.loads(parent.recv_bytes()), parent.recv_bytes()
+            head = json.loads(parent.recv_bytes())
+            table = parent.recv_bytes()
             at_row(0)
             if chunks is None:
                 plugins.load_sources(setup["imports"])
@@ -398,11 +414,8 @@ def main(connection: int, progress: int) -> None:
             if "ask" in head:
                 reply(_answer(chunks.encoder, head))
             else:
-                rows = (
-                    (i, raw.encode("latin-1") if isinstance(raw, str) else DropReason(*raw))
-                    for i, raw in head["rows"]
-                )
-                chunk = Chunk(head["source"], tuple(rows), table, head["first"])
+                rows = tuple((number, _received(sent)) for number, sent in head["rows"])
+                chunk = Chunk(head["source"], rows, table, head["first"])
                 reply(*chunks.encode(chunk))
     except EOFError:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rather.data.read import DataFile
@@ -83,20 +83,23 @@ class RowCounts:
 
     def add(self, source: int, head: Json, pairs: int) -> None:
         """Add what a child reports about a chunk."""
-        file, own = self.files[source], str(source)
+        file = self.files[source]
+        file_name = str(source)
         file["rows"] += head["rows"]
         file["pairs"] += pairs
         self.rows += head["rows"]
         self.ignored.update(head["ignored"])
         events = [("dropped", event) for event in head["dropped"]]
-        events += [("changed" if e[0] in CHANGES else "warned", e) for e in head["noted"]]
+        for event in head["noted"]:
+            events.append(("changed" if event[0] in CHANGES else "warned", event))
         for group, (kind, number, detail) in events:
             new: Json = {"count": 0, "places": {}, "examples": []}
             entry = self.groups[group].setdefault(kind, new)
             entry["count"] += 1
-            entry["places"].setdefault(own, []).append(number)
+            entry["places"].setdefault(file_name, []).append(number)
             if detail and len(entry["examples"]) < EXAMPLES:
-                entry["examples"].append({"file": own, file["unit"]: number, "detail": detail})
+                example = {"file": file_name, file["unit"]: number, "detail": detail}
+                entry["examples"].append(example)
 
     def to_json(self) -> Json:
         """Return the report, the most frequent kinds first."""
@@ -115,11 +118,17 @@ def add_paths(report: Json, sources: Sequence[DataFile]) -> None:
     report["files"] = [
         {"path": name, **file} for name, file in zip(names, report["files"], strict=True)
     ]
-    for entry in (entry for group in GROUPS for entry in report[group].values()):
-        places = entry["places"].items()
-        entry["places"] = {names[int(source)]: numbers for source, numbers in places}
+    for entry in _entries(report):
+        numbers_of_files = entry["places"].items()
+        entry["places"] = {names[int(source)]: numbers for source, numbers in numbers_of_files}
         for example in entry["examples"]:
             example["file"] = names[int(example["file"])]
+
+
+def _entries(report: Json) -> Iterator[Json]:
+    """Yield what is reported of each kind of event."""
+    for group in GROUPS:
+        yield from report[group].values()
 
 
 def check_report(report: Json, pairs: int) -> None:
@@ -133,10 +142,10 @@ def check_report(report: Json, pairs: int) -> None:
     for file in files:
         numbers += [file["rows"], file["pairs"]]
         texts += [file["kind"], file["unit"]]
-    for entry in (entry for group in GROUPS for entry in report[group].values()):
+    for entry in _entries(report):
         numbers.append(entry["count"])
-        for source, places in entry["places"].items():
-            numbers += [int(source), *places]
+        for source, rows in entry["places"].items():
+            numbers += [int(source), *rows]
         for example in entry["examples"]:
             numbers.append(int(example["file"]))
             numbers.append(example.get("line", example.get("row")))

@@ -25,7 +25,8 @@ class PicklesFields:
     """A dataclass that is pickled without what was computed from its fields."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,16 +59,18 @@ class Order(PicklesFields):
 
     def steps(self, epochs: float, limit: float = math.inf) -> int:
         """Return the optimizer steps in so many (perhaps fractional) epochs, at most `limit`."""
-        whole, before = int(epochs), 0
-        for epoch in range(whole):
-            before += self.steps_in(epoch)
-            if before >= limit:
+        full_epochs = int(epochs)
+        steps = 0
+        for epoch in range(full_epochs):
+            steps += self.steps_in(epoch)
+            if steps >= limit:
                 return int(limit)
-        if epochs > whole:
-            wanted = (epochs - whole) * self.pairs_in(whole)
+        if epochs > full_epochs:
+            pairs = (epochs - full_epochs) * self.pairs_in(full_epochs)
+            _, cuts = self._epoch(full_epochs)
             # In floating point, 1.1 - 1 is more than 0.1.
-            before += int(np.searchsorted(self._epoch(whole)[1], wanted - 1e-9 * self.batch))
-        return int(min(before, limit))
+            steps += int(np.searchsorted(cuts, pairs - 1e-9 * self.batch))
+        return int(min(steps, limit))
 
     def epoch(self, epoch: int) -> Rows:
         """Return all rows of one epoch in order.
@@ -78,9 +81,9 @@ class Order(PicklesFields):
 
     def step(self, step: int) -> Rows:
         """Return the rows of the optimizer step that follows `step` finished ones."""
-        epoch, place = self.place(step)
+        epoch, step_in_epoch = self.place(step)
         rows, cuts = self._epoch(epoch)
-        return rows[cuts[place] : cuts[place + 1]]
+        return rows[cuts[step_in_epoch] : cuts[step_in_epoch + 1]]
 
     def place(self, step: int) -> tuple[int, int]:
         """Return epoch and number within it of the step that follows `step` finished ones."""
@@ -96,13 +99,13 @@ class Order(PicklesFields):
         """Return how many epochs `step` finished steps are."""
         if self.groups is None or step == 0:
             return step / self.steps_in(0)
-        epoch, place = self.place(step - 1)
-        return epoch + (place + 1) / self.steps_in(epoch)
+        epoch, step_in_epoch = self.place(step - 1)
+        return epoch + (step_in_epoch + 1) / self.steps_in(epoch)
 
     def ends_epoch(self, step: int) -> bool:
         """Return whether the last of `step` finished steps was the last of an epoch."""
-        epoch, place = self.place(step)
-        return place == 0 and epoch > 0
+        epoch, step_in_epoch = self.place(step)
+        return step_in_epoch == 0 and epoch > 0
 
     @cached_property
     def _epoch(self) -> Callable[[int], tuple[Rows, Places]]:
@@ -115,15 +118,20 @@ class Order(PicklesFields):
         if self.groups is None:
             rows = _shuffle(self.parts, random)
             return rows, np.append(np.arange(0, len(rows), self.batch), len(rows))
-        parts = [(*np.searchsorted(self.groups, part[:2]).tolist(), part[2]) for part in self.parts]
-        drawn = _shuffle(parts, random)
+        groups_of_parts: list[Part] = []
+        for first, end, weight in self.parts:
+            first_group, end_group = np.searchsorted(self.groups, (first, end)).tolist()
+            groups_of_parts.append((first_group, end_group, weight))
+        drawn = _shuffle(groups_of_parts, random)
         sizes = np.diff(self.groups, append=max(end for _, end, _ in self.parts))[drawn]
         ends = sizes.cumsum()
         rows = np.arange(sizes.sum()) + (self.groups[drawn] - ends + sizes).repeat(sizes)
-        cuts, taken, each = [0], 0, ends.tolist()
-        while taken < len(each):  # as many groups as a batch holds, at least one
-            taken = max(taken + 1, bisect_right(each, cuts[-1] + self.batch, lo=taken))
-            cuts.append(each[taken - 1])
+        group_ends = ends.tolist()
+        cuts = [0]
+        group = 0
+        while group < len(group_ends):  # as many groups as a batch holds, at least one
+            group = max(group + 1, bisect_right(group_ends, cuts[-1] + self.batch, lo=group))
+            cuts.append(group_ends[group - 1])
         return rows, np.asarray(cuts, dtype=np.int64)
 
 
@@ -132,8 +140,8 @@ def _shuffle(parts: Sequence[Part], random: np.random.Generator) -> Rows:
     drawn: list[Rows] = []
     for first, end, weight in parts:
         rows = np.arange(first, end, dtype=np.int32 if end < 1 << 31 else np.int64)
-        times, rest = divmod(round((end - first) * weight), max(1, len(rows)))
-        drawn += [np.tile(rows, times), random.permutation(rows)[:rest]]
+        times, remainder = divmod(round((end - first) * weight), max(1, len(rows)))
+        drawn += [np.tile(rows, times), random.permutation(rows)[:remainder]]
     shuffled = np.concatenate(drawn)
     random.shuffle(shuffled)
     return shuffled

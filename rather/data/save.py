@@ -65,18 +65,18 @@ def save(prepared: Prepared, folder: Path) -> list[Path]:
 
 def _is_saved(sets: dict[str, PairDataset], folder: Path) -> bool:
     """Return whether a folder holds these pairs, complete, and nothing else."""
-    names = {DATA, "dataset_info.json", "state.json"}
-    wanted = {folder / name / file for name in sets for file in names}
-    wanted |= {folder / name for name in sets if name}
+    expected = {folder / name for name in sets if name}
+    for name in sets:
+        expected |= {folder / name / file for file in (DATA, "dataset_info.json", "state.json")}
     try:
-        if {*folder.rglob("*")} != wanted:
+        if {*folder.rglob("*")} != expected:
             return False
         for name, pairs in sets.items():
             state = read_json(folder / name / "state.json")
             if state.get("_fingerprint") != pairs.fingerprint[:16]:
                 return False
-            with pa.memory_map(str(folder / name / DATA)) as data:
-                rows = sum(batch.num_rows for batch in pa.ipc.open_stream(data))
+            with pa.memory_map(str(folder / name / DATA)) as mapped:
+                rows = sum(batch.num_rows for batch in pa.ipc.open_stream(mapped))
             if rows != len(pairs):
                 return False
     except (OSError, ValueError, AttributeError, pa.ArrowException):
@@ -85,7 +85,7 @@ def _is_saved(sets: dict[str, PairDataset], folder: Path) -> bool:
 
 
 def _write(pairs: PairDataset, folder: Path) -> None:
-    with (folder / DATA).open("wb") as data, pa.ipc.new_stream(data, SCHEMA) as writer:
+    with (folder / DATA).open("wb") as target, pa.ipc.new_stream(target, SCHEMA) as writer:
         for first in range(0, len(pairs), ROWS):
             rows = map(_row, pairs.take(range(first, min(first + ROWS, len(pairs)))))
             writer.write_batch(pa.RecordBatch.from_pylist(list(rows), SCHEMA))
@@ -101,6 +101,9 @@ def _row(pair: TokenPair) -> Json:
     for side in ("chosen", "rejected"):
         ids, mask = pair.sequence(side)
         columns = {"input_ids": ids, "attention_mask": [1] * len(ids), "loss_mask": mask}
-        row |= {f"{side}_{name}": value for name, value in columns.items()}
-    extras = {name: getattr(pair, name) for name in (*NUMBERS, "id")}
-    return row | {name: value for name, value in extras.items() if value == value != ""}  # no NaN
+        row |= {f"{side}_{name}": column for name, column in columns.items()}
+    for name in (*NUMBERS, "id"):
+        extra = getattr(pair, name)
+        if extra == extra and extra != "":  # not NaN
+            row[name] = extra
+    return row

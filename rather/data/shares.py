@@ -101,12 +101,13 @@ class Share:
         """Return columns of all pairs of the step: NaN for those that no rank has computed."""
         if self.places is None:
             return columns
-        found = {}
+        all_pairs = {}
         for name, column in columns.items():
-            places = self.places.to(column.device, non_blocking=True)
-            found[name] = column.new_full((self.count, 2), torch.nan)
-            found[name][places] = column if len(column) == len(places) else column[places]
-        return found
+            computed = self.places.to(column.device, non_blocking=True)
+            all_pairs[name] = column.new_full((self.count, 2), torch.nan)
+            is_short = len(column) == len(computed)
+            all_pairs[name][computed] = column if is_short else column[computed]
+        return all_pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +115,8 @@ class Batches(PicklesFields, Sequence[PairBatch]):
     """The micro-batches of a step, packed when they are needed, whole or one rank's share.
 
     `budget` and the three fields after it, and `at_end`, are those of `pack`. With a `side`, each
-    pair has only that answer. Of a step some of whose log-probs
-    are known, only micro-batches with a pair that is `wanted` are left. With `shared`, each pair is
-    there twice, the second time with its shared tokens.
+    pair has only that answer. If `wanted` is given, micro-batches without a wanted pair are dropped.
+    With `shared`, each pair is there twice, the second time with its shared tokens.
     """
 
     pairs: Sequence[TokenPair]
@@ -178,23 +178,27 @@ class Batches(PicklesFields, Sequence[PairBatch]):
         return self.shares[rank, ranks]
 
     def _pack(self, rank: int, ranks: int) -> Share:
-        pairs, places, count = self.own_pairs(), None, len(self.pairs)
+        pairs = self.own_pairs()
+        count = len(self.pairs)
+        computed: Tensor | None = None  # None: all pairs
         bins = plan_bins(pairs, self.budget, self.most_pairs, ladder=self.ladder, ranks=self.ranks)
         if self.wanted is not None:
-            bins = [each for each in bins if self.wanted[each.places].any()]
-            places = torch.from_numpy(np.sort(np.concatenate([each.places for each in bins])))
-        smallest = min(bins, key=lambda each: each.tokens)
+            bins = [planned for planned in bins if self.wanted[planned.places].any()]
+            pairs_in_bins = np.concatenate([planned.places for planned in bins])
+            computed = torch.from_numpy(np.sort(pairs_in_bins))
+        smallest = min(bins, key=lambda planned: planned.tokens)
         missing = -len(bins) % ranks
-        own = [each.pack(pairs, at_end=self.at_end) for each in bins[rank::ranks]]
+        batches = [planned.pack(pairs, at_end=self.at_end) for planned in bins[rank::ranks]]
         if rank >= ranks - missing:
-            own.append(empty(smallest.pack(pairs, at_end=self.at_end)))
+            batches.append(empty(smallest.pack(pairs, at_end=self.at_end)))
         if self.shared:
-            own, count = [with_shared(each) for each in own], 2 * count
-            places = None if places is None else twice(places)
+            batches = list(map(with_shared, batches))
+            count *= 2
+            computed = None if computed is None else twice(computed)
         if torch.cuda.is_available():
-            own = [each.pin_memory() for each in own]
-            places = None if places is None else places.pin_memory()
-        return Share(own, PairFacts.of_pairs(pairs), count, places, self.number)
+            batches = [batch.pin_memory() for batch in batches]
+            computed = None if computed is None else computed.pin_memory()
+        return Share(batches, PairFacts.of_pairs(pairs), count, computed, self.number)
 
     def __len__(self) -> int:
         return len(self.share(0, 1).batches)
@@ -216,24 +220,28 @@ class NamedSteps:
                     f"({error.strerror or error}), and every rank reads its own pairs. Name a "
                     "folder of a network file system that is mounted on all machines."
                 ) from error
-        self.pairs, self.place = pairs, place
+        self.pairs = pairs
+        self.place = place
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
         # Batches that are packed ahead.
         self._following: dict[tuple[Any, ...], tuple[Batches, Future[Share]]] = {}
 
     def find(self, batches: Batches) -> Batches:
         """Return the batches with their pairs, and begin to pack those of the next step."""
-        if ahead := self._following.pop(batches.key, None):
-            found, packed = ahead
+        ahead = self._following.pop(batches.key, None)
+        if ahead:
+            with_pairs, packed = ahead
             packed.result()
         else:
-            found = batches.of(self.pairs)
-        if following := found.following:
-            kept = self._following.items()
-            self._following = {key: each for key, each in kept if key[0] >= found.number}
+            with_pairs = batches.of(self.pairs)
+        following = with_pairs.following
+        if following:
+            for key in list(self._following):
+                if key[0] < with_pairs.number:
+                    del self._following[key]
             packed = self._packer.submit(following.share, *self.place)
             self._following[following.key] = following, packed
-        return found
+        return with_pairs
 
 
 def tokens_of(batches: Sequence[PairBatch]) -> int:
@@ -248,7 +256,8 @@ def share_of(batches: Sequence[PairBatch], rank: int, ranks: int) -> Share:
     if isinstance(batches, Batches):
         return batches.share(rank, ranks)
     facts = PairFacts.of_step(batches)
-    if missing := -len(batches) % ranks:
+    missing = -len(batches) % ranks
+    if missing:
         smallest = min(batches, key=lambda batch: len(batch.ids_N))
         batches = [*batches, *[empty(smallest)] * missing]
     return Share(batches[rank::ranks], facts, len(facts.weight))

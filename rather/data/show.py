@@ -61,23 +61,26 @@ def print_report(report: Json, console: Console) -> None:
     """Print rows read, dropped and changed of every set; then all warnings and findings."""
     table = Table("set", "what", Column("count", justify="right"), "first places", title="Data")
     before = ""
-    for name, what, count, detail, style in report_rows(report):
+    for name, event, count, detail, style in report_rows(report):
         if name != before:
             table.add_section()
         shown = escape(name) if name != before else ""
-        table.add_row(shown, what, count, escape(detail), style=style)
+        table.add_row(shown, event, count, escape(detail), style=style)
         before = name
     console.print(table)
     for warning in report["warnings"]:
         console.print(f"[yellow]warning:[/] {escape(warning)}")
-    for one in report["look"]["findings"]:
-        severity, text, advice = one["severity"], escape(one["text"]), escape(one["advice"])
+    for finding in report["look"]["findings"]:
+        severity = finding["severity"]
+        text = escape(finding["text"])
+        advice = escape(finding["advice"])
         console.print(f"[{SEVERITIES[severity]}]{severity}:[/] {text} [dim]{advice}[/]")
 
 
 def report_rows(report: Json) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield set, what, count, detail and style of each row, for the terminal and the page."""
-    analysed, unit = report.get("look", {"sets": {}})["sets"], unit_of(report)
+    """Yield set, event, count, detail and style of each row, for the terminal and the page."""
+    analysed = report.get("look", {"sets": {}})["sets"]
+    unit = unit_of(report)
     for name, entry in sets_of(report).items():
         if "rows" in entry:
             files = ", ".join(short(file["path"]) for file in entry["files"])
@@ -92,17 +95,19 @@ def report_rows(report: Json) -> Iterator[tuple[str, str, str, str, str]]:
         if entry.get("used", entry["pairs"]) != entry["pairs"]:
             yield name, f"{unit} to train on", f"{entry['used']:,}", "the rest is held out", ""
         for group, style in GROUPS.items():
-            for kind, each in entry.get(group, {}).items():
-                file, numbers = next(iter(each["places"].items()))
+            for kind, events in entry.get(group, {}).items():
+                file, numbers = next(iter(events["places"].items()))
                 first = ", ".join(map(str, numbers[:MOST_PLACES]))
-                more = ", ..." if each["count"] > MOST_PLACES else ""
-                detail = f"{MEANINGS[kind]}: {short(file)}:{first}{more}"
-                yield name, f"{group}: {kind}", f"{each['count']:,}", detail, style
-        if ignored := entry.get("ignored_columns"):
+                ellipsis = ", ..." if events["count"] > MOST_PLACES else ""
+                detail = f"{MEANINGS[kind]}: {short(file)}:{first}{ellipsis}"
+                yield name, f"{group}: {kind}", f"{events['count']:,}", detail, style
+        ignored = entry.get("ignored_columns")
+        if ignored:
             yield name, "ignored columns", str(len(ignored)), ", ".join(ignored), ""
-        for part, n in analysed.get(name, {"lengths": {}})["lengths"].items():
-            detail = f"median; 95 % up to {n['p95']:.0f}, longest {n['longest']}"
-            yield name, f"tokens of {side_name(part, unit)}", f"{n['median']:.0f}", detail, ""
+        for column, spread in analysed.get(name, {"lengths": {}})["lengths"].items():
+            detail = f"median; 95 % up to {spread['p95']:.0f}, longest {spread['longest']}"
+            median = f"{spread['median']:.0f}"
+            yield name, f"tokens of {side_name(column, unit)}", median, detail, ""
 
 
 def unit_of(report: Json) -> str:
@@ -124,14 +129,14 @@ def show_pairs(pairs: PairDataset, tokenizer: Any, n: int, console: Console) -> 
     plain = console.color_system is None
     for pair in token_view(pairs, tokenizer, n, most=None):
         console.rule(escape(pair["name"]), align="left")
-        for side, one in pair["sides"].items():
+        for side, answer in pair["sides"].items():
             style = f"bold {COLOURS[side]}"
             console.print(
-                f"[{style}]{side}[/] ({one['tokens']} tokens, {one['scored']} scored)",
+                f"[{style}]{side}[/] ({answer['tokens']} tokens, {answer['scored']} scored)",
                 highlight=False,
             )
             text = Text()
-            for scored, tokens in groupby(one["shown"], key=lambda token: token[1]):
+            for scored, tokens in groupby(answer["shown"], key=lambda token: token[1]):
                 piece = "".join(token for token, _ in tokens)
                 piece = f"[[{piece}]]" if scored and plain else piece
                 text.append(printable(piece), style=style if scored else "dim")
@@ -144,7 +149,8 @@ def token_view(
     """Return the first pairs token by token; each token as [text, whether it is scored]."""
     view = []
     for number, pair in enumerate(pairs.take(range(min(n, len(pairs)))), 1):
-        sides, is_pair = {}, len(pair.rejected) and not pairs.partners
+        sides = {}
+        is_pair = len(pair.rejected) and not pairs.partners
         label = LABELS.get(pair.soft_label, "answer")
         for side in SIDES if is_pair else SIDES[:1]:
             ids, scored = pair.sequence(side)
@@ -155,9 +161,9 @@ def token_view(
                 "scored": sum(scored),
                 "shown": shown,
             }
-        name = f"{'pair' if is_pair else 'answer'} {number}" + (
-            f" · id {pair.id}" if pair.id else ""
-        )
+        name = f"{'pair' if is_pair else 'answer'} {number}"
+        if pair.id:
+            name += f" · id {pair.id}"
         view.append({"name": name, "sides": sides})
     return view
 
@@ -165,14 +171,15 @@ def token_view(
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
     """Return the text that each token adds; a character of several tokens is the last one's."""
     texts: list[str] = []
-    start, done = 0, ""
+    start = 0
+    done = ""
     for end in range(1, len(ids) + 1):
-        whole = str(tokenizer.decode(list(ids[start:end]), skip_special_tokens=False))
-        if whole.endswith("\ufffd") and end < len(ids):  # half a character
+        decoded = str(tokenizer.decode(list(ids[start:end]), skip_special_tokens=False))
+        if decoded.endswith("\ufffd") and end < len(ids):  # half a character
             texts.append("")
             continue
-        texts.append(whole[len(done) :])
-        done = whole
+        texts.append(decoded[len(done) :])
+        done = decoded
         # Decoding everything from the start again for each token would take quadratic time.
         if end - start > WINDOW:
             start = end - 1

@@ -172,8 +172,8 @@ def _refuse_growth(path: str, backend: Any) -> None:
         return math.prod(map(growth, inner))
 
     for name in ("normalizer", "decoder"):
-        part = getattr(backend, name)
-        if part and growth(parse_json(part.__getstate__())) > MOST_GROWTH:
+        component = getattr(backend, name)
+        if component and growth(parse_json(component.__getstate__())) > MOST_GROWTH:
             raise DataError(
                 f"{path}: the {name} of its tokenizer can make a text more than {MOST_GROWTH:,} "
                 "times longer; use another tokenizer.json."
@@ -283,10 +283,10 @@ def read_template(path: Path) -> tuple[str, str | None]:
         text = yaml_text(path)
         if not re.match(r'\s*{\s*["}]', text):
             return text, None
-        given = parse_json(text)
-        if "chat_template" not in given or not given.keys() <= {*CONVERSATION}:
-            raise ValueError(f"its keys are {', '.join(given)}")
-        text, system, end = (str(given.get(key) or "") for key in CONVERSATION[:3])
+        settings = parse_json(text)
+        if "chat_template" not in settings or not settings.keys() <= {*CONVERSATION}:
+            raise ValueError(f"its keys are {', '.join(settings)}")
+        text, system, end = (str(settings.get(key) or "") for key in CONVERSATION[:3])
     except (OSError, ValueError) as error:
         raise DataError(
             f"data_args.template: {path} cannot be read ({error}). It must be a Jinja file, or JSON "
@@ -312,10 +312,10 @@ def tokenizer_of(actor: ActorConfig) -> Any:
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
     """Return the template that the tokenizer came with."""
-    own: Any = tokenizer.chat_template
-    if own is None:
+    templates: Any = tokenizer.chat_template
+    if templates is None:
         return None
-    texts = {"default": own} if isinstance(own, str) else dict(own)
+    texts = {"default": templates} if isinstance(templates, str) else dict(templates)
     if "default" not in texts:
         raise DataError(
             f"{tokenizer.name_or_path}: its chat templates are {', '.join(texts)}, none is called "
@@ -326,7 +326,7 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
 
 def _variables(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     tokens = tokenizer.special_tokens_map.items()
-    return {name: str(value) for name, value in tokens if isinstance(value, str)}
+    return {name: str(token) for name, token in tokens if isinstance(token, str)}
 
 
 class _Generation(jinja2.ext.Extension):

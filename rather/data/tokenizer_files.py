@@ -54,8 +54,8 @@ def _check_tokenizer(content: dict[str, Any]) -> None:
     if isinstance(vocabulary, dict):  # a list has no gaps
         ids += vocabulary.values()
     _check_ids(ids, len(vocabulary) + len(added))
-    for part in _template_processors(content.get("post_processor")):
-        _check_post_processor(part)
+    for processor in _template_processors(content.get("post_processor")):
+        _check_post_processor(processor)
 
 
 def _check_ids(ids: Iterable[int], tokens: int) -> None:
