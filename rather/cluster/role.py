@@ -295,9 +295,12 @@ def join_ranks(
         address = "192.0.2.1"  # of no machine: its route leads to the others
     # Longer than any deadline of the watchdog, so that the watchdog reports a hang first.
     timeout, place, store = timedelta(seconds=60 + config.timeouts.longest), {}, None
-    if len(roles) > 1:
-        store = next(rendezvous("env://", timeout=timeout))[0]
-        closing.callback(lambda _: None, store)  # kept: the first process may be its server
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if len(roles) > 1 or attempt != "0":
+        found = next(rendezvous("env://", timeout=timeout))[0]
+        closing.callback(lambda _: None, found)  # kept: the first process may be its server
+        # torchrun --max-restarts keeps its store, with the addresses of processes that are gone.
+        store = dist.PrefixStore(f"attempt {attempt}", found)  # type: ignore[attr-defined]
         # Each role counts its own ranks from 0, in a group that does not know the other one.
         prefixed = dist.PrefixStore(role, store)  # type: ignore[attr-defined]
         place = {"store": prefixed, "rank": own, "world_size": size}

@@ -37,12 +37,13 @@ def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
 
 
 def torchrun(
-    config: DPOConfig, processes: int, *overrides: str
+    config: DPOConfig, processes: int, *overrides: str, restarts: int = 0
 ) -> subprocess.CompletedProcess[str]:
     file = Path(config.output_dir).parent / "dpo.yaml"
     file.write_text(dump_yaml(config))
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    launcher += [f"--max-restarts={restarts}"]
     command = [sys.executable, *launcher, "-m", "rather", "train", str(file), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -96,6 +97,29 @@ def test_the_first_cause_is_reported_once_and_no_echo(tmp_path: Path) -> None:
     assert re.fullmatch(r"rather: reference rank 1 of 2 \(on .+\): the loss is not finite", error)
     assert done.stderr.count("Traceback") == 1  # of torchrun itself
     assert "exitcode  : 6" in done.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_the_ranks_from_the_checkpoint(tmp_path: Path) -> None:
+    """A rank is killed in the third step; `--max-restarts` resumes to the bits of one start."""
+    two = {"actor_train__device_mapping": [0, 1], "save_steps": 1}
+    once = config_of(tmp_path, "once", **two)
+    assert torchrun(once, 2).returncode == 0
+    killed = config_of(
+        tmp_path,
+        "killed",
+        **two,
+        reference__worker_cls="tests.cluster.workers.DiesOnce",
+        system_envs={"RATHER_TEST_ONCE": str(tmp_path / "1")},
+    )
+    done = torchrun(killed, 2, restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "1").exists()
+    assert re.search(r"rather: reference rank [01] of 2 \(on .+\) died", done.stderr)
+    one, other = (
+        [line["loss"] for line in metrics(each) if "loss" in line] for each in (once, killed)
+    )
+    assert one == other
 
 
 APART: dict[str, Any] = {"actor_train__device_mapping": [0], "reference__device_mapping": [1]}
