@@ -1,15 +1,21 @@
-"""What a step costs the driver on Ray: its own time and data with stub workers, and Ray's own cost.
+"""What a step costs the process that decides, with stub ranks: rank 0 of one program, or a driver on Ray.
 
-    python bench/driver.py                     # about 3 minutes
-    python bench/driver.py --ranks 8 64 512
+    python bench/driver.py                     # about 5 minutes
+    python bench/driver.py --ranks 1024 --actors 0
 
-The loop, the clusters of both roles, the cache of the reference, metrics and the ledger of pairs are the real ones. The
-workers answer at once, with numbers of the right size, so that what remains is the driver. Time is the processor time
-of the thread that trains, per step; data is what the driver puts out and what all ranks answer, as pickled. The
-reference is unknown in the first epoch (computed and stored) and known in the second. In the first epoch, other threads
-hash the keys of the cache, a step ahead. Ray's own cost is measured apart: 512 calls at a time, dealt out over as many
-real actors as asked for that do nothing; the driver's processor time (all its threads) per call. `ray_ms` multiplies it
-by the two calls per rank of a step. Actors are processes: one machine carries some dozens of them, not 1,024.
+The loop, the cache of the reference, metrics and the ledger of pairs are the real ones. Ranks answer at once, with
+numbers of the right size, so that what remains is the host work of one process. Time is the processor time of the
+thread that trains, per step. The reference is unknown in the first epoch (computed and stored) and known in the second.
+In the first epoch, other threads hash the keys of the cache, a step ahead.
+
+`ranks`: every rank runs the program, under torchrun and with `ray.one_program: true` alike; this is rank 0 of a process
+group whose collectives return at once. Collectives are counted, without those of the model and its optimizer: one
+per step that sums the step's numbers, and those of sharding. On Ray nothing is called in a step (`ray_calls`).
+
+`driver`: Ray's driver calls both roles in every step; data is what it puts out and what all ranks answer, as pickled.
+Ray's own cost is measured apart: 512 calls at a time, dealt out over as many real actors as asked for that do nothing;
+the driver's processor time (all its threads) per call. `ray_ms` multiplies it by the two calls per rank of a step.
+Actors are processes: one machine carries some dozens of them, not 1,024.
 """
 
 from __future__ import annotations
@@ -21,7 +27,8 @@ import shutil
 import sys
 import tempfile
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import chain, repeat
 from multiprocessing.reduction import ForkingPickler
@@ -89,13 +96,14 @@ def main() -> None:
     logging.disable(logging.WARNING)
     print(told(machine()), flush=True)
     ray = ray_cost(args.actors) if args.actors else {}
-    results = [measure(count) for count in args.ranks]
+    results = [measure(count, way) for count in args.ranks for way in ("ranks", "driver")]
     for row in results:
-        row["ray_ms"] = round(2 * row["ranks"] * ray.get("processor_us", float("nan")) / 1e3, 1)
+        each = ray.get("processor_us", float("nan")) / 1e3
+        row["ray_ms"] = round(row["ray_calls"] * each, 1) if row["ray_calls"] else 0.0
     write_facts(args.json, "driver", results=results, ray=ray)
-    names = ("ranks", "pairs", "unknown_ms", "known_ms", "unknown_kb", "known_kb", "ray_ms")
-    headings = ("ranks", "pairs", "ms, unknown", "ms, known", "KB, unknown", "KB, known", "Ray, ms")
-    table("driver, per step", headings, [[row[name] for name in names] for row in results])
+    names = ("way", "ranks", "unknown_ms", "known_ms", "collectives", "ray_calls", "ray_ms")
+    headings = ("way", "ranks", "ms, unknown", "ms, known", "collectives", "Ray calls", "Ray, ms")
+    table("host work, per step", headings, [[row[name] for name in names] for row in results])
 
 
 class StubRay:
@@ -103,6 +111,8 @@ class StubRay:
 
     def __init__(self) -> None:
         self.data = 0  # bytes, sent and answered
+        self.calls = 0
+        self.collectives = 0  # of rank 0
 
     def put(self, value: Any) -> Any:
         self.data += len(Pickled.dumps(value))
@@ -137,6 +147,7 @@ def stub_cluster(name: str, config: Any, ray: StubRay, pairs: int) -> Cluster:
     sizes["compute_log_probs"] = len(Pickled.dumps(CallResult({"sum": logps})))
 
     def answer(_role: str, method: str, _args: Any, silent: bool) -> Answer:
+        ray.calls += len(config.actor_train.devices)  # one for each rank
         ray.data += sizes.get(method, NOTHING)
         return Answer(CallResult(next(values[method]) if method in values else None))
 
@@ -145,13 +156,67 @@ def stub_cluster(name: str, config: Any, ray: StubRay, pairs: int) -> Cluster:
         call = (lambda *_, silent: nothing) if rank else answer
         remote = {"add": lambda *_: Answer(CallResult()), "call": call}
         own = {name: SimpleNamespace(remote=each) for name, each in remote.items()}
-        return SimpleNamespace(handle=SimpleNamespace(**own), node="node", room=None, link=None)
+        here = SimpleNamespace(is_gone=False)
+        place: Any = {"node": "node", "room": None, "link": None, "process": here}
+        return SimpleNamespace(handle=SimpleNamespace(**own), **place)
 
     manager: Any = SimpleNamespace(
         kind="cpu", ledger=Ledger(), timeouts=Timeouts(), named={}, is_stopped=False,
+        cut_off=set(), introduce=lambda _: None,
         refuse_without_ray=lambda: None, seats=lambda mapping, _: [*map(seat, mapping)],
     )  # fmt: skip
     return Cluster(name, None, manager, getattr(config, name), pipeline_config=config)
+
+
+class StubRank:
+    """A role of rank 0 that answers at once."""
+
+    device = "cpu"
+
+    def __init__(self, role: str, pairs: int) -> None:
+        self.role, self._first = role, True
+        self._logps = torch.full((pairs, 2), -100.0, dtype=torch.float64)
+
+    def pack(self, _batches: Any) -> None: ...
+
+    def train_step(self, *_: Any, **__: Any) -> StepResult:
+        sums = dict.fromkeys(["weight", "loss", *PER_PAIR, *MOMENTS], 1.0)
+        policy = self._logps if self._first else self._logps.new_empty(0, 2)
+        self._first = False
+        numbers: Any = {"ratios": self._logps, "pull": self._logps[:, 0]}
+        return StepResult(sums, policy, 1.0, 1e-6, None, None, **numbers)
+
+    def compute_log_probs(self, _batches: Any) -> dict[str, Any]:
+        return {"sum": self._logps}
+
+
+@contextmanager
+def counted_collectives(ray: StubRay, ranks: int) -> Iterator[None]:
+    """Make this process rank 0 of a group whose collectives return at once, and count them."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as inner
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    before = {name: getattr(inner, name) for name in ("all_reduce", "broadcast", "all_gather")}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            ray.collectives += 1
+            return before[name](*args, **options)
+
+        return call
+
+    try:
+        for name in before:
+            setattr(inner, name, wrapped := counting(name))
+            setattr(dist, name, wrapped)
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(inner, name, original)
+            setattr(dist, name, original)
+        dist.destroy_process_group()
 
 
 class Driver(Hook):
@@ -191,12 +256,13 @@ class Driver(Hook):
         self._before = self._clocks()
 
     def _clocks(self) -> Any:
-        """Processor time of the loop's own thread and of all threads, in ms, and data in KB."""
-        data = sys.modules["ray"].data  # type: ignore[attr-defined]
-        return np.array([1e3 * time.thread_time(), 1e3 * time.process_time(), data / 1e3])
+        """Processor time of the loop's own thread and of all threads, in ms, KB, and counts."""
+        ray: Any = sys.modules["ray"]
+        times = 1e3 * time.thread_time(), 1e3 * time.process_time()
+        return np.array([*times, ray.data / 1e3, ray.collectives, ray.calls])
 
 
-def measure(ranks: int) -> dict[str, Any]:
+def measure(ranks: int, way: str) -> dict[str, Any]:
     pairs = PAIRS * ranks
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -226,15 +292,24 @@ def measure(ranks: int) -> dict[str, Any]:
         source = PreparedSteps.of(config, Prepared(dataset, {}, {}))
         ray: Any = StubRay()
         sys.modules["ray"] = ray
-        roles = [stub_cluster(name, config, ray, pairs) for name in ("actor_train", "reference")]
-        driver = Driver(config, Roles(*roles, "cpu", here=False), source, folder / "own.logps")
-        with closing(driver.parts.reference_stream):
+        names = ("actor_train", "reference")
+        with ExitStack() as stack:
+            if way == "ranks":
+                stack.enter_context(counted_collectives(ray, ranks))
+                made: Any = [StubRank(name, pairs) for name in names]
+                roles = Roles(*made, "cpu", rank=0, drivers=ranks)
+            else:
+                made = [stub_cluster(name, config, ray, pairs) for name in names]
+                roles = Roles(*made, "cpu", here=False)
+            driver = Driver(config, roles, source, folder / "own.logps")
+            stack.enter_context(closing(driver.parts.reference_stream))
             driver.loop.train()
         del sys.modules["ray"]
     unknown, known = np.split(np.array(driver.costs), [STEPS])
     assert len(known) == STEPS
     first, later = np.median(unknown[1:], axis=0), np.median(known[1:], axis=0)
     row = {
+        "way": way,
         "ranks": ranks,
         "pairs": pairs,
         "unknown_ms": round(float(first[0]), 2),
@@ -245,6 +320,8 @@ def measure(ranks: int) -> dict[str, Any]:
         "other_threads_ms": round(float(first[1] - first[0]), 1),
         "unknown_kb": round(float(first[2]), 1),
         "known_kb": round(float(later[2]), 1),
+        "collectives": f"{first[3]:.0f} unknown, {later[3]:.0f} known",
+        "ray_calls": int(first[4]),
     }
     print(row, flush=True)
     return row
