@@ -222,10 +222,13 @@ def refuse_tower(config: PretrainedConfig) -> None:
 
 def two_pairs(vocab: int, longest: int = LONGEST) -> list[TokenPair]:
     """Return two pairs of 40 tokens and fewer; of shorter sequences where `longest` is less."""
+    share = min(1.0, longest / 42)
+
+    def fewer(tokens: int) -> int:
+        return max(1, int(tokens * share))
+
     lengths = ((12, 28, 21), (20, 9, 20))
-    if longest < 40:
-        lengths = tuple(tuple(max(1, n * longest // 42) for n in each) for each in lengths)
-    return random_pairs(vocab, lengths)
+    return random_pairs(vocab, [(fewer(p), fewer(c), fewer(r)) for p, c, r in lengths])
 
 
 def random_pairs(vocab: int, lengths: Iterable[tuple[int, int, int]]) -> list[TokenPair]:
@@ -346,21 +349,7 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,
-        # Linear attention (Qwen3.5, OLMo hybrid) and Mamba-2 (Nemotron-H, Falcon-H1, Granite 4).
-        "linear_num_key_heads": few,
-        "linear_num_value_heads": 2 * few,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "mamba_num_heads": 4 * few,
-        "mamba_n_heads": 4 * few,
-        "mamba_head_dim": 16,
-        "mamba_d_head": 16,
-        "mamba_d_ssm": 64 * few,
-        "mamba_d_state": 16,
-        "ssm_state_size": 16,
-        "mamba_expand": 2,
-        "n_groups": few,
-        "mamba_n_groups": few,
+        **_scan_sizes(few),
         # Positions at which a family changes what it computes: the pairs reach beyond these, and
         # not beyond those.
         "floor_scale": 8,
@@ -383,6 +372,26 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
     return small
 
 
+def _scan_sizes(few: int) -> dict[str, int]:
+    """Return sizes of linear attention (Qwen3.5, OLMo hybrid) and Mamba-2 (Nemotron-H, Granite 4)."""
+    return {
+        "linear_num_key_heads": few,
+        "linear_num_value_heads": 2 * few,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "mamba_num_heads": 4 * few,
+        "mamba_n_heads": 4 * few,
+        "mamba_head_dim": 16,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64 * few,
+        "mamba_d_state": 16,
+        "ssm_state_size": 16,
+        "mamba_expand": 2,
+        "n_groups": few,
+        "mamba_n_groups": few,
+    }
+
+
 def shorten(config: PretrainedConfig, layers: Sequence[int]) -> None:
     """Reduce a config to some of its layers."""
     kept = {key: [all_[n] for n in layers] for key, all_ in _per_layer_lists(config).items()}
@@ -397,7 +406,9 @@ def shorten(config: PretrainedConfig, layers: Sequence[int]) -> None:
     if shared_keys(config):
         config.num_kv_shared_layers = shared
     if by_layer:
-        own = {n: by_layer[layer] for n, layer in enumerate(layers) if layer in by_layer}
+        own: dict[int | str, dict[str, Any]] = {
+            n: by_layer[layer] for n, layer in enumerate(layers) if layer in by_layer
+        }
         config.per_layer_config = own or None
 
 
@@ -452,7 +463,7 @@ def shared_keys(config: PretrainedConfig) -> int:
 
 
 def _shares_keys(config: PretrainedConfig, layer: int) -> bool:
-    return layer >= config.num_hidden_layers - shared_keys(config)
+    return layer >= int(config.num_hidden_layers) - shared_keys(config)
 
 
 def _is_dense(config: PretrainedConfig, layer: int) -> bool:
