@@ -245,9 +245,7 @@ def choose_template(
     return chosen
 
 
-def _choose_template(
-    wanted: str | None, tokenizer: PreTrainedTokenizerBase
-) -> ChatTemplate | None:
+def _choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
     name = ALIASES.get(wanted or "", wanted or "")
     if name == "none":
         return None

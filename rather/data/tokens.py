@@ -555,12 +555,15 @@ def read_tokenised(row: Row, layout: RowLayout, encoder: Encoder) -> tuple[TextP
     start = min(common_length(chosen, rejected), last)
     if start == 0 and chosen != rejected:
         raise DropReason("prompt_mismatch", "chosen and rejected do not begin with the same token")
-    pair = Encoded(chosen[:start], chosen[start:], rejected[start:], first, second)
-    encoded = encoder.fit(pair)
-    written_out = [
-        " ".join(map(str, ids)) for ids in (encoded.prompt, encoded.chosen, encoded.rejected)
-    ]
-    return TextPair(*written_out, **extras), encoded
+    whole_pair = Encoded(chosen[:start], chosen[start:], rejected[start:], first, second)
+    encoded = encoder.fit(whole_pair)
+    prompt = _written_out(encoded.prompt)
+    pair = TextPair(prompt, _written_out(encoded.chosen), _written_out(encoded.rejected), **extras)
+    return pair, encoded
+
+
+def _written_out(ids: Ids) -> str:
+    return " ".join(map(str, ids))
 
 
 def _side(row: Row, side: str, score_all: bool) -> tuple[Ids, Spans]:
