@@ -35,7 +35,8 @@ from rather.files import JsonObject, read_json, text_sha
 from rather.run_folder.model_source import weights_of
 from rather.tracking.json_lines import strict_json
 
-WAYS = ("ids", "text", "messages")  # how a prompt is sent, best first
+# How a prompt is sent, best first; with logprobs, mlx-lm and others return ids.
+WAYS = ("ids", "text with logprobs", "text", "messages")
 CHECKED_PROMPTS = 3  # that are asked twice, if the samples of the first are equal
 Place = tuple[int, int]  # a prompt and the number of its answer
 
@@ -100,7 +101,9 @@ class ServedModel:
         path = "completions"
         if self.way == "ids":
             body |= {"prompt": self.prompts.ids[prompt], "return_token_ids": True}
-        elif self.way == "text":
+        elif self.way.startswith("text"):
+            if self.way != "text":
+                body["logprobs"] = True
             body["prompt"] = self.prompts.tokenizer.decode(self.prompts.ids[prompt])
         else:
             path = "chat/completions"
@@ -141,7 +144,9 @@ class ServedModel:
 
     def _ids(self, choice: JsonObject, text: str) -> list[int] | None:
         """Return the ids without the end token, if the server offers those of this text."""
-        ids = choice.get("token_ids")
+        ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
+        if ids is None and isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
+            ids = [entry.get("id") for entry in logprobs["content"] if isinstance(entry, dict)]
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             return None
         ends = (self.prompts.tokenizer.eos_token_id, self.prompts.end_of_turn)
@@ -152,15 +157,22 @@ class ServedModel:
     def find_way(self, place: Place) -> Reply:
         """Return the first answer; choose the way by which the server reads the same tokens."""
         problems = []
-        for way in WAYS if self.prompts.has_template else WAYS[:2]:
+        for way in WAYS if self.prompts.has_template else WAYS[:3]:
             self.way = way
             try:
-                return self.ask(place, tries=1)
+                return self._first_reply(place)
             except ServerSilent:
-                return self.ask(place)
+                raise
             except ServerError as error:
                 problems.append(str(error))
         raise ServerError(f"{self.server.url}: {' '.join(dict.fromkeys(problems))}")
+
+    def _first_reply(self, place: Place) -> Reply:
+        """Wait for a server that starts; do not repeat a request that it does not understand."""
+        try:
+            return self.ask(place, tries=1)
+        except ServerSilent:
+            return self.ask(place)
 
 
 class Spending:

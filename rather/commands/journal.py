@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, BinaryIO
 
 from rather.errors import ConfigError
 from rather.files import JsonObject, own, parse_json, read_bytes
@@ -28,7 +28,7 @@ class Journal:
         self._lock = Lock()
         whole = self._read() if path.exists() else 0
         if whole == 0:
-            self._file = open(path, "wb", opener=own)  # noqa: SIM115 - open as long as the work
+            self._file: BinaryIO = open(path, "wb", opener=own)  # noqa: SIM115 - open as long as the work
             self.append(work)
             return
         earlier = self.entries.pop(0)
