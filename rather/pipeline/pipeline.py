@@ -230,7 +230,7 @@ class DPOPipeline(Run):
                 if stop.signal is not None:
                     raise
                 self.supervision.survive(error, "worker_lost", "all workers are started again")
-                if number := stop.signal:  # it came during the pause
+                if number := self.stop.signal:  # it came during the pause
                     text = "stopped while workers were restarting; run the command again"
                     raise Ended(number, text) from error
             self.config = self.supervision.config_to_resume()
