@@ -100,10 +100,10 @@ def _problem(kind: str, name: str, file: Path | None) -> str | None:
     if kind == "data" and (name.startswith(STORE) or HUB_DATASET.fullmatch(name)):
         return None
     if "://" in name:
-        text = f"{name} is an address; only local files"
+        addresses = ""
         if kind == "data":
-            text += ", s3://bucket/name and hf://datasets/ORG/NAME[@revision][:split]"
-        return f"{text} are read"
+            addresses = ", s3://bucket/name and hf://datasets/ORG/NAME[@revision][:split]"
+        return f"{name} is an address; only local files{addresses} are read"
     if kind == "data" and path.suffix in TABLES:
         return (
             f"{path.suffix} files are not read; save {name} as CSV, or convert it with pandas: "
