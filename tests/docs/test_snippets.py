@@ -135,6 +135,8 @@ INSTEAD: dict[str, tuple[str, Callable[[list[str]], None]]] = {
         nothing,
     ),
     r"python bench/": ("takes minutes", script),
+    r"rather (generate|judge) ": ("tests/commands/test_generate.py and test_judge.py do", options),
+    r"vllm serve ": ("a server of its own environment", nothing),
 }
 # Commands that end otherwise than with 0 here, and why.
 ENDS = {
