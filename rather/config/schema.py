@@ -314,8 +314,7 @@ class RoleConfig(Section):
     strategy_args: StrategyArgs = StrategyArgs()
     """The layout on devices."""
     device_mapping: Devices = None
-    """Device numbers: [0, 1], "0-7", "0,2,4-6" or "list(range(0,8))"; default: the first device.
-    Under torchrun both roles have the same devices, or none in common."""
+    """Device numbers: [0, 1], "0-7", "0,2,4-6" or "list(range(0,8))"; default: the first device."""
     infer_batch_size: Count | None = None
     """Maximum pairs in a micro-batch without gradients; default: only the token budget limits
     it."""
