@@ -73,5 +73,5 @@ def _token_pair(encoder: Any, row: JsonObject, answer: str) -> TokenPair:
         end = encoder.end_of_turn
         answered = [encoder.recipe.eos if end is None else end]
         scored = ((len(ids), len(ids) + 1),)
-    arrays = (np.array(part, np.int32) for part in (ids, answered, []))
-    return TokenPair(*arrays, scored, ())
+    prompt, chosen = np.array(ids, np.int32), np.array(answered, np.int32)
+    return TokenPair(prompt, chosen, np.empty(0, np.int32), scored, ())

@@ -72,8 +72,10 @@ def _scaled_by_position(module: Any, query: Tensor, segments: Segments) -> Tenso
     own_keys = segments.cu_k.diff() - segments.cu_q.diff()
     positions = rows - segments.cu_q[segment] + own_keys[segment]
 
+    floor_scale, attn_scale = float(module.floor_scale), float(module.attn_scale)
+
     def scale(places: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((places + 1.0) / module.floor_scale)) * module.attn_scale + 1
+        return torch.log1p(torch.floor((places + 1.0) / floor_scale)) * attn_scale + 1
 
     factor = scale(positions) / scale(rows)
     return (query * factor[:, None]).to(query.dtype)
