@@ -111,7 +111,11 @@ def one_seed(
 def as_text(pair: dict[str, Any]) -> dict[str, str]:
     """Return a pair of plain text: the model has no chat template."""
     turns = (turn["content"] for turn in pair["messages"])
-    return {"prompt": "\n".join([*turns, ""]), "chosen": pair["chosen"], "rejected": pair["rejected"]}
+    return {
+        "prompt": "\n".join([*turns, ""]),
+        "chosen": pair["chosen"],
+        "rejected": pair["rejected"],
+    }
 
 
 if __name__ == "__main__":

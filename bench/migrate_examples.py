@@ -51,7 +51,15 @@ FIELDS = ("loss", "beta", "nll", "gamma", "learning_rate", "pairs", "adapter", "
           "precision", "steps", "schedule", "warmup", "decay", "beta2", "clip", "length",
           "data", "samples", "held_out", "reference")  # fmt: skip
 USERS = ("migrate_user_files.txt", "migrate_user_files_trl.txt")
-TEXTS = ("*.yaml", "*.yml", "*.json", "*.sh", "*.md", "*.py", "*hostfile")  # read of a git directory
+TEXTS = (
+    "*.yaml",
+    "*.yml",
+    "*.json",
+    "*.sh",
+    "*.md",
+    "*.py",
+    "*hostfile",
+)  # read of a git directory
 STATES = ("converted", "incomplete", "refused")
 MOST_SFT = 3  # of a tool are trained
 ROUNDED = ("8bit", "none")  # base weights in 8 bits stay as they are, which the conversion says

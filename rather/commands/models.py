@@ -171,16 +171,7 @@ def generate_command(
     timeout: Seconds until a request to the server is repeated; default: 120.
     dry_run: Print the number of tokens and the first prompt, then exit.
     """
-    if temperature is None:
-        temperature = 1.0 if answers > 1 else 0.0
-    if not (temperature == 0 or 0.01 <= temperature < math.inf):
-        raise ConfigError(f"--temperature must be 0 or at least 0.01 (got {temperature}).")
-    if temperature == 0 and answers > 1:
-        raise ConfigError(
-            "--answers: several answers with --temperature 0 would be equal; raise the temperature."
-        )
-    if temperature == 0 and top_p is not None:
-        raise ConfigError("--top-p needs sampling: set --temperature as well.")
+    temperature = _temperature_of(temperature, answers, top_p)
     if any(not text for text in stop or ()):
         raise ConfigError("--stop must not be empty.")
     from rather.commands.generate import Request, generate_answers
@@ -215,6 +206,21 @@ def generate_command(
         tokens = meta["tokens"]["answers"]
         length = "" if tokens is None else f", {tokens} tokens"
         echo(f"{out}: {meta['rows']} prompts, {meta['rows'] * answers} answers{length}")
+
+
+def _temperature_of(temperature: float | None, answers: int, top_p: float | None) -> float:
+    """Return the temperature of --answers answers; refuse what would sample nothing."""
+    if temperature is None:
+        temperature = 1.0 if answers > 1 else 0.0
+    if not (temperature == 0 or 0.01 <= temperature < math.inf):
+        raise ConfigError(f"--temperature must be 0 or at least 0.01 (got {temperature}).")
+    if temperature == 0 and answers > 1:
+        raise ConfigError(
+            "--answers: several answers with --temperature 0 would be equal; raise the temperature."
+        )
+    if temperature == 0 and top_p is not None:
+        raise ConfigError("--top-p needs sampling: set --temperature as well.")
+    return temperature
 
 
 @command

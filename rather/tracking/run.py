@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+
 class NoTracker:
     """Ignores every record: for processes other than the main one, and runs without a folder."""
 

@@ -200,7 +200,9 @@ def test_seed_004_the_workflow(folder: Path, tmp_path: Path) -> None:
     [file] = (tmp_path / "arrow").glob("**/*.arrow")
     with pa.memory_map(str(file)) as source:
         rows: Any = pa.ipc.open_stream(source).read_all().to_pylist()
-    sides = {f"{side}_{part}" for side in ("chosen", "rejected") for part in ("input_ids", "loss_mask")}
+    sides = {
+        f"{side}_{part}" for side in ("chosen", "rejected") for part in ("input_ids", "loss_mask")
+    }
     assert sides <= set(rows[0])
 
     actor = AutoModelForCausalLM.from_pretrained(folder)

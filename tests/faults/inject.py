@@ -366,7 +366,7 @@ def _wrap_loop() -> None:
     _wrap(ReferenceStream, "_answer", lambda self, step: at_step(step.number))
     _wrap(prepare, "prepare", "data")
     _wrap(RowCounts, "to_json", "data.tokenised")
-    _wrap(ReferenceStream, "_compute", "reference", "reference.done")
+    _wrap(ReferenceStream, "_ask_model", "reference", "reference.done")
     _wrap(
         BlockFile, "append", lambda self, *_: _cache(self), lambda self, *_: f"{_cache(self)}.done"
     )

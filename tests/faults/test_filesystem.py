@@ -75,7 +75,8 @@ def test_every_rename_fails_once(struck: Struck) -> None:
 
 @pytest.mark.parametrize(
     # A later one would only cost the report.
-    "number", [20, *(pytest.param(n, marks=pytest.mark.faults_all) for n in range(7, 62, 6))]
+    "number",
+    [20, *(pytest.param(n, marks=pytest.mark.faults_all) for n in range(7, 62, 6))],
 )
 def test_a_file_system_that_becomes_read_only(struck: Struck, number: int) -> None:
     codes, output = struck(FAULT_READONLY=number)

@@ -417,7 +417,11 @@ def ledgers(world: World, draw: Random, folder: Path) -> Case:
         # Half a step at the end may be missing.
         found = read_ledger(run).to_pylist()
         whole = read_ledger(world.run).to_pylist()
-        return None if found[: len(whole)] == whole[: len(found)] else "other numbers than those of the run"
+        return (
+            None
+            if found[: len(whole)] == whole[: len(found)]
+            else "other numbers than those of the run"
+        )
 
     # `pairs` also says that it does not read the texts of a folder that came from elsewhere.
     return Case(what, arguments, judge, own_message=True)

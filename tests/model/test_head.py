@@ -238,9 +238,7 @@ def _divided_difference(dtype: torch.dtype, treatment: str, bias: bool, keep_byt
     *tensors, targets = inputs(dtype, bias=bias)
     cut = [None if t is None else t.detach()[own].clone().requires_grad_() for t in tensors[1:]]
     group = dist.group.WORLD.group_name
-    got = both(
-        enter(tensors[0], group), *cut, targets, **options, words=head.Words(first, group)
-    )
+    got = both(enter(tensors[0], group), *cut, targets, **options, words=head.Words(first, group))
     assert got[0].requires_grad
     assert not got[1].requires_grad
     parts = gradients(got[0], [tensors[0], *cut])

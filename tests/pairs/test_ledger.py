@@ -174,7 +174,9 @@ def test_verify_reads_the_ledger(run: DPOConfig, tmp_path: Path) -> None:
 @pytest.mark.defect("X13")
 @pytest.mark.defect("X23")
 def test_a_ledger_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
-    columns = [pa.array(np.zeros(3_000_000, kind.to_pandas_dtype())) for kind in LEDGER_SCHEMA.types]
+    columns = [
+        pa.array(np.zeros(3_000_000, kind.to_pandas_dtype())) for kind in LEDGER_SCHEMA.types
+    ]
     batch = pa.record_batch(columns, schema=LEDGER_SCHEMA)
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     file = tmp_path / "ledger.arrows"

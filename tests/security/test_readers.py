@@ -294,7 +294,12 @@ def test_a_folder_is_inspected_before_a_library_opens_it(
     with pytest.raises(ConfigError, match=reason):
         inspect_folder(model)
     score = ("score", model, good / "pairs.jsonl")
-    for command in (("train", config()), ("chat", model, "--prompt", "w1"), ("plan", config()), score):
+    for command in (
+        ("train", config()),
+        ("chat", model, "--prompt", "w1"),
+        ("plan", config()),
+        score,
+    ):
         done = rather(*command)
         assert done.exit_code == 2, (command, done.output, done.exception)
         assert reason in done.stderr.replace("\n", " ")

@@ -87,8 +87,10 @@ COMMANDS: dict[str, list[list[str]]] = {
         *(["{answers}", "--with", *words, TRUSTED] for words in SOURCES),
         ["{answers}", "{data}/pairs.arrow", "--with", "http://127.0.0.1:1", "--judge-model", "m"],
     ],
-    "generate": [[*words, "{data}", "--out", f"answers-{place}.jsonl", "--max-new-tokens", "4", TRUSTED]
-        for place, words in enumerate(SOURCES)],
+    "generate": [
+        [*words, "{data}", "--out", f"answers-{place}.jsonl", "--max-new-tokens", "4", TRUSTED]
+        for place, words in enumerate(SOURCES)
+    ],
     "score": [*([*words, "{data}", TRUSTED] for words in SOURCES), ["{good}", "{data}"]],
     "export": [
         *([*words, f"out-{place}", TRUSTED] for place, words in enumerate(SOURCES)),

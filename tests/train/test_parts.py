@@ -85,9 +85,7 @@ def test_a_run_in_a_folder_resumes_to_the_same_bits(shared: Path, tmp_path: Path
     config, roles, source = parts(shared)
     run_dir = tmp_path / "whole"
     options: dict[str, Any] = {"identity": IDENTITY}
-    Run(
-        config, roles, source, on_record=whole.append, run_dir=run_dir, **options
-    ).run()
+    Run(config, roles, source, on_record=whole.append, run_dir=run_dir, **options).run()
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert losses(lines) == losses(whole)
     assert not (run_dir / "model").exists()
@@ -98,9 +96,7 @@ def test_a_run_in_a_folder_resumes_to_the_same_bits(shared: Path, tmp_path: Path
         Run(config, roles, source, run_dir=again, **options).run()
     config, roles, source = parts(shared)
     resumed: list[dict[str, Any]] = []
-    Run(
-        config, roles, source, on_record=resumed.append, run_dir=again, **options
-    ).run()
+    Run(config, roles, source, on_record=resumed.append, run_dir=again, **options).run()
     assert source.asked == [(2, {"seen": 2})]
     assert losses(resumed) == losses(whole)[2:]
     one, other = (checkpoint.newest_good(path) for path in (run_dir, again))
@@ -119,9 +115,7 @@ def test_another_identity_is_refused(shared: Path, tmp_path: Path) -> None:
     Run(config, roles, source, identity=IDENTITY, run_dir=tmp_path / "a").run()
     config, roles, source = parts(shared)
     changed = {**IDENTITY, "seed": [7, 7]}
-    pipeline = Run(
-        config, roles, source, identity=changed, run_dir=tmp_path / "a"
-    )
+    pipeline = Run(config, roles, source, identity=changed, run_dir=tmp_path / "a")
     with pytest.raises(CheckpointError, match="seed"):
         pipeline.run()
 

@@ -199,7 +199,10 @@ def adapter_kind(value: Any, given: Given) -> Outcome:
 
 
 ADAPTER = adapter(
-    "lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save", "adapter", None, "",
+    "lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save",
+    "adapter",
+    None,
+    "",
     resumed="lora_model_dir",
 )
 RULES: Rules = {

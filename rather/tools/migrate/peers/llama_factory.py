@@ -150,7 +150,9 @@ def columns(file: str, entry: JsonObject, given: Given) -> dict[str, str]:
     named = entry.get("columns") or {}
     is_paired = bool(entry.get("ranking"))
     if is_paired != (given.get("stage") in ("dpo", "rm")):
-        raise Unsupported(f"{file} has {'' if is_paired else 'no '}pairs (ranking in dataset_info.json)")
+        raise Unsupported(
+            f"{file} has {'' if is_paired else 'no '}pairs (ranking in dataset_info.json)"
+        )
     if other := [name for name in named if name not in COLUMNS]:
         raise Unsupported(f"{file} has columns that are not read ({', '.join(other)})")
     if tags := set((entry.get("tags") or {}).values()) - TAGS:

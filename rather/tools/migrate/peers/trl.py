@@ -162,14 +162,18 @@ def uncertain(given: Given) -> Any:
 
 def differ(value: Any, given: Given) -> Outcome:
     first, last = given[VERSIONS][0], given[VERSIONS][-1]
-    note = f"its default differs between TRL {first} and {last}, which have this file's keys; set it"
+    note = (
+        f"its default differs between TRL {first} and {last}, which have this file's keys; set it"
+    )
     return Outcome(MISSING, note=note)
 
 
 def trains(value: Any, given: Given) -> Outcome:
     """Set what a trainer trains."""
     if value not in TRAINS:
-        raise ConfigError(f"{value} is not a training that Rather offers; it converts {', '.join(TRAINS)}.")
+        raise ConfigError(
+            f"{value} is not a training that Rather offers; it converts {', '.join(TRAINS)}."
+        )
     return algorithm(TRAINS)(value, given)
 
 
@@ -186,7 +190,9 @@ def label_smoothing(value: Any, given: Given) -> Outcome:
 
 def truncation(value: Any, given: Given) -> Outcome:
     if value in (None, "keep_start"):
-        note = "rows whose last answer begins after max_length are dropped; TRL trains on their start"
+        note = (
+            "rows whose last answer begins after max_length are dropped; TRL trains on their start"
+        )
         is_sft = given.get(TRAINER) == "sft"
         return gives({"data.overlong": "truncate_response"}, note if is_sft else "")
     note = "the common prompt is cut; pairs with an answer that is too long alone are dropped"
@@ -225,7 +231,12 @@ def named_dataset(value: Any, given: Given) -> Outcome:
     found = dataset(value, given, split="dataset_train_split", config="dataset_config")
     is_local = str(value).endswith(READABLE)
     is_script = "(script)" in given and "dataset_test_split" not in given
-    if str(given.get("eval_strategy", "no")) == "no" or is_local or given.get("test_split_size") or is_script:
+    if (
+        str(given.get("eval_strategy", "no")) == "no"
+        or is_local
+        or given.get("test_split_size")
+        or is_script
+    ):
         return found
     split = given.get("dataset_test_split") or "test"
     held_out = address(str(value), split, given.get("dataset_config"))
@@ -259,7 +270,9 @@ def handbook_mixture(value: Any, given: Given) -> Outcome:
         names.append(address(entry["id"], entry.get("split"), config) or entry["id"])
     found = dataset(names, given)
     values = dict(found.values)
-    if given.get(TRAINER) == "sft" and all(entry.get("columns") == ["messages"] for entry in entries):
+    if given.get(TRAINER) == "sft" and all(
+        entry.get("columns") == ["messages"] for entry in entries
+    ):
         values["data.score"] = "assistant" if given.get("assistant_only_loss") else "all"
     if not value.get("test_split_size"):
         return Outcome(found.status, values, found.note)
@@ -301,7 +314,9 @@ def system_message(value: Any, given: Given) -> Outcome:
 def inline_template(value: Any, given: Given) -> Outcome:
     if not value:
         return NOT_NEEDED
-    return Outcome(OPEN, {"global_template": "chat_template.jinja"}, "save the template to this file")
+    return Outcome(
+        OPEN, {"global_template": "chat_template.jinja"}, "save the template to this file"
+    )
 
 
 def mixture(value: Any, given: Given) -> Outcome:
