@@ -11,6 +11,10 @@ import re
 from functools import cache
 
 WIDE = {
+    "fuzz/test_fuzz.py::test_thirty_seconds_find_nothing": (
+        "security/: damaged files of each kind, one by one; make fuzz"
+    ),
+    "model/test_towers.py::test_divided_it_is_the_same": "test_towers.py on one rank; same/test_shard.py",
     r"faults/test_tasks.py::test_killed_and_resumed[kto-zero3.*]": (
         "faults/test_kill.py: a killed rank of two; the cell kto of losses/test_resume.py; kto on zero3 in the same file"
     ),

@@ -189,9 +189,8 @@ def generate_command(
 
         if batch:
             raise ConfigError("--batch: a server chooses its own; leave it out.")
-        asked = ServerOptions(
-            server, served_name, concurrency or 16, max_tokens_spent, timeout or 120.0
-        )
+        limits = concurrency or 16, max_tokens_spent, timeout or 120.0
+        asked = ServerOptions(server, served_name, *limits)
         meta = generate_by_server(model, prompts, out, request, asked, **options)
     else:
         given = (served_name, concurrency, max_tokens_spent, timeout)

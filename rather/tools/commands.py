@@ -90,7 +90,7 @@ def tune_command(
     tuning.write_best(done, found, out)
     print_json(found) if as_json else tuning.print_result(found)
     if not as_json:
-        typer.echo(f"Best: {found['best']}; written to {out}")
+        echo(f"Best: {found['best']}; written to {out}")
 
 
 @command

@@ -73,9 +73,9 @@ def test_the_reference_is_the_4_bit_base(folder: Path, trained: DPOPipeline) -> 
     assert lines[-1]["eval/loss"] < math.log(2) - 0.01
     pair = trained.data.train.take([0])[0]
     assert trained.reference is not None
-    own = trained.reference.compute_log_probs(trained.packing.pack([pair], "train", 256))["sum"][
-        0, 0
-    ]
+    own = trained.reference.compute_log_probs(trained.parts.packing.pack([pair], "train", 256))[
+        "sum"
+    ][0, 0]
     four = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,

@@ -50,14 +50,14 @@ def test_a_link_to_itself(config: Config, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for key in ("output_dir", "resume_from_checkpoint", "pretrain"):
         done = rather("train", config(**{key: str(tmp_path / "loop")}))
-        assert done.exit_code in (2, 4), (key, done.output, done.exception)
+        assert done.exit_code in (2, 4, 9), (key, done.output, done.exception)
         assert "loop" in done.stderr
 
 
 def test_a_file_in_the_place_of_the_folder(config: Config, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a letter")
     done = rather("train", config())
-    assert done.exit_code == 2, (done.output, done.exception)
+    assert done.exit_code == 9, (done.output, done.exception)
     assert "output_dir" in done.stderr
     assert (tmp_path / "out").read_text() == "a letter"
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 TITLE = "\x1b]0;another title\x07\x9b2J[/red]"  # also markup of rich, which may not be closed
 # These print numbers and texts of Rather, or redact what they print.
 DIRECT = {"cli.py", "commands/terminal.py", "run_folder/control.py", "tracking/run.py"}
+DIRECT |= {"pipeline/pipeline.py"}  # metrics as JSON, which escapes control characters
 DIRECT |= {"tracking/logs.py", "cluster/supervision.py", "cluster/resources.py", "data/show.py"}
 
 

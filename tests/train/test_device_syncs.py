@@ -46,9 +46,16 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by segments in one operator, and the head's budgets of a GPU."""
 
     def varlen(
-        q: Tensor, k: Tensor, v: Tensor, segments: Any, scale: float, window: Any, _cap: Any
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        segments: Any,
+        scale: float,
+        window: Any,
+        _cap: Any,
+        sinks: Any,
     ) -> Tensor:
-        return attention._varlen(q, k, v, segments, scale, window)
+        return attention._varlen(q, k, v, segments, scale, window, sinks)
 
     monkeypatch.setattr(attention, "_one_by_one", varlen)
     for budget in (head.KEEP_BYTES, head.CHUNK_BYTES):
