@@ -10,7 +10,7 @@ that nobody waits for any more is dropped.
 from __future__ import annotations
 
 import logging
-import pickle
+import pickle  # nosec B403 - only for messages between the ranks of a job
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
