@@ -73,12 +73,8 @@ def export(
         raise ConfigError(
             "--dtype, --rounding and --shard-size do not apply to --adapter: it is one float32 file."
         )
-    own = Path(name).expanduser() / "adapter"  # next to the model that it was merged into
-    found = adapter and (own / "adapter_config.json").is_file()
-    source = weights_of(str(own) if found else name, trust)
+    source = _adapter_of(name, trust) if adapter else weights_of(name, trust)
     has_adapter, own_rounding = source.args.has_adapter, source.rounding
-    if adapter and not has_adapter:
-        raise ConfigError(f"--adapter: {name} has no adapter; export the model without it.")
     if has_adapter and not adapter and not source.checkpoint:
         return merge(str(source.args.adapter_name_or_path), out, None, own_rounding, **options)
     policy = source.load(here(), "fp32")
@@ -89,10 +85,7 @@ def export(
         set_padding(policy.causal_lm.config, tokenizer)
     if has_adapter:
         target = out if adapter else out.with_name(f"{out.name}-adapter")
-        weights = {name: parameter.detach() for name, parameter in policy.named_parameters()}
-        trained = source.model, source.args
-        on = source.trained_on
-        temporary = whole_adapter(policy.causal_lm, weights, trained, tokenizer, target, on)
+        temporary = _write_adapter(policy, source, tokenizer, target)
         del policy
         if not adapter:
             try:
@@ -112,16 +105,38 @@ def export(
         model = str(temporary)
         del policy
     home = None if source.checkpoint else model_folder(source.model, source.args.revision)
-    own = (home or out) / "README.md"  # the source's card may name a licence
-    card = f"# {out.name}\n"
-    if home and own.is_file():
-        refuse_outside(home, own)
-        try:
-            card = read_bytes(own).decode("utf-8", "replace")
-        except ValueError as error:  # too large
-            raise ConfigError(f"{own}: {error}") from error
+    card = (_card_in(home) if home else "") or f"# {out.name}\n"
     card += f"\nExported from `{source.name}` by Rather: "
     return _publish(before, (model, args), temporary, out, card, cast, ALLOWED[cast.dtype])
+
+
+def _write_adapter(policy: PolicyModel, source: Weights, tokenizer: Any, target: Path) -> Path:
+    """Write the adapter next to `target`; return the folder."""
+    weights = {name: parameter.detach() for name, parameter in policy.named_parameters()}
+    base = source.model, source.args
+    return whole_adapter(policy.causal_lm, weights, base, tokenizer, target, source.trained_on)
+
+
+def _card_in(folder: Path) -> str:
+    """Return the card of a model folder, which may name a licence."""
+    file = folder / "README.md"
+    if not file.is_file():
+        return ""
+    refuse_outside(folder, file)
+    try:
+        return read_bytes(file).decode("utf-8", "replace")
+    except ValueError as error:  # too large
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _adapter_of(name: str, trust: Trust) -> Weights:
+    """Return the weights of a run, checkpoint or folder that has an adapter."""
+    beside = Path(name).expanduser() / "adapter"  # the model that it was merged into
+    has_own_folder = (beside / "adapter_config.json").is_file()
+    source = weights_of(str(beside) if has_own_folder else name, trust)
+    if not source.args.has_adapter:
+        raise ConfigError(f"--adapter: {name} has no adapter; export the model without it.")
+    return source
 
 
 def merge(

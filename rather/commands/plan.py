@@ -39,21 +39,16 @@ ROLES = ("actor_train", "reference")
 def plan(
     file: Path, overrides: Sequence[str], gpus: int | None, gpu: str | None, *, as_json: bool
 ) -> None:
+    """Print what a config needs, and other settings for the same run."""
     shared = [f"{role}.device_mapping=0-{gpus - 1}" for role in ROLES] if gpus else []
     config = load(file, [*overrides, *shared])
     load_requested()
     name = gpu.lower() if gpu else None
-    if name and name not in GPUS:
-        raise ConfigError(f"--gpu {gpu}: unknown{did_you_mean(name, GPUS)}")
     if gpus and not name and device_kind(config.platform) == "cpu":
         raise ConfigError(
             "--gpus: PyTorch finds no GPU here; choose a model with --gpu, such as --gpu h100."
         )
-    device = (
-        Device("cuda", GPUS[name].gib * GIB)
-        if name
-        else device_here(config, device_kind(config.platform))
-    )
+    device = _named(name) if name else device_here(config, device_kind(config.platform))
     sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
     try:
         check_paths(config)
@@ -74,19 +69,28 @@ def plan(
         others = [{"settings": dict(way.change), **way.forecast.as_json()} for way in ways]
         return print_json({**own.as_json(), "verdict": said, "others": others})
     parts = {**asdict(own.parts), "total": own.parts.total, "available": own.device.memory}
-    rows: list[tuple[object, ...]] = [(part, _size(number)) for part, number in parts.items()]
-    print_table(("part", "size"), rows, "memory of each device")
+    sizes_of_parts = [(part, _size(number)) for part, number in parts.items()]
+    print_table(("part", "size"), sizes_of_parts, "memory of each device")
     echo("\n".join(_facts(own)))
-    rows = []
-    for way in ways:
-        found = way.forecast
-        seconds = found.seconds.total if found.seconds else float("nan")
-        rate, fit = found.config.global_batch() / seconds, "yes" if found.fits else "no"
-        memory = _size(found.parts.total)
-        rows.append((way.overrides, memory, f"{seconds:.3g}", f"{rate:.3g}", fit))
-    if rows:
-        print_table(("other settings", "memory", "s per step", f"{config.unit}/s", "fits"), rows)
+    if ways:
+        names = ("other settings", "memory", "s per step", f"{config.unit}/s", "fits")
+        print_table(names, [_row(way) for way in ways])
     typer.secho(said, fg="green" if own.fits else "red")
+
+
+def _named(gpu: str) -> Device:
+    if gpu not in GPUS:
+        raise ConfigError(f"--gpu {gpu}: unknown{did_you_mean(gpu, GPUS)}")
+    return Device("cuda", GPUS[gpu].gib * GIB)
+
+
+def _row(way: Alternative) -> tuple[str, ...]:
+    """Return an alternative as a row of the table."""
+    forecast = way.forecast
+    seconds = forecast.seconds.total if forecast.seconds else float("nan")
+    rate = forecast.config.global_batch() / seconds
+    memory, fits = _size(forecast.parts.total), "yes" if forecast.fits else "no"
+    return way.overrides, memory, f"{seconds:.3g}", f"{rate:.3g}", fits
 
 
 def _for_batch(pairs: PairSample, config: DPOConfig) -> PairSample:

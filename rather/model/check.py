@@ -322,20 +322,6 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
         "hidden_size_per_layer_input": 16 if getattr(small, PER_LAYER, None) else 0,
         "vocab_size_per_layer_input": 128,
         "num_kv_shared_layers": sum(_shares_keys(config, layer) for layer in layers),
-        # A dense layer, if there are any, and one with experts; of several groups two are left.
-        "moe_intermediate_size": 24,
-        "num_experts": 8,
-        "num_local_experts": 8,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": min(2, getattr(config, "num_experts_per_tok", None) or 2),
-        "top_k_experts": 2,
-        "n_group": min(2, getattr(config, "n_group", None) or 1),
-        "topk_group": 1,
-        "first_k_dense_replace": min(1, getattr(config, "first_k_dense_replace", None) or 0),
-        "num_dense_layers": sum(_is_dense(config, layer) for layer in layers),
-        "moe_layers": [n for n, layer in enumerate(layers) if _has_experts(config, layer)],
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [0] if getattr(config, "mlp_only_layers", None) else [],
         "q_lora_rank": 24,
         "kv_lora_rank": 16,
         "qk_nope_head_dim": 16,
@@ -349,6 +335,7 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,
+        **_expert_sizes(config, layers),
         **_scan_sizes(few),
         # Positions at which a family changes what it computes: the pairs reach beyond these, and
         # not beyond those.
@@ -370,6 +357,28 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
             if layer in by_layer
         }
     return small
+
+
+def _expert_sizes(config: PretrainedConfig, layers: Sequence[int]) -> dict[str, Any]:
+    """Return the sizes of a dense layer, if there are any, and of one with experts.
+
+    Of several groups two are left.
+    """
+    return {
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_local_experts": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": min(2, getattr(config, "num_experts_per_tok", None) or 2),
+        "top_k_experts": 2,
+        "n_group": min(2, getattr(config, "n_group", None) or 1),
+        "topk_group": 1,
+        "first_k_dense_replace": min(1, getattr(config, "first_k_dense_replace", None) or 0),
+        "num_dense_layers": sum(_is_dense(config, layer) for layer in layers),
+        "moe_layers": [n for n, layer in enumerate(layers) if _has_experts(config, layer)],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0] if getattr(config, "mlp_only_layers", None) else [],
+    }
 
 
 def _scan_sizes(few: int) -> dict[str, int]:

@@ -109,37 +109,44 @@ class ModelFiles(ShardedFiles):
         self.tower = [name for name in self._shards if TOWER.search(name)]
         if self.tower and not any(name.startswith(LANGUAGE_MODEL) for name in self._shards):
             self._rename_language_model()
-        if any(name.startswith(BACKBONE) for name in self._shards):
-            for name in [name for name in self._shards if name.startswith(BACKBONE)]:
-                self._rename(name, "model." + name.removeprefix(BACKBONE))
+        for name in [name for name in self._shards if name.startswith(BACKBONE)]:
+            self._rename(name, "model." + name.removeprefix(BACKBONE))
         self._stored = list(self._shards)
         matrices: dict[str, dict[tuple[int, int], str]] = {}
         for name in self._stored:
             if (match := EXPERT.fullmatch(name)) and match[3] in PARTS:
                 stack, block = PARTS[match[3]]
-                own = matrices.setdefault(f"{match[1]}.mlp.experts.{stack}", {})
-                own[int(match[2]), block] = name
+                of_stack = matrices.setdefault(f"{match[1]}.mlp.experts.{stack}", {})
+                of_stack[int(match[2]), block] = name
             elif ".block_sparse_moe." in name:
-                self._shards[name.replace(".block_sparse_moe.", ".mlp.")] = {
-                    offsets: (_Renamed(file, name), spec)
-                    for offsets, (file, spec) in self._shards[name].items()
-                }
-        for stack, own in matrices.items():
-            if flat := [name for name in own.values() if len(self.shape(name)) != 2]:
-                raise ConfigError(
-                    f"{flat[0]!r} of the weights has the shape {self.shape(flat[0])}; the matrix of "
-                    "an expert has two dimensions"
-                )
-            rows, width = self.shape(next(iter(own.values())))
-            experts, blocks = (max(place) + 1 for place in zip(*own, strict=True))
-            whole = (experts, blocks * rows, width)
-            self._shards[stack] = {
-                (expert, block * rows, 0): (
-                    _Renamed(next(iter(self._shards[name].values()))[0], name, stacked=True),
-                    ShardSpec(whole, (expert, block * rows, 0), (1, *self.shape(name))),
-                )
-                for (expert, block), name in own.items()
-            }
+                self._shards[name.replace(".block_sparse_moe.", ".mlp.")] = self._under(name)
+        for stack, of_stack in matrices.items():
+            self._stack(stack, of_stack)
+
+    def _under(self, name: str) -> dict[tuple[int, ...], Any]:
+        """Return the shards of a tensor, for another name than that in its file."""
+        return {
+            offsets: (_Renamed(file, name), spec)
+            for offsets, (file, spec) in self._shards[name].items()
+        }
+
+    def _stack(self, stack: str, matrices: Mapping[tuple[int, int], str]) -> None:
+        """Offer the matrices of all experts, by (expert, block), as one tensor."""
+        if flat := [name for name in matrices.values() if len(self.shape(name)) != 2]:
+            raise ConfigError(
+                f"{flat[0]!r} of the weights has the shape {self.shape(flat[0])}; the matrix of "
+                "an expert has two dimensions"
+            )
+        rows, width = self.shape(next(iter(matrices.values())))
+        experts, blocks = (max(numbers) + 1 for numbers in zip(*matrices, strict=True))
+        whole = (experts, blocks * rows, width)
+        self._shards[stack] = {
+            (expert, block * rows, 0): (
+                _Renamed(next(iter(self._shards[name].values()))[0], name, stacked=True),
+                ShardSpec(whole, (expert, block * rows, 0), (1, *self.shape(name))),
+            )
+            for (expert, block), name in matrices.items()
+        }
 
     def _rename_language_model(self) -> None:
         for name in set(self._shards) - set(self.tower):
@@ -151,10 +158,8 @@ class ModelFiles(ShardedFiles):
 
     def _rename(self, name: str, current: str) -> None:
         self.file_names[current] = name
-        self._shards[current] = {
-            offsets: (_Renamed(file, name), spec)
-            for offsets, (file, spec) in self._shards.pop(name).items()
-        }
+        self._shards[current] = self._under(name)
+        del self._shards[name]
 
     def unchanged(self, name: str) -> TensorStream:
         """Return a tensor as it is stored, bit by bit."""

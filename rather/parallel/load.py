@@ -171,49 +171,30 @@ def load_policy(
         folder = model_folder(name, args.revision)
         files = weight_files(folder) if folder else []
         is_wider = bool(_dtypes(files) - {compute})
-    rounds = is_wider and compute == torch.bfloat16 and not args.quantization
-    rounds |= is_wider and exact and not args.has_adapter
+    keeps = exact and not args.has_adapter
+    rounds = is_wider and (keeps or (compute == torch.bfloat16 and not args.quantization))
     if args.quantization:
         common |= _in_4_bits(device, stored_in)
-    shown = hf_logging.get_verbosity()
-    if reward:  # transformers reports that the head is new
-        hf_logging.set_verbosity_error()
-    with _opening(name, "weights"):
-        loaded: Any = loader.from_pretrained(  # the revision is in `common`  # nosec B615
-            name,
-            config=config,
-            dtype=torch.float32 if rounds else compute,
-            attn_implementation=IMPLEMENTATION,
-            use_safetensors=True,  # other formats unpickle
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported in the info, and refused below
-            **common,
-        )
-    causal_lm, info = loaded
-    hf_logging.set_verbosity(shown)
+    causal_lm, info = _from_pretrained(
+        loader, name, config, torch.float32 if rounds else compute, common, quietly=reward
+    )
     if reward:
         _begin_head(causal_lm, info, start.seed)
     _refuse_bad_weights(name, causal_lm, info, _dtype_of_each(files))
     leave_tower_out(causal_lm)
     report_tower(causal_lm)
-    kept: dict[str, Tensor] = {}  # the float32 weights
+    float32_weights: dict[str, Tensor] = {}
     if rounds:
-        keeps = exact and not args.has_adapter
-        kept = _round_weights(causal_lm, rounding, compute, device, keeps=keeps)
+        float32_weights = _round_weights(causal_lm, rounding, compute, device, keeps=keeps)
     # `.to(dtype)` would round the rotary buffers as well.
     causal_lm = causal_lm if args.quantization else causal_lm.to(device)
     causal_lm.config.dtype = source_dtype
     stored = _open_files(files, causal_lm.config, start, reward=reward)
     source = _adapt(causal_lm, stored, args, start) if args.has_adapter else None
     policy = PolicyModel(causal_lm).eval()  # no dropout in policy or reference
-    policy.rounding, policy.exact = rounding, kept
-    if source:  # PiSSA also takes from the base what it moves into the adapter
-        changed = (".base_layer.weight",) if source.changes_base else ()
-        names = [
-            key
-            for key, _ in policy.named_parameters()
-            if ".lora_" in key or ".modules_to_save." in key or key.endswith(changed)
-        ]
+    policy.rounding, policy.exact = rounding, float32_weights
+    if source:
+        names = _names_of_adapter(policy, changes_base=source.changes_base)
         _fill(name, policy, Mesh(), source, device, names, dtype=compute, exact=exact)
     if stored_in != compute:
         half = {key: p for key, p in policy.named_parameters() if p.dtype == compute}
@@ -223,6 +204,50 @@ def load_policy(
     report_scan(policy, device)
     check_model(policy)
     return policy
+
+
+def _from_pretrained(
+    loader: Any,
+    name: str,
+    config: Any,
+    dtype: torch.dtype,
+    common: dict[str, Any],
+    *,
+    quietly: bool,
+) -> tuple[Any, dict[str, Any]]:
+    """Return (the model, what transformers says about the weights that it read).
+
+    Without `quietly`, transformers reports that the head of a reward model is new.
+    """
+    verbosity = hf_logging.get_verbosity()
+    if quietly:
+        hf_logging.set_verbosity_error()
+    with _opening(name, "weights"):
+        causal_lm, info = loader.from_pretrained(  # the revision is in `common`  # nosec B615
+            name,
+            config=config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            use_safetensors=True,  # other formats unpickle
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported in the info, which the caller checks
+            **common,
+        )
+    hf_logging.set_verbosity(verbosity)
+    return causal_lm, info
+
+
+def _names_of_adapter(policy: PolicyModel, *, changes_base: bool) -> list[str]:
+    """Return the names of parameters that come with an adapter.
+
+    PiSSA also takes from the base what it moves into the adapter.
+    """
+    changed = (".base_layer.weight",) if changes_base else ()
+    return [
+        key
+        for key, _ in policy.named_parameters()
+        if ".lora_" in key or ".modules_to_save." in key or key.endswith(changed)
+    ]
 
 
 def _round_weights(
@@ -258,18 +283,7 @@ def load_divided(
     reward: bool = False,
 ) -> PolicyModel | Stages:
     """Load what this rank holds of a model; trained shards are float32. Collective."""
-    if args.quantization:
-        raise ConfigError(
-            "quantization: 4bit is for one process; start it without torchrun and ray.address"
-        )
-    _, config, proven = _config(name, args)
-    loader = auto_class(config, reward=reward)
-    if not proven:
-        raise ConfigError(
-            f"model family '{config.model_type}' cannot be divided: its packed log-probs can be "
-            "compared with its own padded forward on the whole model only; train it on one "
-            "device, or choose another family."
-        )
+    config = _divisible(name, args)
     source_dtype, compute = config.dtype or torch.float32, stored_dtype(args, device)
     dtype = torch.float32 if trains and mesh.sums_gradients else compute
     folder = model_folder(name, args.revision)
@@ -278,7 +292,7 @@ def load_divided(
         is_rounded = bool(_dtypes(files) - {dtype})  # by the files: config.json may name another
         stored: Any = _open_files(files, config, start, reward=reward)
         causal_lm: Any = new_model(
-            loader,
+            auto_class(config, reward=reward),
             config,
             dtype=dtype,
             attn_implementation=IMPLEMENTATION,
@@ -290,10 +304,7 @@ def load_divided(
     absent = [key for key, _ in causal_lm.named_parameters() if key not in stored]
     if absent and not reward:
         stored = _read_whole(name, args, config, absent[0])
-    saved = causal_lm.state_dict()
-    for key, buffer in causal_lm.named_buffers():
-        if key in saved:
-            buffer.data = _read(name, stored, key, ShardSpec.full(buffer.shape))
+    _read_buffers(name, causal_lm, stored)
     if args.has_adapter:
         with _parameters_without_memory():
             stored = _adapt(causal_lm, stored, args, start)
@@ -308,15 +319,44 @@ def load_divided(
 
     policy = PolicyModel(causal_lm).eval()
     report_scan(policy, device)
-    for parameter in policy.parameters():
-        parameter.requires_grad_(trains and parameter.requires_grad)
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(compute)
+    _freeze(policy, compute, everything=not trains)
     wanted = compute_dtype(args, device)
     policy.rounding = shard_rounding(policy, rounding.kind, wanted, always=wanted != compute)
     part = divide(policy, mesh, layout, compute=compute, compiled=compiled, fill=fill)
     part.rounding = replace(policy.rounding, places=places(part, mesh))
     return part
+
+
+def _divisible(name: str, args: ModelArgs) -> Any:
+    """Return the config of a model that can be divided among ranks; refuse others."""
+    if args.quantization:
+        raise ConfigError(
+            "quantization: 4bit is for one process; start it without torchrun and ray.address"
+        )
+    _, config, proven = _config(name, args)
+    if not proven:
+        raise ConfigError(
+            f"model family '{config.model_type}' cannot be divided: its packed log-probs can be "
+            "compared with its own padded forward on the whole model only; train it on one "
+            "device, or choose another family."
+        )
+    return config
+
+
+def _read_buffers(name: str, causal_lm: Any, stored: ModelFiles) -> None:
+    """Read the buffers that the files hold; the others were computed from the config."""
+    saved = causal_lm.state_dict()
+    for key, buffer in causal_lm.named_buffers():
+        if key in saved:
+            buffer.data = _read(name, stored, key, ShardSpec.full(buffer.shape))
+
+
+def _freeze(policy: PolicyModel, compute: torch.dtype, *, everything: bool) -> None:
+    """Give the parameters that do not train the dtype of products."""
+    for parameter in policy.parameters():
+        parameter.requires_grad_(parameter.requires_grad and not everything)
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(compute)
 
 
 def _read_whole(name: str, args: ModelArgs, config: Any, missing: str) -> LoadedWeights:

@@ -8,11 +8,13 @@ between works on this rank's columns.
 
 Outside regions every rank computes the same from the same numbers, because a region ends with a sum
 over ranks and its gradient begins with one: replicated weights get equal gradients everywhere, and
-nothing has to be summed. A module whose plan only gathers columns (Qwen3.5's linear attention) is not
-a region: between its projections every rank computes the same on all tokens. With sequence parallel the ranks divide the tokens there, and a replicated
-weight's gradient is a part of a sum over tp; so it is for a norm inside a region, which sees the
-heads of one rank, and for keys and values if there are fewer heads of them than ranks: each rank
-computes all and takes the one it needs. PolicyModel.tp_partial names them.
+nothing has to be summed. A module whose plan only gathers columns (Qwen3.5's linear attention) is
+not a region: between its projections every rank computes the same on all tokens.
+
+With sequence parallel the ranks divide the tokens there, and a replicated weight's gradient is a
+part of a sum over tp; so it is for a norm inside a region, which sees the heads of one rank, and for
+keys and values if there are fewer heads of them than ranks: each rank computes all and takes the one
+it needs. PolicyModel.tp_partial names them.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ SHARED = "shared_heads"  # keys or values of fewer heads than ranks: whole on al
 VOCABULARY = "embedding_rowwise"  # embedding and head are cut whatever the plan says
 EXPERTS = ("moe_tp_experts", "packed_colwise")  # stacked experts stay whole: ep divides them
 TOLERANCE = 1e-3  # between a divided twin and a whole one, relative to the largest of each tensor
+HEADS, KEY_HEADS = "num_attention_heads", "num_key_value_heads"
 TOKENS = 1  # the dimension of hidden states [1, N, D]
 
 log = logging.getLogger(__name__)
@@ -89,74 +92,79 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
     if group is None:
         return
     ranks = _Ranks(mesh.rank("tp"), mesh.size("tp"), group.group_name, sequence_parallel)
+    causal_lm = policy.causal_lm
     cutter = _Cutter(policy, ranks)
-    regions: set[nn.Module] = set()
-    whole_regions: set[nn.Module] = set()
-    planned = list(_planned(policy.causal_lm, ranks.of))
-    ending = {place.rpartition(".")[0] for place, _, style in planned if style in ROW}
-    for module, key in list(_planned_heads(policy.causal_lm)):
+    planned = list(_planned(causal_lm, ranks.of))
+    for module, key in list(_planned_heads(causal_lm)):
         cutter.cut(module, key, 0)
-    for place, module, style in planned:
+    ends_in_a_sum = {name.rpartition(".")[0] for name, _, style in planned if style in ROW}
+    regions: set[nn.Module] = set()  # modules that run divided
+    whole_regions: set[nn.Module] = set()  # modules of which only linear layers run divided
+    for name, module, style in planned:
         if style in (SUMMED, SHARED):
             cutter.sum_gradients(module.parameters())
             if style == SHARED:
-                module.register_forward_hook(partial(_take_own_head, ranks, policy.causal_lm))
+                module.register_forward_hook(partial(_take_own_head, ranks, causal_lm))
             continue
-        above, _, child = place.rpartition(".")
-        region, linear = (
-            policy.causal_lm.get_submodule(above),
-            getattr(module, "base_layer", module),
-        )
-        is_whole = above not in ending
+        above = name.rpartition(".")[0]
+        region = causal_lm.get_submodule(above)
+        is_whole = above not in ends_in_a_sum
         (whole_regions if is_whole else regions).add(region)
-        # A low-rank product is cut where the weight next to it is; the gradient of its other half
-        # is a part of a sum.
-        cut, other, dim = ("lora_A", "lora_B", 1) if style in ROW else ("lora_B", "lora_A", 0)
-        for matrix in getattr(module, cut, {}).values():
-            cutter.cut(matrix, "weight", dim)
-        cutter.sum_gradients(matrix.weight for matrix in getattr(module, other, {}).values())
-        cutter.cut(linear, "weight", dim)
+        cutter.cut_linear(module, style)
         if style in COLUMN:
-            cutter.cut(linear, "bias", 0)
-            if is_whole:
-                module.register_forward_pre_hook(partial(_enter, ranks))
-            if style == "colwise_gather_output":
-                module.register_forward_hook(partial(_gather_columns, ranks))
-            continue
-        row = _RowLinear(linear)
-        if hasattr(module, "base_layer"):  # the sum comes after the adapter around the layer
-            module.base_layer = row
+            _run_columns(ranks, module, style, is_whole=is_whole)
         else:
-            setattr(region, child, row)
-            module = row
-        if style == "rowwise_split_input":
-            module.register_forward_pre_hook(partial(_take_own_columns, ranks))
-        module.register_forward_hook(partial(_sum, ranks, row))
+            _run_rows(ranks, region, name, style)
     for region in regions:
         region.register_forward_pre_hook(partial(_begin, ranks), with_kwargs=True)
     if whole_regions:
-        _report_whole(policy.causal_lm.config.model_type, type(next(iter(whole_regions))).__name__)
+        _report_whole(causal_lm.config.model_type, type(next(iter(whole_regions))).__name__)
     cutter.cut_vocabulary()
     if sequence_parallel:
-        for region in whole_regions:
-            region.register_forward_pre_hook(partial(_take_all_tokens, ranks), with_kwargs=True)
-            region.register_forward_hook(partial(_keep_own_tokens, ranks))
-        # Whole here, but seeing only this rank's tokens: all outside regions, and what a region's
-        # last linear adds to its sum.
-        inside = {
-            id(parameter)
-            for region in (*regions, *whole_regions)
-            for parameter in region.parameters()
-        }
-        inside -= {id(module.bias) for module in policy.modules() if isinstance(module, _RowLinear)}
-        policy.token_parts, policy.tp_group = ranks.of, ranks.group
-        policy.tp_partial |= {
-            name
-            for name, parameter in policy.named_parameters()
-            if name not in policy.tp_dims
-            and id(parameter) not in inside
-            and not name.endswith(".score.weight")  # sees the gathered tokens
-        }
+        _divide_tokens(policy, ranks, regions, whole_regions)
+
+
+def _run_columns(ranks: _Ranks, module: nn.Module, style: str, *, is_whole: bool) -> None:
+    """Let a linear layer give its own columns, or gather all of them."""
+    if is_whole:
+        module.register_forward_pre_hook(partial(_enter, ranks))
+    if style == "colwise_gather_output":
+        module.register_forward_hook(partial(_gather_columns, ranks))
+
+
+def _run_rows(ranks: _Ranks, region: nn.Module, name: str, style: str) -> None:
+    """Let a linear layer see its own rows, and sum the outputs of all ranks."""
+    child = name.rpartition(".")[2]
+    module: Any = getattr(region, child)
+    if hasattr(module, "base_layer"):  # the sum comes after the adapter around the layer
+        row = module.base_layer = _RowLinear(module.base_layer)
+    else:
+        row = module = _RowLinear(module)
+        setattr(region, child, row)
+    if style == "rowwise_split_input":
+        module.register_forward_pre_hook(partial(_take_own_columns, ranks))
+    module.register_forward_hook(partial(_sum, ranks, row))
+
+
+def _divide_tokens(
+    policy: PolicyModel, ranks: _Ranks, regions: set[nn.Module], whole_regions: set[nn.Module]
+) -> None:
+    """Divide the tokens outside regions, and name the parameters whose gradients are then sums."""
+    for region in whole_regions:
+        region.register_forward_pre_hook(partial(_take_all_tokens, ranks), with_kwargs=True)
+        region.register_forward_hook(partial(_keep_own_tokens, ranks))
+    # Whole here, but seeing only this rank's tokens: all outside regions, and what a region's
+    # last linear adds to its sum.
+    inside = {id(weight) for region in regions | whole_regions for weight in region.parameters()}
+    inside -= {id(module.bias) for module in policy.modules() if isinstance(module, _RowLinear)}
+    policy.token_parts, policy.tp_group = ranks.of, ranks.group
+    policy.tp_partial |= {
+        name
+        for name, parameter in policy.named_parameters()
+        if name not in policy.tp_dims
+        and id(parameter) not in inside
+        and not name.endswith(".score.weight")  # sees the gathered tokens
+    }
 
 
 def check_split(config: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
@@ -221,26 +229,43 @@ def _planned(causal_lm: Any, tp: int) -> Iterator[tuple[str, Any, str]]:
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style in (None, VOCABULARY, *EXPERTS) or module is causal_lm.get_output_embeddings():
             continue
-        linear, counts = getattr(module, "base_layer", module), {}  # within an adapter
-        if style != SUMMED and not isinstance(linear, nn.Linear):
-            raise ConfigError(f"tp_size: {family}: {name} is not a linear layer; set tp_size to 1")
-        if style in ("colwise_gather_output", "rowwise_split_input"):
-            # Heads stay whole; only equal parts can be put together again.
-            width = linear.out_features if style in COLUMN else linear.in_features
-            counts = {f"the width of {name}": width}
-        elif style != SUMMED and "att" in name.split(".")[-2]:
-            keys = ("num_attention_heads", "num_key_value_heads")
-            counts = {key: min(over_layers(config, key), default=0) for key in keys}
-            if (few := counts[keys[1]]) and few < tp and tp % few == 0:
-                counts.pop(keys[1])
-                style = SHARED if name.endswith((".k_proj", ".v_proj")) else style
-        for what, count in counts.items():
-            if count % tp:
+        if style != SUMMED:
+            linear = getattr(module, "base_layer", module)  # within an adapter
+            if not isinstance(linear, nn.Linear):
                 raise ConfigError(
-                    f"tp_size: {tp} does not divide {what}: {count} of {family}; set it to a "
-                    "divisor"
+                    f"tp_size: {family}: {name} is not a linear layer; set tp_size to 1"
                 )
+            counts = _to_divide(name, linear, style, config)
+            if _is_shared(counts, tp):
+                counts.pop(KEY_HEADS)
+                style = SHARED if name.endswith((".k_proj", ".v_proj")) else style
+            _refuse_uneven(counts, tp, family)
         yield name, module, style
+
+
+def _to_divide(name: str, linear: nn.Linear, style: str, config: Any) -> dict[str, int]:
+    """Return the counts, by their names, that the ranks must divide for a linear layer."""
+    if style in ("colwise_gather_output", "rowwise_split_input"):
+        # Heads stay whole; only equal parts can be put together again.
+        width = linear.out_features if style in COLUMN else linear.in_features
+        return {f"the width of {name}": width}
+    if "att" not in name.split(".")[-2]:
+        return {}
+    return {key: min(over_layers(config, key), default=0) for key in (HEADS, KEY_HEADS)}
+
+
+def _is_shared(counts: dict[str, int], tp: int) -> bool:
+    """Return whether several ranks share a key head."""
+    key_heads = counts.get(KEY_HEADS, 0)
+    return 0 < key_heads < tp and tp % key_heads == 0
+
+
+def _refuse_uneven(counts: dict[str, int], tp: int, family: str) -> None:
+    for what, count in counts.items():
+        if count % tp:
+            raise ConfigError(
+                f"tp_size: {tp} does not divide {what}: {count} of {family}; set it to a divisor"
+            )
 
 
 def _planned_heads(causal_lm: Any) -> Iterator[tuple[nn.Module, str]]:
@@ -280,6 +305,21 @@ class _Cutter:
         setattr(module, key, nn.Parameter(own, whole.requires_grad))
         if name in policy.exact:
             policy.exact[name] = self.ranks.own(policy.exact[name], dim)
+
+    def cut_linear(self, module: Any, style: str) -> None:
+        """Cut a linear layer, and an adapter around it.
+
+        A low-rank product is cut where the weight next to it is; the gradient of its other half
+        is a part of a sum.
+        """
+        cut, other, dim = ("lora_A", "lora_B", 1) if style in ROW else ("lora_B", "lora_A", 0)
+        for matrix in getattr(module, cut, {}).values():
+            self.cut(matrix, "weight", dim)
+        self.sum_gradients(matrix.weight for matrix in getattr(module, other, {}).values())
+        linear = getattr(module, "base_layer", module)
+        self.cut(linear, "weight", dim)
+        if style in COLUMN:
+            self.cut(linear, "bias", 0)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         self.policy.tp_partial |= {self.names[id(parameter)] for parameter in parameters}

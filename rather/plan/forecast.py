@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,33 +267,42 @@ def on_devices(config: DPOConfig, count: int) -> DPOConfig:
 
 def candidates(config: DPOConfig, sizes: Sizes, kind: str) -> Iterator[Change]:
     """Yield settings that change memory or speed; last those that change what is learned."""
-    found, given = layout(config.actor_train), config.actor_train.max_tokens_per_microbatch_in_train
-    levels = [level for level in ("selective", "full") if level != found.recompute]
-    alone, devices = found.devices == 1, found.devices
-    usual = not alone or kind == "cpu"  # one GPU chooses the tokens by itself
+    divided = layout(config.actor_train)
+    levels = [level for level in ("selective", "full") if level != divided.recompute]
+    alone = divided.devices == 1
+    chooses_tokens = alone and kind == "cuda"  # one GPU does so by itself
+    tokens_set = config.actor_train.max_tokens_per_microbatch_in_train
     for tokens in (2048, 4096) if alone else (4096, 8192, 16384):
-        if (usual and not given) or (given and given > tokens):
+        if tokens_set > tokens if tokens_set else not chooses_tokens:
             yield {TOKENS: tokens}
     if alone:
         yield from ({RECOMPUTE: level} for level in levels)
-    if alone and kind == "cuda":
-        if config.reference.offload != "on":
-            yield from ({"reference.offload": "on"}, {"reference.offload": "on", **FULL})
-        if config.precision != "lean":
-            yield from ({"precision": "lean"}, {"precision": "lean", **FULL})
-    degrees = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) if devices % (tp * pp) == 0]
-    for tp, pp in [] if alone else degrees:
-        if sizes.heads % tp or sizes.key_heads % tp or sizes.layers < pp:
-            continue
-        axes = {f"{STRATEGY}.tp_size": tp, f"{STRATEGY}.pp_size": pp}
-        sized = {key: size for key, size in axes.items() if size > 1}
-        for name in ("zero1", "zero2", "zero3") if devices > tp * pp else ("ddp",):
-            yield {NAME: name, **sized}
-            yield from ({NAME: name, **sized, RECOMPUTE: level} for level in levels[:1])
+        yield from _smaller_on_one_gpu(config) if kind == "cuda" else ()
+    else:
+        yield from _divisions(sizes, divided.devices, levels)
     if not config.actor_train.model_args.has_adapter:
         yield LORA
         if kind == "cuda" and alone:
             yield {**LORA, f"{ARGS}.quantization": "4bit"}
+
+
+def _smaller_on_one_gpu(config: DPOConfig) -> Iterator[Change]:
+    if config.reference.offload != "on":
+        yield from ({"reference.offload": "on"}, {"reference.offload": "on", **FULL})
+    if config.precision != "lean":
+        yield from ({"precision": "lean"}, {"precision": "lean", **FULL})
+
+
+def _divisions(sizes: Sizes, devices: int, levels: Sequence[str]) -> Iterator[Change]:
+    """Yield the degrees of tensor and pipeline parallel that divide devices, heads and layers."""
+    for tp, pp in product((1, 2, 4, 8), (1, 2, 4)):
+        if devices % (tp * pp) or sizes.heads % tp or sizes.key_heads % tp or sizes.layers < pp:
+            continue
+        axes = {f"{STRATEGY}.tp_size": tp, f"{STRATEGY}.pp_size": pp}
+        degrees = {key: size for key, size in axes.items() if size > 1}
+        for name in ("zero1", "zero2", "zero3") if devices > tp * pp else ("ddp",):
+            yield {NAME: name, **degrees}
+            yield from ({NAME: name, **degrees, RECOMPUTE: level} for level in levels[:1])
 
 
 def alternatives(config: DPOConfig, sizes: Sizes, kind: str, judge: Judge) -> Iterator[Alternative]:

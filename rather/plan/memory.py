@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -117,20 +118,9 @@ def role_state(
     `narrow`: gradients are summed in bfloat16, as a last resort.
     """
     found, compute = layout(role), stored_dtype(args, kind).itemsize
-    is_rounded = compute_dtype(args, kind) == torch.bfloat16  # and has the low bits of a master
     # In a step zero1 and zero2 hold all weights, zero1 also all gradients.
     gathered = compute * (0, 2, 1, 0)[found.stage]
-    if not role.trains:
-        each = WeightBytes(compute, 0, 2 if is_rounded and config.sync_ref_model else 0)
-    elif config.precision == "lean":
-        each = WeightBytes(compute, compute, 0, 2 + 4 / BLOCK)
-    elif compute == 4 or found.dp * found.cp > 1:  # shards are float32
-        low = is_rounded and (compute == 4 or config.rounding == "dithered")
-        each = WeightBytes(4, 4, 2 if low else 0, 8)
-    elif args.dtype == "fp16":  # has a whole master
-        each = WeightBytes(2, 4, 4, 8)
-    else:  # bfloat16 has the remainder of a master
-        each = WeightBytes(2, 2 if narrow and found.devices == 1 else 4, 2, 8)
+    each = _bytes_of_weight(config, role, kind, args, narrow=narrow)
     shards, groups = (
         (found.shard * found.cp, max(1, found.shard // found.ep) * found.cp)
         if found.stage
@@ -156,6 +146,25 @@ def role_state(
         cut = found.tp * found.pp
         parts.append(Part(adapter_weights(args, shapes), each, gathered, shards, cut))
     return RoleState(tuple(part for part in parts if part.number))
+
+
+def _bytes_of_weight(
+    config: DPOConfig, role: RoleConfig, kind: str, args: ModelArgs, *, narrow: bool
+) -> WeightBytes:
+    """Return what one weight of a role costs, with its gradient, master and moments."""
+    found, compute = layout(role), stored_dtype(args, kind).itemsize
+    is_rounded = compute_dtype(args, kind) == torch.bfloat16  # and has the low bits of a master
+    if not role.trains:
+        return WeightBytes(compute, 0, 2 if is_rounded and config.sync_ref_model else 0)
+    if config.precision == "lean":
+        return WeightBytes(compute, compute, 0, 2 + 4 / BLOCK)
+    if compute == 4 or found.dp * found.cp > 1:  # shards are float32
+        low = is_rounded and (compute == 4 or config.rounding == "dithered")
+        return WeightBytes(4, 4, 2 if low else 0, 8)
+    if args.dtype == "fp16":  # has a whole master
+        return WeightBytes(2, 4, 4, 8)
+    # bfloat16 has the remainder of a master
+    return WeightBytes(2, 2 if narrow and found.devices == 1 else 4, 2, 8)
 
 
 def _counts(shapes: Shapes, found: Layout, shards: int) -> tuple[int, int, int]:
@@ -466,26 +475,32 @@ class MemoryForecast:
 
     def chosen(self, steps: Sequence[Sequence[TokenPair]], largest_pair: int) -> Chosen:
         """Return what `choose_budget` finds by rehearsals, computed here by the same rules."""
-        given = self.config.actor_train.max_tokens_per_microbatch_in_train
-        found, offload, on_gpu = self.layout, self.config.reference.offload, self.kind == "cuda"
-        wanted, level = given or TOKENS[self.kind], found.recompute
-        may_park = on_gpu and found.devices == 1 and not self.config.sync_ref_model
-        may_park = may_park and self.config.shares_devices and self.reference_bytes > 0
-        parked = offload == "on" and may_park
-        if not on_gpu or found.devices > 1:
-            chosen = Chosen(wanted, level or ("full" if on_gpu else "none"), False, parked)
+        tokens_set = self.config.actor_train.max_tokens_per_microbatch_in_train
+        most, level = tokens_set or TOKENS[self.kind], self.layout.recompute
+        offload, on_gpu = self.config.reference.offload, self.kind == "cuda"
+        parked = offload == "on" and self._may_park
+        if not on_gpu or self.layout.devices > 1:
+            chosen = Chosen(most, level or ("full" if on_gpu else "none"), False, parked)
             peak = self.peak(chosen, self.work(chosen, steps))
             return replace(chosen, fits=peak.total <= SHARE * self.device.memory)
-        needed = max(given or min(LEAST, wanted), largest_pair)
+        needed = max(tokens_set or min(LEAST, most), largest_pair)
         real = sum(batch.real_tokens for batch in self.pack_forward(steps[0]))
-        parks = parked or (real > PARKING_PAYS and offload == "auto" and may_park)
-        for narrow in (False, True):
-            for each in (level,) if level else LEVELS:
-                for host in dict.fromkeys((parked, parks)):
-                    fitting = self._tokens_that_fit(Chosen(REHEARSED[0], each, narrow, host))
-                    if fitting >= needed:
-                        return Chosen(min(wanted, fitting), each, narrow, host)
+        parks = parked or (real > PARKING_PAYS and offload == "auto" and self._may_park)
+        levels = (level,) if level else LEVELS
+        for narrow, recompute, host in product(
+            (False, True), levels, dict.fromkeys((parked, parks))
+        ):
+            fitting = self._tokens_that_fit(Chosen(REHEARSED[0], recompute, narrow, host))
+            if fitting >= needed:
+                return Chosen(min(most, fitting), recompute, narrow, host)
         return Chosen(needed, level or "full", narrow=True, parked=parks, fits=False)
+
+    @property
+    def _may_park(self) -> bool:
+        """Whether the reference can rest on the host while the policy trains."""
+        shares = self.config.shares_devices and self.reference_bytes > 0
+        alone = self.kind == "cuda" and self.layout.devices == 1
+        return shares and alone and not self.config.sync_ref_model
 
     def _tokens_that_fit(self, trial: Chosen) -> int:
         few, many = REHEARSED
