@@ -22,6 +22,7 @@ FLOORS = [
     {"coati"},
     {"api"},
     {"pipeline"},
+    {"outcome"},
     {"cluster"},
     {"plan"},
     {"train", "run_folder", "reference"},

@@ -1,0 +1,242 @@
+"""Forgetting: what a model can no longer do after training.
+
+Two figures on texts and questions that have nothing to do with the training data: the loss per
+token on the texts, and the share of the questions that are answered right. forgetting.jsonl next to
+this file has both (CC0); `forgetting: FILE` names another file of the same form.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rather.config.found import NO_TRUST, Trust
+from rather.config.run_config import DPOConfig
+from rather.config.schema import DataArgs, TrainDataArgs
+from rather.data.batch import Columns, PairBatch, TokenPair
+from rather.data.formats import TextPair
+from rather.data.json_rows import DropReason
+from rather.data.pool import encoder_of
+from rather.data.prepare import recipe_of
+from rather.data.shares import Batches
+from rather.data.tokens import Ids
+from rather.errors import ConfigError, DataError
+from rather.files import JsonObject, parse_json, read_bytes, text_sha
+from rather.losses.objective import from_config
+from rather.model.budget import LADDER, TOKENS
+from rather.model.generate import Decoding, GeneratedAnswer, generate
+from rather.run_folder.model_source import here, weights_of
+from rather.train.rank_trainer import RankTrainer
+
+SHIPPED = Path(__file__).with_name("forgetting.jsonl")
+ANSWER_TOKENS = 40  # of a greedy answer, in which an accepted answer must occur
+LEAST_RIGHT = 10  # a model that answers fewer is not judged by questions
+PROMPTS_AT_ONCE = 64
+
+LogProbs = Callable[[Sequence[TokenPair]], Columns]
+Answer = Callable[[Sequence[Ids], int], Sequence[GeneratedAnswer]]
+
+
+@dataclass(frozen=True)
+class Question:
+    text: str
+    answers: tuple[str, ...]  # of which one must occur, as a word
+
+    def is_right(self, reply: str) -> bool:
+        words = "|".join(map(re.escape, self.answers))
+        return re.search(rf"(?<!\w)({words})(?!\w)", reply, re.IGNORECASE) is not None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a model can do: `replies` are its answers to the questions, empty if none were asked."""
+
+    loss: float  # per token of the texts
+    replies: list[str] = field(default_factory=list)
+    right: list[int] = field(default_factory=list)  # the numbers of questions answered right
+
+    @property
+    def right_share(self) -> float | None:
+        """Return the share of right answers; None if too few are right to be judged by them."""
+        if len(self.right) < LEAST_RIGHT:
+            return None
+        return len(self.right) / len(self.replies)
+
+    def as_json(self) -> JsonObject:
+        return {"loss": self.loss, "right": self.right, "questions": len(self.replies)}
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """The difference between two models, of which the second was trained from the first."""
+
+    loss_before: float
+    loss: float
+    right_before: int  # 0: questions were not asked, or the first model answered too few of them
+    still_right: int  # of these
+
+    @staticmethod
+    def between(before: JsonObject, after: JsonObject) -> Forgotten:
+        """Compare two `Figures.as_json()`."""
+        base = before["right"]
+        is_judged = len(base) >= LEAST_RIGHT and after["questions"] > 0
+        kept = len({*base} & {*after["right"]})
+        counts = (len(base), kept) if is_judged else (0, 0)
+        return Forgotten(before["loss"], after["loss"], *counts)
+
+    @property
+    def kept_share(self) -> float | None:
+        """Return the share of the right answers that are still right; None if not judged."""
+        return self.still_right / self.right_before if self.right_before else None
+
+    def exceeds(self, limit: float) -> bool:
+        """Return whether more than this share was lost, of the loss or of the right answers."""
+        loses_text = not self.loss <= self.loss_before * (1 + limit)  # also if it is NaN
+        kept = self.kept_share
+        return loses_text or (kept is not None and kept < 1 - limit)
+
+    def text(self) -> str:
+        """Return `the loss on neutral text rose by 0.021 to 2.412, 41 of 42 answers still right`."""
+        change = self.loss - self.loss_before
+        verb = "rose" if change > 0 else "fell"
+        said = f"the loss on neutral text {verb} by {abs(change):.3f} to {self.loss:.3f}"
+        if not math.isfinite(change):
+            said = f"the loss on neutral text is {self.loss}"
+        if self.right_before:
+            said += f", {self.still_right} of {self.right_before} right answers are still right"
+        return said
+
+
+def read_rows(path: Path) -> tuple[list[Question], list[str]]:
+    """Return the questions and the texts of a file."""
+    questions, texts = list[Question](), list[str]()
+    try:
+        lines = read_bytes(path).decode("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise DataError(f"forgetting: {path} cannot be read ({error}).") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        row = row if isinstance(row, dict) else {}
+        text, question, answers = (row.get(name) for name in ("text", "question", "answers"))
+        has_answers = isinstance(answers, list) and all(isinstance(a, str) and a for a in answers)
+        if isinstance(question, str) and question.strip() and answers and has_answers:
+            questions.append(Question(question, tuple(answers)))
+        elif isinstance(text, str) and text.strip():
+            texts.append(text)
+        else:
+            raise DataError(
+                f"forgetting: {path}, line {number}: must be {{'text': TEXT}} or {{'question': TEXT, "
+                "'answers': [TEXT, ...]}."
+            )
+    if not texts:
+        raise DataError(f"forgetting: {path} has no row with a text.")
+    return questions, texts
+
+
+class ForgettingSet:
+    """The texts and questions of a file as token ids of one tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        sequence_length: int,
+        data: DataArgs | None = None,
+        file: Path | None = None,
+    ) -> None:
+        path = file or SHIPPED
+        self.tokenizer = tokenizer
+        self.questions, texts = read_rows(path)
+        recipe = recipe_of(tokenizer, data or TrainDataArgs(), sequence_length)
+        encoder = encoder_of(recipe, f"forgetting: {path}")
+        self.end_of_turn: int | None = encoder.end_of_turn
+        self.prompts: list[Ids] = []
+        for question in self.questions:
+            asked = question.text
+            if recipe.template is None:
+                asked = f"Question: {asked}\nAnswer:"
+            try:
+                ids = encoder.prompt_ids(TextPair(asked, "", ""))
+            except DropReason as reason:
+                raise DataError(f"forgetting: {path}: {question.text}: {reason.detail}") from None
+            self.prompts.append(ids)
+        # Answers must fit, too; a model of very short texts is not asked.
+        longest = max(map(len, self.prompts), default=0)
+        if longest + ANSWER_TOKENS > sequence_length:
+            self.questions, self.prompts = [], []
+        encoded = tokenizer(texts, add_special_tokens=True).input_ids
+        self.pairs = [_as_pair(ids[:sequence_length]) for ids in encoded if len(ids) > 1]
+        self.tokens = sum(len(pair.chosen) for pair in self.pairs)
+        self.digest = text_sha(str([self.questions, texts]))
+
+    def measure(self, log_probs: LogProbs, answer: Answer | None) -> Figures:
+        """Return the figures of a model; without `answer` only the loss on the texts."""
+        sums = log_probs(self.pairs)["sum"][:, 0]
+        loss = -float(sums.double().sum()) / self.tokens
+        if answer is None or not self.prompts:
+            return Figures(loss)
+        replies = []
+        for first in range(0, len(self.prompts), PROMPTS_AT_ONCE):
+            for reply in answer(self.prompts[first : first + PROMPTS_AT_ONCE], ANSWER_TOKENS):
+                replies.append(self._text(reply.ids))
+        answered = zip(self.questions, replies, strict=True)
+        right = [i for i, (question, reply) in enumerate(answered) if question.is_right(reply)]
+        return Figures(loss, replies, right)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Return an answer as text, up to the template's end of a turn."""
+        if self.end_of_turn in ids:
+            ids = ids[: ids.index(self.end_of_turn)]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+
+
+def _as_pair(ids: Iterable[int]) -> TokenPair:
+    """Return a text as a single answer to its first token, which has no probability."""
+    tokens = np.array(list(ids), np.int32)
+    empty = np.empty(0, np.int32)
+    return TokenPair(tokens[:1], tokens[1:], empty, ((1, len(tokens)),), ())
+
+
+def forgetting_of(model: str, file: Path | None = None, *, trust: Trust = NO_TRUST) -> Figures:
+    """Return the figures of a model folder, hub name, adapter, run or checkpoint.
+
+    `Forgotten.between(before.as_json(), after.as_json())` compares two of them.
+    """
+    weights = weights_of(model, trust)
+    if weights.is_reward:
+        raise ConfigError(f"{model}: is a reward model, which writes no text.")
+    policy = weights.load(here())
+    config = policy.causal_lm.config.get_text_config()
+    settings = DPOConfig()
+    longest = getattr(config, "max_position_embeddings", None) or settings.sequence_length
+    measured = ForgettingSet(weights.tokenizer(), min(longest, settings.sequence_length), file=file)
+    trainer = RankTrainer(policy, from_config(settings))
+    kind = here().partition(":")[0]
+
+    def log_probs(pairs: Sequence[TokenPair]) -> Columns:
+        batches: Sequence[PairBatch] = Batches(pairs, TOKENS[kind], None, LADDER[kind], 1)
+        return trainer.log_probs(batches)
+
+    def answer(prompts: Sequence[Ids], tokens: int) -> list[GeneratedAnswer]:
+        decoding = Decoding(tokens)
+        return generate(
+            policy.causal_lm,
+            measured.tokenizer,
+            prompts,
+            decoding,
+            end_of_turn=measured.end_of_turn,
+        )
+
+    with torch.no_grad():
+        return measured.measure(log_probs, answer)
