@@ -16,7 +16,7 @@ from tests.house import gates
 from tests.house.source import ROOT
 
 MOST = {
-    "tokens of the core": 271_500,
+    "tokens of the core": 273_500,  # + 2,000: forgetting
     "tokens of the tools": 59_300,
     "words of long texts": 16_700,
     "modules in an import circle": 3,
