@@ -18,6 +18,7 @@ from rather.config.strategies import (
     reference_is_policy,
     strategy_problems,
 )
+from rather.config.values import FORGETTING
 
 FLOOR = ("min_lr", "min_lr_rate")
 SCHEDULE_NUMBERS = {
@@ -40,6 +41,10 @@ TRACKER_SETTINGS = {
 }
 ARGS, TRAINING = "actor_train.model_args", "actor_train.training_args"
 DTYPE, DETAILS = f"{ARGS}.dtype", "actor_train.strategy_args.strategy_config"
+ANSWERS_AT_END = (
+    "'{}' needs answers, and on several devices the model answers only after training; choose "
+    "eval/loss, or eval/forgetting/loss"
+)
 EVAL_PAIRS = ("validation.data_args.file_name", "validation.data_args.split")
 NEW_ADAPTER = (f"{ARGS}.lora_rank", f"{ARGS}.lora_target")
 OLD_ADAPTER = f"{ARGS}.adapter_name_or_path"
@@ -166,15 +171,37 @@ def _evaluation(config: RunConfig) -> Problems:
     metric = config.metric_for_best_model
     selects_a_step = config.save_best or config.early_stopping_patience
     prefixes = tuple(_metric_prefix(name) for name in evaluation_sets)
-    if selects_a_step and prefixes and not metric.startswith(prefixes):
+    if selects_a_step and metric.startswith(FORGETTING):
+        yield from _forgetting_metric(config)
+    elif selects_a_step and prefixes and not metric.startswith(prefixes):
         examples = ", ".join(f"{prefix}loss" for prefix in prefixes)
         yield "metric_for_best_model", f"'{metric}' is not measured; examples: {examples}"
     for name, files in evaluation_sets.items():
+        if _metric_prefix(name) == FORGETTING:
+            yield EVAL_PAIRS[0], f"the name '{name}' is taken by metrics; choose another"
         if not files or not re.fullmatch(r"\w+(-\w+)*|", name):
             text = f"the set '{name}' needs a file, and a name of letters, digits, _ and -"
             yield EVAL_PAIRS[0], text
     if config.eval_prompts:
         yield from _eval_prompts(config)
+    if config.task == "reward" and config.forgetting not in ("auto", "off"):
+        yield "forgetting", "a reward model writes no text; remove it"
+
+
+def _forgetting_metric(config: RunConfig) -> Problems:
+    metric = config.metric_for_best_model
+    if config.forgetting == "off" or config.task == "reward":
+        yield "metric_for_best_model", f"'{metric}' needs forgetting: auto, or a file of texts"
+    if metric not in (f"{FORGETTING}loss", f"{FORGETTING}right"):
+        names = f"{FORGETTING}loss, {FORGETTING}right"
+        yield "metric_for_best_model", f"'{metric}' is not measured; examples: {names}"
+    elif metric.endswith("right") and _has_several_devices(config):
+        yield "metric_for_best_model", ANSWERS_AT_END.format(metric)
+
+
+def _has_several_devices(config: RunConfig) -> bool:
+    devices = {*config.actor_train.devices, *config.reference.devices}
+    return len(devices) > 1 or config.num_nodes > 1 or config.ray.address is not None
 
 
 def _metric_prefix(evaluation_set: str) -> str:
@@ -182,8 +209,7 @@ def _metric_prefix(evaluation_set: str) -> str:
 
 
 def _eval_prompts(config: RunConfig) -> Problems:
-    devices = {*config.actor_train.devices, *config.reference.devices}
-    if len(devices) > 1 or config.num_nodes > 1 or config.ray.address:
+    if _has_several_devices(config):
         yield "eval_prompts", "needs policy and reference on one device, without Ray; remove it"
     if config.task == "reward":
         yield "eval_prompts", "a reward model writes no answers; remove it"

@@ -79,6 +79,8 @@ def _check_data(config: DPOConfig, paths: _NamedPaths) -> None:
     for names in validation.names().values():
         for name in names:
             paths.check("validation.data_args.file_name", "data", name, validation.locate(name))
+    if config.forgetting not in ("auto", "off"):
+        paths.check("forgetting", "texts", config.forgetting, training.locate(config.forgetting))
     if config.eval_prompts and config.eval_prompts.file:
         file = config.eval_prompts.file
         paths.check("eval_prompts.file", "prompts", file, training.locate(file))

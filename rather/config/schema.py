@@ -25,6 +25,7 @@ from rather.config.values import (
     Environment,
     Folder,
     FolderOrStore,
+    ForgettingTexts,
     FourOrMore,
     HeldOut,
     Initialization,
@@ -490,6 +491,15 @@ class StepKeys(Section):
     eval_prompts: EvalPrompts | None = None
     """Prompts that policy and reference answer at each evaluation, written to answers.jsonl; null:
     none."""
+    forgetting: ForgettingTexts = "auto"
+    """Measure what the model forgets, on texts and questions of Rather's own, before the first step
+    and at the end, and at every evaluation with save_best; auto: except in short runs, where it
+    would take more than 5 % of the time; off: never; or a JSONL file with your own."""
+    forgetting_limit: NotNegative = 0.05
+    """Share that a model may lose at most to be the best: of its right answers, and by which its
+    loss per token on the texts may rise."""
+    drift_limit: Positive = 1.0
+    """Largest drift on held-out pairs, in nats per token, of a model that may be the best."""
     save_steps: Interval = 100
     """Steps between checkpoints, or a fraction of the run's steps, in addition to the final one;
     null: only the final one."""
@@ -506,7 +516,8 @@ class StepKeys(Section):
     """Evaluation metric that selects the best model."""
     save_best: bool = False
     """Also keep the model with the best metric_for_best_model: the lowest if the name ends with
-    loss, drift or error, else the highest; of equal ones the earliest."""
+    loss, drift or error, else the highest; of equal ones the earliest. A model beyond
+    forgetting_limit or drift_limit is never the best."""
     early_stopping_patience: Count | None = None
     """Stop after this many evaluations without a better metric_for_best_model."""
     on_nonfinite: Literal["skip", "stop", "rollback"] = "skip"

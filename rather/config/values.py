@@ -29,6 +29,7 @@ from rather.config.plugins import did_you_mean
 from rather.files import JsonObject, real_path
 
 MASK = "***"
+FORGETTING = "eval/forgetting/"  # how the names of its metrics begin
 MOST_DEVICES = 65_536
 STORE = "s3://"  # how the address of an object store begins
 HUB_DATASET = re.compile(
@@ -214,6 +215,11 @@ OnOffAuto = Annotated[
     BeforeValidator(lambda value: {"True": "on", "False": "off"}.get(str(value), value)),
 ]
 Text = Annotated[str, Field(min_length=1)]
+ForgettingTexts = Annotated[
+    str,
+    BeforeValidator(lambda value: "off" if value is False else value),
+    Field(min_length=1),
+]
 SystemMessage = Annotated[
     str,
     _check(

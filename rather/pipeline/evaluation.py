@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 METRICS = "eval/answers/"
 COMPARED = 64  # held-out pairs that are computed with the exported model
-AT_ONCE = 16  # prompts; fewer if memory runs out
+AT_ONCE = 64  # prompts; fewer if memory runs out
 RUN = 4  # tokens: repetition is the share of such runs that came before in the same answer
 
 Stopped = Callable[[], bool]
@@ -250,23 +250,9 @@ class Answers:
         return {**means, f"{METRICS}prompts": len(rows)}
 
     def _answers(self, role: Role, stopped: Stopped = lambda: False) -> list[GeneratedAnswer]:
-        worker, size = as_local(role), AT_ONCE
-        found: list[GeneratedAnswer] = []
-        while len(found) < len(self.ids):
-            if stopped():
-                raise Interrupted
-            prompts = self.ids[len(found) :][:size]
-            try:
-                found += worker.answer(prompts, self.tokenizer, self.asked.max_new_tokens)
-            except torch.OutOfMemoryError as error:
-                if len(prompts) == 1:
-                    raise MemoryShortage(
-                        "eval_prompts: an answer does not fit in memory next to the models "
-                        f"({error}); lower max_new_tokens."
-                    ) from error
-                size = len(prompts) // 2
-            worker.release()
-        return [self._cut(answer) for answer in found]
+        most = self.asked.max_new_tokens
+        answers = answer_all(role, self.ids, self.tokenizer, most, stopped, "eval_prompts")
+        return [self._cut(answer) for answer in answers]
 
     def _cut(self, answer: GeneratedAnswer) -> GeneratedAnswer:
         """Cut at the template's end of a turn, which the settings of a base model may not know."""
@@ -280,6 +266,29 @@ class Answers:
             replace_own(self.file, "".join(f"{strict_json(row)}\n" for row in rows))
         except OSError as error:
             log.warning("%s: cannot be written (%s)", self.file, error.strerror)
+
+
+def answer_all(
+    role: Role, prompts: Sequence[Ids], tokenizer: Any, tokens: int, stopped: Stopped, key: str
+) -> list[GeneratedAnswer]:
+    """Return greedy answers of up to so many tokens, as many at a time as memory allows."""
+    worker, size = as_local(role), AT_ONCE
+    answers: list[GeneratedAnswer] = []
+    while len(answers) < len(prompts):
+        if stopped():
+            raise Interrupted
+        chunk = prompts[len(answers) :][:size]
+        try:
+            answers += worker.answer(chunk, tokenizer, tokens)
+        except torch.OutOfMemoryError as error:
+            if len(chunk) == 1:
+                raise MemoryShortage(
+                    f"{key}: an answer does not fit in memory next to the models ({error}); "
+                    "lower max_new_tokens, or switch it off."
+                ) from error
+            size = len(chunk) // 2
+        worker.release()
+    return answers
 
 
 def read_prompts(asked: EvalPrompts, config: DPOConfig) -> list[str]:

@@ -21,6 +21,7 @@ from rather.losses.metrics import Window
 from rather.losses.objective import PairLoss
 from rather.pipeline.callbacks import Callbacks
 from rather.pipeline.evaluation import Answers, Evaluation, Interrupted
+from rather.pipeline.forgetting import Limits, drifts
 from rather.pipeline.hook import Hook, Hooks, Record, is_due
 from rather.pipeline.progress import RunState
 from rather.pipeline.reference_stream import ReferenceStream
@@ -168,6 +169,7 @@ class Evaluate(Hook):
     # None: evaluations have no influence on the run.
     metric_for_best: str | None = None
     patience: int | None = None
+    limits: Limits = field(default_factory=Limits)
     save_best: Callable[[], None] | None = None
     # Only a run that is built from a config evaluates before its first step.
     evaluates_first: bool = False
@@ -212,12 +214,17 @@ class Evaluate(Hook):
                 progress.unevaluated = {name: getattr(result, name) for name in names}
             return
         progress.unevaluated = None
+        if not metrics:  # nothing is measured between the first step and the last
+            return
         if self.evaluation and self.keeps_ledger:
             for pairs, ratios in self.evaluation.ratios():
                 self.tracker.log_pairs(progress.step, pairs, ratios, None)
         self.hooks.call("on_evaluate", {**self.training_log.place(), **metrics})
+        if progress.step == 0:
+            progress.base |= drifts(metrics)
         if self.metric_for_best:
-            is_best = progress.judge(metrics, self.metric_for_best, self.patience)
+            problem = self.limits.problem(metrics, progress.base)
+            is_best = progress.judge(metrics, self.metric_for_best, self.patience, problem)
             if is_best and self.save_best:
                 self.save_best()
         if progress.stopped_early and result and progress.window.pairs:

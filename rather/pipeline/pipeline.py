@@ -44,6 +44,7 @@ from rather.pipeline.checks import (
     refuse_other_bases,
 )
 from rather.pipeline.evaluation import Answers, Evaluation
+from rather.pipeline.forgetting import ForgettingCheck
 from rather.pipeline.hook import Hook, Record
 from rather.pipeline.hooks import (
     CheckFirstStep,
@@ -175,6 +176,9 @@ class DPOPipeline(Run):
         if config.eval_prompts:
             self.answers = Answers(config, roles)
             self.evaluators.append(self.answers.record)
+        self.forgetting = ForgettingCheck.of(config, roles, parts.retry, self.state, source)
+        if self.forgetting:
+            self.evaluators.append(self.forgetting.record)
         self.summary = RunSummary(config, roles, source)
         self.changes: Mapping[str, float] = {}  # of the weights, as the export found them
 
@@ -344,6 +348,8 @@ class DPOPipeline(Run):
             self.reference_stream.load()
         if self.answers:
             self.answers.begin(self.tokenizer, resumes=newest is not None)
+        if self.forgetting:
+            self.forgetting.begin(self.tokenizer, self.config)
         self.parts.restore(newest)
         if model and self.objective.baseline_kind == "mean":
             self.evaluation.running = self._running_mean(Path(model))

@@ -64,6 +64,8 @@ class Progress:
     idle: int = 0  # updates that could not change a weight
     # The number and mean reward of all rows so far, for a loss that needs it.
     running: Running = field(default_factory=lambda: [0, 0.0])
+    # The base model, before the first step: its drift on each set, and what it can do.
+    base: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(saved: Mapping[str, Any], updates: int) -> Progress:
@@ -102,8 +104,13 @@ class Progress:
         """Steps that caused a rollback: they are not taken when they come again."""
         return {step for _, step in self.rollbacks}
 
-    def judge(self, record: Mapping[str, float], metric: str, patience: int | None) -> bool:
-        """Return whether an evaluation is the best so far; stop after too many that are not."""
+    def judge(
+        self, record: Mapping[str, float], metric: str, patience: int | None, problem: str = ""
+    ) -> bool:
+        """Return whether an evaluation is the best so far; stop after too many that are not.
+
+        A model with a `problem` is never the best.
+        """
         value = record.get(metric)
         if value is None:
             raise ConfigError(
@@ -111,7 +118,9 @@ class Progress:
                 f"{', '.join(record)}"
             )
         best = math.nan if self.best is None else self.best
-        if math.isnan(best) or (value < best if metric.endswith(FALLS) else value > best):
+        if problem:
+            log.warning("step %d: the model cannot be the best: %s", self.step, problem)
+        elif math.isnan(best) or (value < best if metric.endswith(FALLS) else value > best):
             self.best, self.best_step, self.stale_evaluations = value, self.step, 0
             return True
         self.stale_evaluations += 1

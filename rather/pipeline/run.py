@@ -16,6 +16,7 @@ from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError, DataError, HangError, NonFiniteError, WorkerLost
 from rather.losses.objective import from_config
 from rather.pipeline.callbacks import Callback, Callbacks, RunView
+from rather.pipeline.forgetting import Limits
 from rather.pipeline.hook import Hook, Hooks, Record
 from rather.pipeline.hooks import (
     CallUserCallbacks,
@@ -238,6 +239,7 @@ class Run:
             training_log.hooks,
             metric_for_best=config.metric_for_best_model if tracks_best else None,
             patience=config.early_stopping_patience,
+            limits=Limits(config.drift_limit, config.forgetting_limit),
             tracker=tracker,
         )
 

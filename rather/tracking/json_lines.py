@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rather.config.values import FORGETTING
 from rather.errors import DiskError
 from rather.files import JsonObject, own, parse_json, read_bytes
 
@@ -47,6 +48,12 @@ def _plain(value: Any) -> Any:
 def current_name(metric: str) -> str:
     """Return the name that a metric has today, given the name in a file of any version."""
     return metric.replace("logps/falling", "logps/chosen_below_reference")
+
+
+def held_out_prefix(metric: str) -> str | None:
+    """Return eval/ or eval/SET/ of the loss of held-out pairs; None for any other metric."""
+    is_loss = metric.startswith("eval/") and metric.endswith("/loss")
+    return metric.removesuffix("loss") if is_loss and not metric.startswith(FORGETTING) else None
 
 
 def flatten(values: Mapping[Any, Any], prefix: str = "", whole: Sequence[str] = ()) -> JsonObject:

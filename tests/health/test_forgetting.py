@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import random
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rather.config.paths import check_paths
+from rather.config.run_config import DPOConfig
+from rather.config.values import FORGETTING
 from rather.errors import ConfigError, DataError
 from rather.outcome.forgetting import SHIPPED, Forgotten, Question, forgetting_of, read_rows
-from tests.health.tiny_runs import TinyRuns
+from rather.pipeline.forgetting import LONG_ENOUGH, ForgettingCheck, Limits
+from rather.pipeline.pipeline import DPOPipeline
+from tests.health.tiny_runs import KIND, RATE, Case, TinyRuns, kind, prompt, words
+from tests.tiny import make_config, metrics
 
 TEXTS = ["w40 w41 w42 w43 w44 w45 w0 w1 w2", "w50 w51 w0 w11 w2 w13"]
 
@@ -105,3 +114,124 @@ def test_a_row_that_is_neither_is_named(tmp_path: Path, line: str, message: str)
         read_rows(file)
     with pytest.raises((DataError, ConfigError)):
         read_rows(tmp_path / "missing.jsonl")
+
+
+# --- a run ---
+
+EASY = Case(kind, kind, count=64, steps=4, rate=RATE)
+
+
+def asked_as_trained(folder: Path) -> Path:
+    """Texts and questions of the small language; it has no chat template."""
+    draw = random.Random(3)
+    rows: list[dict[str, object]] = []
+    for _ in range(12):
+        text = f"{prompt(draw)} {words(KIND, 5, draw)}"
+        rows += [
+            {"text": text},
+            {"question": prompt(draw), "answers": [f"w{i}" for i in range(40)]},
+        ]
+    file = folder / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def forgetting_lines(config: DPOConfig) -> list[dict[str, float]]:
+    return [line for line in metrics(config) if f"{FORGETTING}loss" in line]
+
+
+def test_a_run_measures_it_before_the_first_step_and_at_the_end(tiny_runs: TinyRuns) -> None:
+    file = asked_as_trained(tiny_runs.folder)
+    config = tiny_runs.config("measured", EASY, forgetting=str(file))
+    DPOPipeline(config).run()
+    lines = forgetting_lines(config)
+    assert [line["step"] for line in lines] == [0, 4]
+    for line, folder in zip(
+        lines, (tiny_runs.folder / "base", config.run_dir / "model"), strict=True
+    ):
+        figures = forgetting_of(str(folder), file)
+        assert line[f"{FORGETTING}loss"] == pytest.approx(figures.loss, rel=1e-4)
+        assert line[f"{FORGETTING}right"] == len(figures.right) / 12
+    assert lines[0][f"{FORGETTING}kept"] == 1.0
+
+
+def test_a_short_run_is_not_slowed_down(tiny_runs: TinyRuns) -> None:
+    config = tiny_runs.config("short", EASY)
+    pipeline = DPOPipeline(config)
+    with closing(pipeline):
+        assert pipeline.forgetting is None  # auto, and 64 pairs
+        tokens = LONG_ENOUGH["cpu"] / 4 / 16  # of each pair of four steps
+        pipeline.source.data.train.tokens[:] = math.ceil(tokens)
+        parts = pipeline.parts
+        found = ForgettingCheck.of(
+            config, pipeline.roles, parts.retry, pipeline.state, pipeline.source
+        )
+        assert found
+        assert not found.is_always_due
+
+
+def test_save_best_never_keeps_a_model_beyond_the_limits(tiny_runs: TinyRuns) -> None:
+    """Trained at 100 times the rate, the model is refused and the base is the best."""
+    file = asked_as_trained(tiny_runs.folder)
+    broken = replace(EASY, rate=100 * RATE)
+    config = tiny_runs.config(
+        "broken", broken, forgetting=str(file), save_best=True, eval_prompts=None,
+        metric_for_best_model="eval/rewards/accuracies",
+    )  # fmt: skip
+    pipeline = DPOPipeline(config)
+    pipeline.run()
+    right = {line["step"]: line["eval/rewards/accuracies"] for line in forgetting_lines(config)}
+    assert max(right, key=right.__getitem__) > 0  # without limits another step would be the best
+    assert pipeline.progress.best_step == 0
+    base, best = (AutoModelForCausalLM.from_pretrained(folder).state_dict()
+                  for folder in (tiny_runs.folder / "base", config.run_dir / "best_model"))  # fmt: skip
+    assert all(torch.equal(best[name], weight) for name, weight in base.items())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "problem"),
+    [
+        ({"eval/drift": 1.2}, "drift_limit"),
+        ({"eval/drift": math.nan}, "drift_limit"),
+        ({"eval/drift": 1.05}, ""),  # the reference was another model: 0.1 at the start
+        ({"eval/forgetting/loss": 2.2}, "above forgetting_limit"),
+        ({"eval/forgetting/loss": math.nan}, "above forgetting_limit"),
+        ({"eval/forgetting/loss": 2.0, "eval/forgetting/kept": 0.9}, "still right"),
+        ({"eval/forgetting/loss": 2.0, "eval/forgetting/kept": 0.95}, ""),
+        ({}, ""),
+    ],
+)
+def test_which_limit_is_exceeded(metrics: dict[str, float], problem: str) -> None:
+    base = {"eval/drift": 0.1, "forgetting": {"loss": 2.0}}
+    found = Limits(1.0, 0.05).problem(metrics, base)
+    assert problem in found
+    assert bool(problem) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"forgetting": "off", "metric_for_best_model": "eval/forgetting/loss"},
+            "needs forgetting",
+        ),
+        ({"metric_for_best_model": "eval/forgetting/best"}, "is not measured"),
+        (
+            {
+                "metric_for_best_model": "eval/forgetting/right",
+                "actor_train__device_mapping": [0, 1],
+            },
+            "'eval/forgetting/right' needs answers",
+        ),
+        ({"forgetting": "missing.jsonl"}, "forgetting: "),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        check_paths(make_config(tmp_path, save_best=True, **changes))
+
+
+def test_yaml_reads_off_as_false(tmp_path: Path) -> None:
+    assert make_config(tmp_path, forgetting=False).forgetting == "off"

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from rather.config.values import FORGETTING
 from rather.files import JsonObject, own, parse_yaml, yaml_text
 from rather.run_folder import control
 from rather.run_folder.names import (
@@ -95,7 +96,8 @@ class RunList:
             lines: JsonObject = {}
             for metric in metrics:
                 held_out = re.compile(rf"eval/([^/]+/)?{re.escape(metric)}")
-                names = [metric, *sorted(filter(held_out.fullmatch, columns))]
+                sets = sorted(filter(held_out.fullmatch, columns))
+                names = [metric, *(name for name in sets if not name.startswith(FORGETTING))]
                 found = {name: columns[name] for name in names if name in columns}
                 lines[metric] = {name: downsample(*each, POINTS) for name, each in found.items()}
             names = sorted(name for name in columns if not name.startswith("eval/"))

@@ -19,7 +19,7 @@ from rather.tools.report.folder import Folder, MetricColumns
 from rather.tools.report.page import LEVELS, chart, escape, lines, page, plotly_bundle, slug, table
 from rather.tools.report.pairs import MEANINGS, Doctor, PairHistory
 from rather.tracking.health import urgency
-from rather.tracking.json_lines import LEDGER
+from rather.tracking.json_lines import LEDGER, held_out_prefix
 from rather.tracking.outcome import outcome_text
 
 log = logging.getLogger(__name__)
@@ -93,8 +93,7 @@ OF_REWARD_MODELS = {"Rewards": "Mean scores of the model."}
 
 def held_out_sets(columns: MetricColumns) -> dict[str, str]:
     """Return the names of the evaluation sets by the prefix of their metrics: eval/[<name>/]."""
-    losses = (name for name in columns if name.startswith("eval/") and name.endswith("/loss"))
-    prefixes = sorted(name.removesuffix("loss") for name in losses)
+    prefixes = sorted(filter(None, map(held_out_prefix, columns)))
     return {prefix: f"held-out {prefix[5:-1]}".strip() for prefix in prefixes}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from rather.tracking.json_lines import current_name
+from rather.tracking.json_lines import current_name, held_out_prefix
 
 Line = Mapping[str, float]
 
@@ -98,8 +98,8 @@ class RunState:
             self.first = self.first if "loss" in self.first else line
             self.recent.add(line)
         for name in line:
-            if name.startswith("eval/") and name.endswith("/loss"):
-                self._add_evaluation(name.removesuffix("loss"), line)
+            if prefix := held_out_prefix(name):
+                self._add_evaluation(prefix, line)
         self.answers |= _with_prefix(line, "eval/answers/")
 
     def _add_evaluation(self, prefix: str, line: Line) -> None:

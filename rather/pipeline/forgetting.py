@@ -1,0 +1,134 @@
+"""Forgetting as a part of evaluations, and the limits that the best model must keep."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rather.cluster.launch import Roles
+from rather.cluster.worker import ActorWorker
+from rather.config.run_config import DPOConfig
+from rather.config.values import FORGETTING
+from rather.data.batch import Columns, TokenPair
+from rather.data.tokens import Ids
+from rather.model.generate import GeneratedAnswer
+from rather.outcome.forgetting import Figures, ForgettingSet, Forgotten
+from rather.pipeline.evaluation import Interrupted, Stopped, answer_all
+from rather.pipeline.guard import OutOfMemoryRetry
+from rather.pipeline.progress import RunState
+from rather.pipeline.steps import PreparedSteps
+
+log = logging.getLogger(__name__)
+
+# Tokens of a training run from which two measurements take less than 5 % of its time: 50 answers of
+# 40 tokens take about a second on a GPU, however small the model is.
+LONG_ENOUGH = {"cpu": 150_000, "cuda": 2_000_000}
+
+
+@dataclass
+class ForgettingCheck:
+    """Measures what the policy can do before the first step and after the last, or always."""
+
+    roles: Roles
+    retry: OutOfMemoryRetry
+    state: RunState
+    last_step: int
+    is_always_due: bool
+    file: Path | None
+    last: Figures | None = None  # the last measurement
+
+    @staticmethod
+    def of(
+        config: DPOConfig,
+        roles: Roles,
+        retry: OutOfMemoryRetry,
+        state: RunState,
+        source: PreparedSteps,
+    ) -> ForgettingCheck | None:
+        """Return the check, or None if the config or the length of the run leaves it out."""
+        selects = bool(config.save_best or config.early_stopping_patience)
+        is_metric = selects and config.metric_for_best_model.startswith(FORGETTING)
+        if config.forgetting == "off" or config.task == "reward":
+            return None
+        file = None
+        if config.forgetting != "auto":
+            file = config.actor_train.data_args.locate(config.forgetting)
+        elif not is_metric and _tokens_of(source) < LONG_ENOUGH[roles.kind]:
+            return None
+        return ForgettingCheck(roles, retry, state, source.total_steps, selects, file)
+
+    def begin(self, tokenizer: Any, config: DPOConfig) -> None:
+        """Tokenise texts and questions, as training does."""
+        data = config.actor_train.data_args
+        self.measured = ForgettingSet(tokenizer, config.sequence_length, data, self.file)
+
+    def record(self, step: int, stopped: Stopped) -> dict[str, Any]:
+        """Return the metrics of this step, if they are due."""
+        if not self.is_always_due and step not in (0, self.last_step):
+            return {}
+        if stopped():
+            raise Interrupted
+        policy, base = self.roles.actor_train, self.state.progress.base
+
+        def log_probs(pairs: Sequence[TokenPair]) -> Columns:
+            packed = self.retry.packing.step(pairs, 0)
+            return self.retry.run("actor_train", packed, policy.compute_log_probs)
+
+        def answer(prompts: Sequence[Ids], tokens: int) -> list[GeneratedAnswer]:
+            tokenizer = self.measured.tokenizer
+            return answer_all(policy, prompts, tokenizer, tokens, stopped, "forgetting")
+
+        is_whole = isinstance(policy, ActorWorker)  # only such a model can answer
+        self.last = self.measured.measure(log_probs, answer if is_whole else None)
+        figures = self.last.as_json() | {"digest": self.measured.digest}
+        if step == 0:
+            base["forgetting"] = figures
+        metrics: dict[str, Any] = {f"{FORGETTING}loss": self.last.loss}
+        before = base.get("forgetting", {})
+        if before.get("digest") == figures["digest"]:  # not changed in the config since then
+            forgotten = Forgotten.between(before, figures)
+            if forgotten.kept_share is not None:
+                right = len(self.last.right) / len(self.last.replies)
+                metrics |= {f"{FORGETTING}right": right, f"{FORGETTING}kept": forgotten.kept_share}
+        return metrics
+
+
+def _tokens_of(source: PreparedSteps) -> float:
+    """Return about how many tokens a run trains on."""
+    return float(source.data.train.tokens.mean()) * source.order.batch * source.total_steps
+
+
+def drifts(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the drift on each held-out set."""
+    return {name: value for name, value in metrics.items() if name.endswith("/drift")}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the best model must keep; see drift_limit and forgetting_limit."""
+
+    drift: float = 1.0
+    forgetting: float = 0.05
+
+    def problem(self, metrics: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+        """Return which limit a model exceeds; "" if none. `base` is Progress.base."""
+        for name, drift in drifts(metrics).items():
+            moved = drift - base.get(name, 0.0)  # a reference of another model begins with some
+            if not moved <= self.drift:
+                return f"{name} is {moved:.3g} nats per token, above drift_limit ({self.drift:g})."
+        before = base.get("forgetting", {}).get("loss")
+        loss, kept = (metrics.get(f"{FORGETTING}{name}") for name in ("loss", "kept"))
+        if before is not None and loss is not None and not loss <= before * (1 + self.forgetting):
+            return (
+                f"{FORGETTING}loss is {loss:.3f} and was {before:.3f}, above forgetting_limit "
+                f"({self.forgetting:g})."
+            )
+        if kept is not None and kept < 1 - self.forgetting:
+            return (
+                f"only {kept:.0%} of the base's right answers are still right (forgetting_limit "
+                f"is {self.forgetting:g})."
+            )
+        return ""
