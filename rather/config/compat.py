@@ -335,7 +335,8 @@ TRL_LOSSES = """
 """.split()  # noqa: SIM905 - a table of names
 OF_A_MICRO_BATCH = ("sft", "aot", "aot_unpaired")
 NOT_IN_TRL = """
-    gamma gamma_beta_ratio length_normalization cpo_alpha alphapo_alpha odpo_alpha pref_ftx
+    gamma gamma_beta_ratio length_normalization cpo_alpha alphapo_alpha odpo_alpha dpop_lambda
+    rdpo_alpha reward_scale clip_range pref_ftx
     soft_labels rpo_alpha reference_free
 """.split()  # noqa: SIM905 - a table of names
 FIXED = {

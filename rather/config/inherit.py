@@ -36,8 +36,16 @@ TASK_OF_LOSS = {
     "apo_zero_unpaired": "unpaired",
     "bradley_terry": "reward",
     "regression": "reward",
+    "reward_rpo": "scored",
+    "listwise": "scored",
+    "advantage": "scored",
 }
-LOSS_OF_TASK = {"unpaired": "kto", "reward": "bradley_terry", "sft": "sft"}
+LOSS_OF_TASK = {
+    "unpaired": "kto",
+    "reward": "bradley_terry",
+    "scored": "listwise",
+    "sft": "sft",
+}
 OF_SAME_WEIGHTS = (
     "model_args.model_name_or_path",
     "model_args.revision",

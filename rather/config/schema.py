@@ -63,7 +63,7 @@ DETAILS_OF_ADAPTER = (  # with lora_rank and lora_target the settings of a new a
     "lora_alpha", "modules_to_save", "additional_target", "use_rslora", "use_dora",
     "init_lora_weights",
 )  # fmt: skip
-Task = Literal["preference", "unpaired", "reward", "sft"]
+Task = Literal["preference", "unpaired", "reward", "scored", "sft"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 
 
@@ -548,11 +548,11 @@ class LossKeys(Section):
     """Model folder or hub name for every role that names none."""
     task: Task = "preference"
     """What is trained on: preference (pairs), unpaired (single answers with a label), reward (a
-    reward model, on pairs or scores) or sft (answers to imitate). Range: losses such as kto and bco
-    (task: unpaired) are named by pref_loss."""
+    reward model, on pairs or scores), scored (several scored answers to each prompt) or sft (answers
+    to imitate). Range: losses such as kto and bco (task: unpaired) are named by pref_loss."""
     pref_loss: Text | list[Text] = "sigmoid"
     """Name of the loss, or several preference losses that are added up; default by task: sigmoid,
-    kto, bradley_terry, sft. See docs/losses/index.md."""
+    kto, bradley_terry, listwise, sft. See docs/losses/index.md."""
     loss_weights: list[Positive] | None = None
     """One weight per loss in pref_loss; default: 1 each."""
     loss_type: Literal["dpo_loss", "simpo_loss"] | None = None
@@ -619,6 +619,14 @@ class LossParameters(Section):
     """Weight of undesirable answers, likewise."""
     center_rewards_coefficient: NotNegative | None = None
     """Weight of the squared sum of both scores in bradley_terry, which keeps scores around 0."""
+    dpop_lambda: NotNegative | None = None
+    """Weight in dpop of the chosen log-prob that falls below the reference's."""
+    rdpo_alpha: NotNegative | None = None
+    """Reward that each token of an answer costs in rdpo."""
+    reward_scale: Positive | None = None
+    """Factor of the given scores in reward_rpo. Range: at 0 the scores have no effect."""
+    clip_range: BelowOne | None = None
+    """advantage: the ratio to the reference has an effect from 1 minus to 1 plus this number."""
     discopop_tau: Positive | None = None
     """Temperature of the blend in discopop."""
 
@@ -664,7 +672,9 @@ class LossConfig(LossModifiers, LossParameters, LossKeys):
         """Return what each row of the data must give: pairs, or answers with their labels."""
         if self.task == "reward":
             return "scored" if self.loss_names == ["regression"] else "pairs"
-        return {"preference": "pairs", "unpaired": "labelled"}.get(self.task, "answers")
+        return {"preference": "pairs", "unpaired": "labelled", "scored": "scored"}.get(
+            self.task, "answers"
+        )
 
     @property
     def unit(self) -> str:

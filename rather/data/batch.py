@@ -40,6 +40,7 @@ class TokenPair:
     soft_label: float = math.nan  # probability that chosen is the better answer
     id: str = ""
     digest: int = 0  # of its texts: the same in any tokenizer; 0 if it did not come from a file
+    group: int = 0  # the same for all answers of one row of a data file
 
     @property
     def tokens(self) -> int:
@@ -128,6 +129,7 @@ class PairBatch:
     weight_P: Tensor  # 1, the user's weight, or 0 for a filler: the only mask on pairs
     margin_P: Tensor
     soft_label_P: Tensor
+    group_P: Tensor
     pair_P: Tensor  # the pair's place in its optimizer step, to find its reference log-probs
     real_tokens: int  # of the N tokens; the others only fill the batch up to its size
 
@@ -150,7 +152,7 @@ class PairBatch:
 # The fields of a batch that are about its scored tokens and pairs.
 SCORED = (
     *("rows_U", "targets_U", "token_T", "cell_T", "shared_T"),
-    *("length_P2", "weight_P", "margin_P", "soft_label_P", "pair_P"),
+    *("length_P2", "weight_P", "margin_P", "soft_label_P", "group_P", "pair_P"),
 )
 
 # Name -> [P, 2]: the "sum" of log-probs, and further columns that a loss asks for. Roles exchange
@@ -167,6 +169,15 @@ class PairLogps(NamedTuple):
     extra: Mapping[str, Tensor] = {}  # what a loss declares: margins, "policy/shared", ...
 
 
+class GroupLogps(NamedTuple):
+    """Several prompts with K scored answers each, as a loss over groups sees them."""
+
+    policy: Tensor  # [groups, K] summed log-probs in float64
+    reference: Tensor  # [groups, K]
+    length: Tensor  # [groups, K] scored tokens
+    scores: Tensor  # [groups, K] of the judge
+
+
 class PairFacts(NamedTuple):
     """What is known about pairs before any model has seen them."""
 
@@ -174,10 +185,13 @@ class PairFacts(NamedTuple):
     weight: Tensor  # [P]
     margin: Tensor  # [P]
     soft_label: Tensor  # [P]
+    group: Tensor  # [P] equal for the answers of one prompt
 
     @staticmethod
     def of(batch: PairBatch) -> PairFacts:
-        return PairFacts(batch.length_P2, batch.weight_P, batch.margin_P, batch.soft_label_P)
+        return PairFacts(
+            batch.length_P2, batch.weight_P, batch.margin_P, batch.soft_label_P, batch.group_P
+        )
 
     @staticmethod
     def of_pairs(pairs: Sequence[TokenPair]) -> PairFacts:
@@ -213,7 +227,7 @@ class PairFacts(NamedTuple):
         self, policy: Columns, reference: Columns | None, mean_chosen_length: Tensor
     ) -> PairLogps:
         """Return these pairs with their log-probs; the mean length is that of the whole step."""
-        extra = {"margin": self.margin, "soft_label": self.soft_label}
+        extra = {"margin": self.margin, "soft_label": self.soft_label, "group": self.group}
         extra["mean_chosen_length"] = mean_chosen_length
         for role, columns in (("policy", policy), ("reference", reference or {})):
             extra |= {f"{role}/{name}": column for name, column in columns.items()}

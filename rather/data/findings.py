@@ -380,7 +380,7 @@ def _length_bias(
     return {
         "chosen_longer": round(float(longer), 4),
         "longer_wins": round(float(1 + longer - shorter) / 2, 4),
-        "correlation": round(float(np.corrcoef(length, label)[0, 1]), 4) if spread else 0.0,
+        "correlation": round(float(np.corrcoef(length, label)[0, 1]), 4) if spread > 0 else 0.0,
         "difference": float(np.median(difference)),
     }
 

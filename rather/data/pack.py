@@ -370,7 +370,7 @@ def _count_once(counted: NDArray[np.float32], unit: _Unit, paths: Sequence[Place
 def _facts(pairs: Pairs, places: Places) -> dict[str, NDArray[np.float64]]:
     return {
         f"{name}_P": np.asarray([getattr(pairs[i], name) for i in places], np.float64)
-        for name in ("weight", "margin", "soft_label")
+        for name in ("weight", "margin", "soft_label", "group")
     }
 
 

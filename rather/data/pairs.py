@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rather.data.batch import TokenPair
 
 LONGEST_LINE = 1000  # bytes of a correction
+ROWS_OF_A_FILE = 1 << 36  # at most; 2^17 files are then exact in float64
 Ints = NDArray[np.int64]
 IDS = ("prompt", "chosen", "rejected")
 LISTS = (*IDS, "chosen_scored", "rejected_scored")
@@ -81,6 +82,8 @@ class _Batch:
         self.numbers = [batch.column(name).to_numpy() for name in NUMBERS]
         self.ids = batch.column("id")
         self.digests = batch.column("pair_hash").to_numpy()
+        source = batch.column("source").to_numpy().astype(np.int64)
+        self.groups = source * ROWS_OF_A_FILE + batch.column("number").to_numpy()
 
     @property
     def scored(self) -> Ints:
@@ -118,7 +121,7 @@ class _Batch:
         weight, margin, soft = (float(column[i]) for column in self.numbers)
         return TokenPair(
             prompt, chosen, rejected, first, second, weight, margin, soft,
-            self.ids[i].as_py(), int(self.digests[i]),
+            self.ids[i].as_py(), int(self.digests[i]), int(self.groups[i]),
         )  # fmt: skip
 
 

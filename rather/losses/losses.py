@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rather.config.plugins import Registry
-from rather.data.batch import PairLogps
+from rather.data.batch import GroupLogps, PairLogps
 
 # Exponents are clamped to it: in ipo's gradient exp() is squared and must stay finite in float32.
 LARGEST_EXPONENT = 40.0
+FLAT = 1e-12  # a deviation of scores, relative to them, that is only rounding
 
 
 def gap(chosen_and_rejected: Tensor) -> Tensor:
@@ -54,6 +55,7 @@ class LossRule:
     divergence: bool = False  # built on log-ratios that an f-divergence may bend
     soft_labels: bool = False  # takes a label between 0 and 1 per pair
     whole_batch: bool = False  # sorts all pairs of a step, so it must see them together
+    groups: bool = False  # takes GroupLogps, all scored answers of each prompt; one loss per group
     extra: tuple[str, ...] = ()  # columns of the pairs that it reads
     task: str = "preference"  # the value of the key `task` that it belongs to
     # A number of the whole step that each row is compared with, x.extra["baseline"]. "kl": from the
@@ -222,6 +224,19 @@ def odpo(x: PairLogps, *, beta: float = 0.1, odpo_alpha: float = 1.0) -> Tensor:
     return -logsigmoid(beta * gap(log_ratios(x)) - odpo_alpha * x.extra["margin"])
 
 
+@loss()
+def dpop(x: PairLogps, *, beta: float = 0.1, dpop_lambda: float = 50.0) -> Tensor:
+    """DPOP (2402.13228 eq. 3): -log sigmoid(beta (a - b - dpop_lambda max(0, -a)))."""
+    ratios = log_ratios(x)
+    return -logsigmoid(beta * (gap(ratios) - dpop_lambda * torch.relu(-ratios[:, 0])))
+
+
+@loss(divergence=True)
+def rdpo(x: PairLogps, *, beta: float = 0.1, rdpo_alpha: float = 0.01) -> Tensor:
+    """Length-regularised DPO (2403.19159 eq. 9): rdpo_alpha of reward is paid for by each token."""
+    return -logsigmoid(beta * gap(log_ratios(x)) + rdpo_alpha * gap(x.length))
+
+
 # --- without a reference ---
 
 
@@ -345,3 +360,74 @@ def apo_zero_unpaired(
 ) -> Tensor:
     """APO-zero (2408.06266 eq. 4) on single answers: 1 - sigmoid(beta a), or sigmoid(beta a)."""
     return _by_label(x, beta * log_ratios(x)[:, 0], desirable_weight, undesirable_weight)
+
+
+# --- groups of scored answers (`task: scored`): all tensors are [groups, K] ---
+
+
+def in_groups(x: PairLogps, function: Callable[[GroupLogps], Tensor]) -> Tensor:
+    """Return a value for each answer, from a function of all answers of its prompt.
+
+    The function returns one value per group, or one per answer. Groups of different sizes are
+    passed separately, so it needs no mask.
+    """
+    assert x.reference is not None
+    _, group_of, sizes = torch.unique(x.extra["group"], return_inverse=True, return_counts=True)
+    by_group = group_of.argsort(stable=True)
+    first = sizes.cumsum(0) - sizes
+    values = torch.zeros_like(x.policy[:, 0])
+    for size in sizes.unique().tolist():
+        of_size = first[sizes == size]
+        rows = by_group[of_size[:, None] + torch.arange(size, device=first.device)]
+        columns = (x.policy[:, 0], x.reference[:, 0], x.length[:, 0], x.extra["margin"])
+        result = function(GroupLogps(*(column[rows] for column in columns)))
+        if result.ndim == 1:
+            result = result[:, None].expand(rows.shape)
+        values = values.index_put((rows,), result)
+    return values
+
+
+@loss(task="scored", groups=True, extra=("margin",))
+def reward_rpo(x: GroupLogps, *, beta: float = 0.1, reward_scale: float = 1.0) -> Tensor:
+    """Reward-aware RPO (2502.00203, squared distance): implicit against given differences.
+
+    The mean over all pairs of answers i, j of (beta (a_i - a_j) - reward_scale (s_i - s_j))^2.
+    """
+    error = beta * (x.policy - x.reference) - reward_scale * x.scores
+    differences = error[:, :, None] - error[:, None, :]
+    answers = error.shape[1]
+    return differences.square().sum(dim=(1, 2)) / max(1, answers * (answers - 1))
+
+
+@loss(task="scored", groups=True, extra=("margin",))
+def listwise(x: GroupLogps, *, beta: float = 0.1) -> Tensor:
+    """Plackett-Luce DPO (2305.18290 eq. 20): each answer is the best of itself and the worse ones.
+
+    Answers of equal score do not compete with each other.
+    """
+    rewards = beta * (x.policy - x.reference)
+    is_worse = x.scores[:, :, None] > x.scores[:, None, :]
+    competes = is_worse | torch.eye(rewards.shape[1], dtype=torch.bool, device=rewards.device)
+    rivals = rewards[:, None, :].expand(is_worse.shape).masked_fill(~competes, -math.inf)
+    return (rivals.logsumexp(dim=2) - rewards).sum(dim=1)
+
+
+@loss(task="scored", groups=True, extra=("margin",))
+def advantage(
+    x: GroupLogps, *, clip_range: float = 0.2, length_normalization: bool = False
+) -> Tensor:
+    """GRPO on sequences (2402.03300 eq. 3): clipped ratio to the reference times the advantage.
+
+    The advantage is the score minus the mean of the group, over its standard deviation; 0 if all
+    scores are equal. `length_normalization` takes the ratio per token, as GSPO (2507.18071) does.
+    """
+    ratios = x.policy - x.reference
+    if length_normalization:
+        ratios = ratios / x.length
+    ratio = torch.exp(ratios.clamp(max=LARGEST_EXPONENT))
+    centred = x.scores - x.scores.mean(dim=1, keepdim=True)
+    deviation = centred.square().mean(dim=1, keepdim=True).sqrt()
+    is_flat = deviation <= FLAT * x.scores.abs().amax(dim=1, keepdim=True)
+    advantages = torch.where(is_flat, 0.0, centred / deviation)
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+    return -torch.minimum(ratio * advantages, clipped * advantages).mean(dim=1)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from rather.data.batch import PairFacts, PairLogps
-from rather.losses.losses import gap, log_odds_ratio, log_ratios, token_mean
+from rather.data.batch import GroupLogps, PairFacts, PairLogps
+from rather.losses.losses import gap, in_groups, log_odds_ratio, log_ratios, token_mean
 from rather.losses.objective import PairLoss
 
 Z = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
@@ -79,6 +79,23 @@ OF_SCORES: Metrics = {
 OF_ANSWERS = {
     name: PER_PAIR[name] for name in ("loss", "logps/chosen", "sft_loss", "lengths/chosen")
 }
+
+
+def order_agreement(x: GroupLogps) -> Tensor:
+    """[groups, K]: how many answers of another score are ordered as the scores say; else 0.5."""
+    ratios = x.policy - x.reference
+    by_score = (x.scores[:, :, None] - x.scores[:, None, :]).sign()
+    by_policy = (ratios[:, :, None] - ratios[:, None, :]).sign()
+    differ = by_score.abs().sum(dim=2)
+    agree = (by_score * by_policy > 0).sum(dim=2)
+    return torch.where(differ > 0, agree / differ.clamp(min=1), 0.5)
+
+
+OF_GROUPS: Metrics = {
+    **OF_ANSWERS,
+    "rewards/accuracies": lambda s: in_groups(s.x, order_agreement),
+    "kl": lambda s: log_ratios(s.x)[:, 0],
+}
 # Moments of reward margin and length difference, for their correlation.
 MOMENTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "_m": lambda m, d: m,
@@ -117,7 +134,12 @@ def of_labelled(scored: Scored, loss: PairLoss) -> dict[str, Tensor]:
 def _metrics_of(task: str, loss: str, has_reference: bool) -> tuple[Metrics, bool]:
     """Return the metrics of a task, and whether it is about pairs."""
     is_paired = task == "preference" or (task == "reward" and loss != "regression")
-    single: Mapping[str, Metrics] = {"reward": OF_SCORES, "sft": OF_ANSWERS, "unpaired": {}}
+    single: Mapping[str, Metrics] = {
+        "reward": OF_SCORES,
+        "sft": OF_ANSWERS,
+        "unpaired": {},
+        "scored": OF_GROUPS,
+    }
     own = (OF_REWARDS if task == "reward" else PER_PAIR) if is_paired else single[task]
     return {**own, **(WITH_REFERENCE if has_reference and is_paired else {})}, is_paired
 

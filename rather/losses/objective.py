@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any
 
@@ -24,6 +24,7 @@ from rather.losses.losses import (
     LOSSES,
     LossRule,
     averages,
+    in_groups,
     log_ratios,
     token_mean,
 )
@@ -50,7 +51,7 @@ TAKES: Mapping[str, Callable[[LossRule], bool]] = {
     "soft_labels": lambda rule: rule.soft_labels,
     "reference_free": lambda rule: rule.reference,
     "ld_alpha": lambda rule: rule.reference,
-    "use_weighting": lambda rule: not rule.whole_batch,
+    "use_weighting": lambda rule: not rule.whole_batch and not rule.groups,
     "rpo_alpha": lambda rule: True,
     "pref_ftx": lambda rule: True,
 }
@@ -99,7 +100,7 @@ class PairLoss:
 
     @cached_property
     def whole_batch(self) -> bool:
-        return any(term.rule.whole_batch for term in self.terms)
+        return any(term.rule.whole_batch or term.rule.groups for term in self.terms)
 
     @cached_property
     def baseline_kind(self) -> str | None:
@@ -165,7 +166,9 @@ class PairLoss:
         """Return one term of the sum, without its weight: one loss per pair."""
         if not self.modifiers.soft_labels and self.task == "preference":
             x = x._replace(extra={name: x.extra[name] for name in x.extra if name != "soft_label"})
-        return term.rule.function(self._seen(term.rule, x), **term.numbers)
+        function = partial(term.rule.function, **term.numbers)
+        seen = self._seen(term.rule, x)
+        return in_groups(seen, function) if term.rule.groups else function(seen)
 
     def __call__(self, x: PairLogps) -> Tensor:
         modifiers = self.modifiers

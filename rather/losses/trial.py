@@ -58,6 +58,7 @@ def made_up_pairs(*, with_reference: bool) -> PairLogps:
         "margin": ones,
         "soft_label": torch.arange(PAIRS, dtype=torch.float64) % 2,
         "baseline": 0 * ones,
+        "group": torch.arange(PAIRS, dtype=torch.float64) // 4,
         "mean_chosen_length": ones[0] * 10,
     }
     for role in ("policy", "reference"):

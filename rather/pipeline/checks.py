@@ -69,7 +69,8 @@ def refuse_columns(
 ) -> None:
     """Refuse pairs without a column that the loss reads, or with weights if it sorts pairs."""
     loss = f"loss '{' + '.join(config.loss_names)}'"
-    if objective.whole_batch and (column("weight") != 1).any():
+    sorts_pairs = any(term.rule.whole_batch for term in objective.terms)
+    if sorts_pairs and (column("weight") != 1).any():
         raise DataError(
             f"{loss} sorts the pairs of a step: none has its own weight. "
             "Remove the column weight, or map it away with data_args.columns."

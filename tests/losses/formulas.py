@@ -169,6 +169,15 @@ def odpo(p: Numbers, beta: float, odpo_alpha: float) -> Array:
     return cost(beta * (p.a - p.b) - odpo_alpha * p.margin)
 
 
+def dpop(p: Numbers, beta: float, dpop_lambda: float) -> Array:
+    fallen = np.maximum(0, p.reference_w - p.policy_w)
+    return cost(beta * (p.a - p.b - dpop_lambda * fallen))
+
+
+def rdpo(p: Numbers, beta: float, rdpo_alpha: float) -> Array:
+    return cost(beta * (p.a - p.b) + rdpo_alpha * p.length_w - rdpo_alpha * p.length_l)
+
+
 def sft(p: Numbers) -> Array:
     """Its mean over pairs is the mean over all chosen tokens."""
     return -p.policy_w * len(p.policy_w) / p.length_w.sum()
@@ -204,7 +213,7 @@ FORMULAS: dict[str, Callable[..., Array]] = {
     function.__name__: function
     for function in (
         sigmoid, sigmoid_norm, hinge, ipo, robust, exo_pair, nca_pair, bco_pair, sppo_hard, aot, aot_unpaired,
-        apo_zero, apo_down, discopop, odpo, sft, orpo, simpo, cpo, alphapo,
+        apo_zero, apo_down, discopop, odpo, dpop, rdpo, sft, orpo, simpo, cpo, alphapo,
     )
 }  # fmt: skip
 

@@ -31,7 +31,10 @@ WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.4}
 
 
 def answers() -> PairLogps:
-    extra = {"soft_label": torch.tensor(GOOD, dtype=torch.float64)}
+    extra = {
+        "soft_label": torch.tensor(GOOD, dtype=torch.float64),
+        "group": torch.tensor([7, 2, 7, 2, 7, 9, 9, 7], dtype=torch.float64),
+    }
     x = as_logps(PAIRS)
     return x._replace(
         extra={**x.extra, **extra, "baseline": torch.tensor(BASELINE, dtype=torch.float64)}

@@ -47,6 +47,7 @@ TAKERS: dict[str, tuple[str, ...]] = {
         "robust",
         "exo_pair",
         "discopop",
+        "rdpo",
     ),
     "soft_labels": ("sigmoid", "sigmoid_norm", "simpo", "cpo"),
     "reference_free": WITH_REFERENCE,
@@ -281,7 +282,10 @@ def test_a_number_of_another_loss_is_an_error_that_names_its_own(name: str) -> N
 
 
 def test_the_numbers_of_a_config_are_those_of_the_losses() -> None:
-    others = {"desirable_weight", "undesirable_weight", "center_rewards_coefficient"}
+    others = {
+        *("desirable_weight", "undesirable_weight", "center_rewards_coefficient"),
+        *("reward_scale", "clip_range"),
+    }
     assert set(LOSS_NUMBERS) == {number for _, number in NUMBERS} | others  # of other tasks
 
 

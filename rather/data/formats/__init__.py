@@ -310,7 +310,8 @@ def _grade(row: Row, layout: RowLayout) -> dict[str, float]:
 def _scored_answers(answers: Any) -> list[Couple]:
     if not isinstance(answers, Ranked):
         raise DropReason(
-            "missing_key", "the loss regression needs rows with one answer and a score"
+            "missing_key",
+            "no scores: give rows with responses and scores, or one answer and a score",
         )
     ranked = zip(answers.answers, answers.ranks, strict=True)
     return [(answer, NO_ANSWER, {"margin": -rank}) for answer, rank in ranked]
