@@ -28,6 +28,7 @@ from rather.files import (
     regular,
     text_sha,
 )
+from rather.model.mxfp4 import BLOCKS, SCALES, PackedExperts
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -111,6 +112,10 @@ class ModelFiles(ShardedFiles):
             self._rename_language_model()
         for name in [name for name in self._shards if name.startswith(BACKBONE)]:
             self._rename(name, "model." + name.removeprefix(BACKBONE))
+        packed = [name for name in self._shards if name.endswith(BLOCKS)]
+        self.is_packed = bool(packed)
+        for name in packed:
+            self._unpack(name.removesuffix(BLOCKS))
         self._stored = list(self._shards)
         matrices: dict[str, dict[tuple[int, int], str]] = {}
         for name in self._stored:
@@ -129,6 +134,17 @@ class ModelFiles(ShardedFiles):
             offsets: (_Renamed(file, name), spec)
             for offsets, (file, spec) in self._shards[name].items()
         }
+
+    def _unpack(self, name: str) -> None:
+        """Offer experts of four bits as the tensor that the model has."""
+        halves = [self._shards.pop(name + half, {}) for half in (BLOCKS, SCALES)]
+        try:
+            (blocks, _), (scales, _) = (next(iter(half.values())) for half in halves)
+            packed = PackedExperts(blocks.get_slice(name + BLOCKS), scales.get_slice(name + SCALES))
+        except (StopIteration, RuntimeError, ValueError) as error:
+            raise ConfigError(f"{name!r} of the weights cannot be unpacked: {error}") from error
+        whole = ShardSpec.full(packed.shape)
+        self._shards[name] = {whole.offsets: (packed, whole)}
 
     def _stack(self, stack: str, matrices: Mapping[tuple[int, int], str]) -> None:
         """Offer the matrices of all experts, by (expert, block), as one tensor."""

@@ -115,7 +115,7 @@ def _dtypes(files: list[Path]) -> set[torch.dtype]:
 
 def _dtype_of_each(files: list[Path]) -> dict[str, torch.dtype]:
     """Return the dtypes of all tensors. transformers prints their names, so they must be printable."""
-    stored = ShardedFiles(files)
+    stored = ModelFiles(files)
     dtypes = {key: stored.dtype(key) for key in stored}
     if odd := next((key for key in dtypes if not key.isprintable()), None):
         raise ValueError(f"the name of a tensor has control characters: {odd[:80]!r}")
@@ -163,21 +163,24 @@ def load_policy(
     if not sys.stderr.isatty():
         hf_logging.disable_progress_bar()
     common, config, _ = _config(name, args)
-    loader = auto_class(config, reward=reward)
     source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
     stored_in = stored_dtype(args, device)
     exact = exact and compute != torch.float32
     with _opening(name, "weights"):
         folder = model_folder(name, args.revision)
         files = weight_files(folder) if folder else []
+        stored = _open_files(files, config, start, reward=reward)
         is_wider = bool(_dtypes(files) - {compute})
     keeps = exact and not args.has_adapter
     rounds = is_wider and (keeps or (compute == torch.bfloat16 and not args.quantization))
     if args.quantization:
         common |= _in_4_bits(device, stored_in)
-    causal_lm, info = _from_pretrained(
-        loader, name, config, torch.float32 if rounds else compute, common, quietly=reward
-    )
+    dtype = torch.float32 if rounds else compute
+    if stored.is_packed:
+        causal_lm = _from_files(name, config, dtype, args, stored, device, reward=reward)
+        info: dict[str, Any] = {"missing_keys": ()}
+    else:
+        causal_lm, info = _from_pretrained(name, config, dtype, common, reward=reward)
     if reward:
         _begin_head(causal_lm, info, start.seed)
     _refuse_bad_weights(name, causal_lm, info, _dtype_of_each(files))
@@ -189,7 +192,6 @@ def load_policy(
     # `.to(dtype)` would round the rotary buffers as well.
     causal_lm = causal_lm if args.quantization else causal_lm.to(device)
     causal_lm.config.dtype = source_dtype
-    stored = _open_files(files, causal_lm.config, start, reward=reward)
     source = _adapt(causal_lm, stored, args, start) if args.has_adapter else None
     policy = PolicyModel(causal_lm).eval()  # no dropout in policy or reference
     policy.rounding, policy.exact = rounding, float32_weights
@@ -207,20 +209,12 @@ def load_policy(
 
 
 def _from_pretrained(
-    loader: Any,
-    name: str,
-    config: Any,
-    dtype: torch.dtype,
-    common: dict[str, Any],
-    *,
-    quietly: bool,
+    name: str, config: Any, dtype: torch.dtype, common: dict[str, Any], *, reward: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Return (the model, what transformers says about the weights that it read).
-
-    Without `quietly`, transformers reports that the head of a reward model is new.
-    """
+    """Return (the model, what transformers says about the weights that it read)."""
+    loader = auto_class(config, reward=reward)
     verbosity = hf_logging.get_verbosity()
-    if quietly:
+    if reward:  # transformers reports that the head is new
         hf_logging.set_verbosity_error()
     with _opening(name, "weights"):
         causal_lm, info = loader.from_pretrained(  # the revision is in `common`  # nosec B615
@@ -235,6 +229,43 @@ def _from_pretrained(
         )
     hf_logging.set_verbosity(verbosity)
     return causal_lm, info
+
+
+def _from_files(
+    name: str,
+    config: Any,
+    dtype: torch.dtype,
+    args: ModelArgs,
+    stored: ModelFiles,
+    device: str,
+    *,
+    reward: bool,
+) -> Any:
+    """Return a model on its device that is read from the files one weight at a time.
+
+    transformers would keep packed weights packed, or unpack them to bfloat16 whatever the dtype.
+    """
+    with _opening(name, "weights"), _parameters_without_memory():
+        causal_lm = _new_model(config, dtype, args, stored.folder, reward=reward)
+    _read_buffers(name, causal_lm, stored)
+    _fill(name, PolicyModel(causal_lm), Mesh(), stored, device, dtype=dtype, exact=False)
+    return causal_lm
+
+
+def _new_model(
+    config: Any, dtype: torch.dtype, args: ModelArgs, folder: Path | None, *, reward: bool
+) -> Any:
+    """Return a model without its weights; `folder` may have settings of its answers."""
+    causal_lm = new_model(
+        auto_class(config, reward=reward),
+        config,
+        dtype=dtype,
+        attn_implementation=IMPLEMENTATION,
+        trust_remote_code=args.trust_remote_code,
+    )
+    if not reward and folder and (folder / "generation_config.json").exists():
+        causal_lm.generation_config = GenerationConfig.from_pretrained(folder)  # local  # nosec B615
+    return causal_lm
 
 
 def _names_of_adapter(policy: PolicyModel, *, changes_base: bool) -> list[str]:
@@ -291,15 +322,7 @@ def load_divided(
         files = weight_files(folder)
         is_rounded = bool(_dtypes(files) - {dtype})  # by the files: config.json may name another
         stored: Any = _open_files(files, config, start, reward=reward)
-        causal_lm: Any = new_model(
-            auto_class(config, reward=reward),
-            config,
-            dtype=dtype,
-            attn_implementation=IMPLEMENTATION,
-            trust_remote_code=args.trust_remote_code,
-        )
-        if not reward and folder and (folder / "generation_config.json").exists():
-            causal_lm.generation_config = GenerationConfig.from_pretrained(folder)  # local  # nosec B615
+        causal_lm = _new_model(config, dtype, args, folder, reward=reward)
     report_tower(causal_lm)
     absent = [key for key, _ in causal_lm.named_parameters() if key not in stored]
     if absent and not reward:
@@ -394,6 +417,9 @@ def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
                 "here, and the folder of an adapter in adapter_name_or_path"
             )
         config = AutoConfig.from_pretrained(name, **common)  # the revision is in `common`  # nosec B615
+        packing = getattr(config, "quantization_config", None) or {}
+        if isinstance(packing, dict) and packing.get("quant_method") == "mxfp4":
+            del config.quantization_config  # ModelFiles unpacks them
         for key, advice in REFUSED.items():
             if getattr(config, key, None):
                 raise ValueError(f"config.json has {key}: {advice}")

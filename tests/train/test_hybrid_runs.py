@@ -44,7 +44,9 @@ def run(folder: Path, family: str, name: str, **changes: Any) -> Path:
 
 def assert_exported(folder: Path) -> None:
     """The export is what transformers opens, and packed pairs give its own padded log-probs."""
-    opened, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    opened, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not info["missing_keys"]
     pairs = random_pairs(3, 60)
     policy = load_policy(str(folder), ModelArgs(), "cpu")
