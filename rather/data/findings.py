@@ -40,6 +40,15 @@ RULES: dict[str, Rule] = {
         "Correct data_args.template, or remove it to use the tokenizer's own; `rather data --show` "
         "prints the rendered pairs.",
     ),
+    "answer_lost": (
+        0,
+        0.5,
+        ("answer_lost",),
+        "in {percent} of the {unit} of {set} ({answer_lost}) the chat template leaves out a part of "
+        "an answer, such as its thoughts: the model does not learn it.",
+        "Set data_args.template to a template that writes answers whole; `rather data --show` "
+        "prints the rendered pairs.",
+    ),
     "end_as_text": (
         0,
         0.5,

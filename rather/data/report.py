@@ -20,6 +20,7 @@ TOO_LONG = ("prompt_too_long", "too_long")
 MEANINGS = dict(
     line.split(": ", 1)
     for line in """\
+answer_lost: the template leaves out a part of an answer
 bad_encoding: not valid in the file's encoding
 bad_json: not valid JSON
 bad_csv: another number of cells than the header

@@ -277,21 +277,27 @@ class Encoder:
         rendered = [self._render(as_turns(pair.prompt, "user"), True)]
         for answer in pair.answers:
             rendered.append(self._render(self._conversation(answer), False))
-        self._note_template(pair, rendered[0])
+        self._note_template(pair, rendered)
         ids = self._ids(rendered)
         if self.recipe.as_trl:
             return ids
         prompt, *sequences = map(self._one_bos, ids)
         return [prompt, *map(self._cut_tail, sequences)]
 
-    def _note_template(self, pair: TextPair, rendered: str) -> None:
-        """Note signs of a template that was made for another model, or has lost the prompt."""
+    def _note_template(self, pair: TextPair, rendered: Sequence[str]) -> None:
+        """Note signs of a template that was made for another model, or loses text of the row."""
+        prompt, *sequences = rendered
         questions = [turn["content"].strip() for turn in as_turns(pair.prompt, "user")]
-        if not self.is_escaped and questions and questions[-1] not in rendered:
-            detail = (
-                f"the rendered prompt {rendered[-80:]!r} does not contain {questions[-1][:80]!r}"
-            )
+        if not self.is_escaped and questions and questions[-1] not in prompt:
+            detail = f"the rendered prompt {prompt[-80:]!r} does not contain {questions[-1][:80]!r}"
             self._note("prompt_lost", detail)
+        for answer, sequence in zip(pair.answers, sequences, strict=True):
+            text = as_turns(answer, "assistant")[-1]["content"]
+            if not self.is_escaped and not _contains(sequence, text):
+                detail = (
+                    f"the rendered answer {sequence[-80:]!r} does not contain all of {text[:80]!r}"
+                )
+                self._note("answer_lost", detail)
         end = self.tokenizer.decode(self.tail, skip_special_tokens=False).strip()
         if end and self.end_of_turn in (None, self.unknown):
             detail = f"the template ends answers with {end!r}, which is not a token of its own"
@@ -493,6 +499,11 @@ class Encoder:
         if not pair.chosen_scored or (pair.rejected and not pair.rejected_scored):
             raise DropReason("nothing_scored", "no token of an answer is left to score")
         return pair
+
+
+def _contains(rendered: str, text: str) -> bool:
+    """Return whether the text was rendered, whatever became of its white space."""
+    return text.strip() in rendered or "".join(text.split()) in "".join(rendered.split())
 
 
 def _common_end(one: Any, other: Any) -> Any:
