@@ -20,6 +20,7 @@ from rather.commands.terminal import (
     Overrides,
     command,
     echo,
+    heavy_imports,
     settings,
 )
 from rather.config.redaction import redact
@@ -94,7 +95,8 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
     """Train as the YAML says and return the exit code."""
     with StopRequest() as stop:
         config = settings(path, overrides, with_models=True)
-        from rather.commands import train as training
+        with heavy_imports():
+            from rather.commands import train as training
 
         return training.dry_run(config) if dry_run else training.train_run(config, stop)
 
@@ -138,8 +140,8 @@ def evaluate(
     model: Weights to evaluate; default: the run's own result.
     """
     given = settings(config, overrides)
-    from rather.pipeline.pipeline import evaluate_rank
-    from rather.run_folder.control import StopRequest
+    with heavy_imports():
+        from rather.pipeline.pipeline import evaluate_rank
 
     if not given.validation.data_args.given:
         raise ConfigError("validation.data_args: set file_name or split to have held-out pairs.")

@@ -18,10 +18,12 @@ from rather.commands.terminal import (
     TrustPaths,
     command,
     echo,
+    heavy_imports,
     known_model,
     print_json,
     writable,
 )
+from rather.config import plugins
 from rather.errors import ConfigError
 from rather.files import JsonObject
 
@@ -76,7 +78,8 @@ def score_command(
     by: Also score by values of this column; repeatable.
     out: Also write the numbers of each pair to this JSONL file.
     """
-    from rather.commands.score import print_scores, score
+    with heavy_imports():
+        from rather.commands.score import print_scores, score
     from rather.config.found import Trust
 
     trust = Trust(trust_code, trust_paths, any_base)
@@ -114,9 +117,10 @@ def chat_command(
         raise ConfigError(f"--temperature must be 0 or at least 0.01 (got {temperature}).")
     if temperature == 0 and (top_p is not None or seed is not None):
         raise ConfigError("--top-p and --seed need sampling: set --temperature as well.")
-    from rather.commands.chat import chat
+    with heavy_imports():
+        from rather.commands.chat import chat
+        from rather.model.generate import Decoding
     from rather.config.found import Trust
-    from rather.model.generate import Decoding
 
     decoding = Decoding(max_new_tokens, temperature, top_p or 1.0)
     names = [model, beside] if beside else [model]
@@ -174,10 +178,10 @@ def generate_command(
     temperature = _temperature_of(temperature, answers, top_p)
     if any(not text for text in stop or ()):
         raise ConfigError("--stop must not be empty.")
-    from rather.commands.generate import Request, generate_answers
-    from rather.config import plugins
+    with heavy_imports():
+        from rather.commands.generate import Request, generate_answers
+        from rather.model.generate import Decoding
     from rather.config.found import Trust
-    from rather.model.generate import Decoding
 
     plugins.load_requested()
     decoding = Decoding(max_new_tokens, temperature, top_p or 1.0, tuple(stop or ()))
@@ -282,7 +286,8 @@ def export_command(
     adapter: Export the adapter alone, not merged.
     shard_size: Largest file, such as 500MB; default: 4GB.
     """
-    from rather.commands.export import export
+    with heavy_imports():
+        from rather.commands.export import export
     from rather.config.found import Trust
     from rather.optim.rounding import Rounding
 
@@ -307,7 +312,8 @@ def merge_command(
     adapter: Folder or hub name of a PEFT adapter.
     base: Base model, if not the one that the adapter names.
     """
-    from rather.commands.export import merge
+    with heavy_imports():
+        from rather.commands.export import merge
     from rather.config.found import Trust
     from rather.optim.rounding import Rounding
 

@@ -19,6 +19,7 @@ from rather.commands.terminal import (
     Overrides,
     command,
     echo,
+    heavy_imports,
     print_json,
     print_table,
     settings,
@@ -124,7 +125,8 @@ def plan_command(
     gpu: GPU model, such as h100 or l4; default: this machine.
     gpus: Number of GPUs for both roles; default: the config.
     """
-    from rather.commands.plan import plan
+    with heavy_imports():
+        from rather.commands.plan import plan
 
     plan(config, overrides or [], gpus, gpu, as_json=as_json)
 

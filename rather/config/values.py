@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core.core_schema import ValidationInfo
 
 from rather.config.plugins import did_you_mean
+from rather.config.reserved import RESERVED_IN_TEMPLATES
 from rather.files import JsonObject, real_path
 
 MASK = "***"
@@ -228,7 +229,6 @@ SystemMessage = Annotated[
         "the template, and a template without a system message writes none",
     ),
 ]
-RESERVED_IN_TEMPLATES = ("messages", "tools", "add_generation_prompt")
 TemplateKwargs = Annotated[
     dict[str, bool | int | float | str | None],
     _check(

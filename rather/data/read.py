@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rather.data.csv_rows import DELIMITERS, csv_kind, csv_rows
 from rather.data.json_rows import (
@@ -267,6 +266,8 @@ def _table_parts(source: DataFile) -> Iterator[tuple[pa.RecordBatch | DropReason
     with pa.memory_map(str(source.path)) as mapped:
         rows = math.inf  # Arrow does not say it
         if source.kind == "parquet":
+            import pyarrow.parquet as pq  # not in children, which start sooner without it
+
             table = pq.ParquetFile(mapped)
             rows = table.metadata.num_rows
             groups = range(table.metadata.num_row_groups)

@@ -24,7 +24,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from rather.config.values import RESERVED_IN_TEMPLATES
+from rather.config.reserved import RESERVED_IN_TEMPLATES
 from rather.data.json_rows import DropReason
 from rather.data.messages import Json, Turns
 from rather.data.tokenizer_files import check_tokenizer_files
