@@ -33,7 +33,7 @@ from rather.model.generate import Decoding, batch_that_fits, generate
 from rather.run_folder.model_source import Weights, here, weights_of
 from rather.tracking.json_lines import strict_json
 
-COLUMNS = ("prompt", "responses", "ended", "response_ids", "prompt_ids")
+COLUMNS = ("prompt", "responses", "ended", "response_ids", "prompt_ids", "tokens_digest")
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Prompts:
         self.has_template = recipe.template is not None
         self.template_sha = text_sha(recipe.template.text) if recipe.template else None
         self.tokenizer_sha = text_sha(recipe.tokenizer)
+        self.tokens_digest = recipe.digest
         self.system = request.system
         self.encoder: Any = encoder_of(replace(recipe, default_system=request.system), str(file))
         self.end_of_turn: int | None = self.encoder.end_of_turn
@@ -104,6 +105,7 @@ class Prompts:
             "ended": [answer.ended for answer in answers],
             "response_ids": None if any(one is None for one in ids) else ids,
             "prompt_ids": self.ids[index],
+            "tokens_digest": self.tokens_digest,
         }
         return own | {name: value for name, value in written.items() if name not in COLUMNS}
 

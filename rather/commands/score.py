@@ -45,6 +45,7 @@ NOTHING = "-"  # in a cell without a number
 LOSS_KEYS = ("pref_loss", "loss_weights", *LOSS_NUMBERS, *LOSS_MODIFIERS)
 ALLOWED = (  # keys that influence tokens, rewards or speed here
     *LOSS_KEYS, "sequence_length", "global_template", "chosen_key", "rejected_key", "ranked_pairs",
+    "min_gap", "max_length_gap",
     "on_bad", "max_bad_fraction", "output_dir", "actor_train.model_args.dtype",
     "actor_train.infer_batch_size", "actor_train.max_tokens_per_microbatch_in_infer",
     *(f"actor_train.data_args.{key}" for key in DATA_KEYS),

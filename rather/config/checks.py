@@ -259,6 +259,9 @@ def _data(config: RunConfig) -> Problems:
         yield "actor_train.data_args.corrections", f"belongs to pairs, and task is {config.task}"
     if config.pair_ledger and config.task != "preference":
         yield "pair_ledger", f"belongs to task: preference, and task is {config.task}; remove it"
+    for name in ("min_gap", "max_length_gap"):
+        if getattr(config, name) is not None and config.rows != "pairs":
+            yield name, f"belongs to pairs, and task is {config.task}; remove it"
     if config.task == "scored" and not config.group_responses:
         yield "group_responses", "task: scored needs all answers to a prompt in one step; remove it"
     files = train.files

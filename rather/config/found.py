@@ -58,7 +58,7 @@ TOP_KEYS = (
     "ref_model_sync_steps", "max_grad_norm", "precision", "rounding",
     *LOSS_NUMBERS, *LOSS_MODIFIERS,
     "sequence_length", "global_template", "apply_loss_mask", "chosen_key", "rejected_key",
-    "ranked_pairs", "group_responses", "on_bad", "max_bad_fraction",
+    "ranked_pairs", "min_gap", "max_length_gap", "group_responses", "on_bad", "max_bad_fraction",
 )  # fmt: skip
 ALLOWED = (
     *TOP_KEYS,

@@ -706,8 +706,12 @@ class PairKeys(Section):
     """Column of the preferred answer."""
     rejected_key: Text = "rejected"
     """Column of the other answer."""
-    ranked_pairs: Literal["all", "best_vs_rest", "best_vs_worst"] = "all"
+    ranked_pairs: Literal["all", "best_vs_rest", "best_vs_worst", "adjacent"] = "all"
     """Pairs to make from several ranked answers to one prompt."""
+    min_gap: Positive | None = None
+    """Skip pairs of ranked answers whose scores (or ranks) differ by less; default: only ties."""
+    max_length_gap: NotNegativeInt | None = None
+    """Skip pairs whose answers differ in length by more tokens; default: none."""
     group_responses: bool = True
     """Put all pairs of a ranked row into one step, so that each answer is computed once."""
     on_bad: Literal["drop", "error"] = "drop"

@@ -22,7 +22,7 @@ import tempfile
 import unicodedata
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -56,6 +56,13 @@ ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
 PROMPTS = 2  # prompts of a chunk that are compared with what generation starts from
 ROW_SECONDS = 30.0  # of computing, for one row
 MEMORY = 2 << 30  # bytes of a child on top of what it needs to start
+SKIPPED = {
+    "ties_skipped": "two answers of the same rank give no pair",
+    "cut_answer": "an answer that a limit cut off is not used",
+    "duplicate_answer": "an answer that repeats an earlier one to the same prompt is not used",
+    "small_gap": "the scores of a pair differ by less than min_gap",
+    "length_gap": "the answers of a pair differ by more tokens than max_length_gap",
+}
 EXAMPLES = 5  # details kept per chunk and kind; numbers of rows are kept for all
 
 # The child finds the same modules as its parent, wherever either was started. Ctrl-C is the
@@ -280,7 +287,7 @@ class ChunkEncoder:
         pairs: list[tuple[TextPair, Encoded]] = []
         dropped: list[DropReason] = []
         texts: list[TextPair] = []
-        ties = 0
+        skipped: Mapping[str, int] = {}
         try:
             if isinstance(row, DropReason):
                 raise row
@@ -288,7 +295,7 @@ class ChunkEncoder:
                 self.ignored.update(set(row).difference(COLUMNS, EXTRAS))
                 pairs.append(read_tokenised(row, self.layout, self.encoder))
             else:
-                texts, dropped, ties, ignored = read_row(row, self.layout)
+                texts, dropped, skipped, ignored = read_row(row, self.layout)
                 self.ignored.update(ignored)
         except DropReason as reason:
             dropped.append(reason)
@@ -299,11 +306,13 @@ class ChunkEncoder:
                 dropped.append(reason)
         for fault in dropped:
             self._add_event("dropped", number, row, fault.reason, fault.detail)
-        for _ in range(ties):
-            self._add_event(
-                "noted", number, row, "ties_skipped", "two answers of the same rank give no pair"
-            )
+        for kind, count in skipped.items():
+            for _ in range(count):
+                self._add_event("noted", number, row, kind, SKIPPED[kind])
         for pair, encoded in pairs:
+            if self._is_gap_too_long(encoded):
+                self._add_event("noted", number, row, "length_gap", SKIPPED["length_gap"])
+                continue
             for note in encoded.notes.items():
                 self._add_event("noted", number, row, *note)
             self.pairs.append({**_columns(pair, encoded), "source": source, "number": number})
@@ -311,6 +320,11 @@ class ChunkEncoder:
             if texts and not is_cut and len(self.prompts) < PROMPTS:
                 with suppress(DropReason):
                     self.prompts[number] = self.encoder.prompt_ids(pair)
+
+    def _is_gap_too_long(self, encoded: Encoded) -> bool:
+        limit = self.layout.max_length_gap
+        gap = abs(len(encoded.chosen) - len(encoded.rejected))
+        return limit is not None and gap > limit
 
     def _add_event(self, group: str, number: int, row: Any, kind: str, detail: str) -> None:
         """Add an event; the first of a kind with a detail, and the id of the row if it has one."""

@@ -232,7 +232,15 @@ def layout_of(keys: PairKeys, rows: str, data: DataArgs) -> RowLayout:
     """Return how the rows of data files are read; `rows` is what each must give."""
     answers = {"chosen": keys.chosen_key, "rejected": keys.rejected_key}
     columns = {name: key for name, key in answers.items() if name != key} | data.columns
-    return RowLayout(data.format, columns, keys.ranked_pairs, rows, data.label_threshold)
+    return RowLayout(
+        data.format,
+        columns,
+        keys.ranked_pairs,
+        rows,
+        data.label_threshold,
+        keys.min_gap,
+        keys.max_length_gap,
+    )
 
 
 def recipe_of(
@@ -352,6 +360,8 @@ class _Builder:
             "imports": _imported_sources(layout.format),
             "rows": layout.rows if layout.rows != "pairs" else None,
             "label_threshold": layout.label_threshold,
+            "min_gap": layout.min_gap,
+            "max_length_gap": layout.max_length_gap,
             "max_samples": data.max_samples,
             # The rows that are used then depend on which files are one entry of file_name.
             "entries": [len(group) for group in shas] if data.max_samples else None,

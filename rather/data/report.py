@@ -13,7 +13,8 @@ EXAMPLES = 5
 CHANGES = (
     "boundary_moved", "double_bos", "double_eos", "eos_lost", "eos_text_removed",
     "special_token_escaped", "ties_skipped", "truncated_prompt", "truncated_response",
-    "turn_not_scored",
+    "turn_not_scored", "cut_answer", "duplicate_answer", "small_gap", "length_gap", "own_tokens",
+    "tokens_changed",
 )  # fmt: skip
 GROUPS = ("dropped", "changed", "warned")
 TOO_LONG = ("prompt_too_long", "too_long")
@@ -32,9 +33,11 @@ boundary_moved: the prompt's last tokens change when the answer follows
 contradictory_pair: the same two answers preferred the other way round elsewhere
 contradictory_label: the same answer with the other label elsewhere
 control_characters: control, zero-width or text-direction characters
+cut_answer: an answer that a limit cut off
 damaged_gzip: gzip data that breaks off
 double_bos: several BOS became one
 double_eos: several end tokens became one
+duplicate_answer: the same answer to a prompt again
 duplicate_pair: the same one again
 empty_prompt: nothing is asked
 empty_response: an answer of white space
@@ -45,18 +48,22 @@ glued_boundary: prompt and answer run together; set data_args.separator
 identical_after_truncation: both answers are the same tokens
 identical_text: both answers are the same text
 in_training_data: the same pair is in the training data
+length_gap: answers whose lengths differ by more than max_length_gap
 missing_key: a needed key is missing
 no_eos: the tokenizer has no EOS to end an answer
 nothing_scored: no token left to score
+own_tokens: the model's own tokens, which its text would not become
 prompt_in_training_data: the same prompt is in the training data
 prompt_lost: the template leaves out what is asked
 prompt_mismatch: the two answers belong to different prompts
 prompt_too_long: the prompt alone fills sequence_length
 row_too_large: a gigantic row
+small_gap: scores that differ by less than min_gap
 special_token_escaped: special-token text made plain
 special_token_text: text of special tokens, which can forge turns
 template_error: the chat template refuses the row
 ties_skipped: answers of equal rank
+tokens_changed: the text becomes other tokens than the model wrote
 too_deep: values nested too deeply
 too_few_answers: fewer than two ranked answers
 too_long: longer than sequence_length

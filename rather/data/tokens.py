@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from rather.data.formats import (
     EXTRAS,
     TOKENISED,
+    OwnTokens,
     Row,
     RowLayout,
     TextPair,
@@ -37,6 +38,7 @@ from rather.data.pairs import spans_of
 from rather.data.read import HALF_CHARACTER
 from rather.data.template import RESERVED, ChatTemplate
 from rather.errors import DataError
+from rather.files import text_sha
 
 Ids = list[int]
 Span = tuple[int, int]
@@ -60,6 +62,12 @@ class TokenRecipe:
     max_prompt_length: int | None = None
     default_system: str | None = None  # for rows without a system turn
     as_trl: str | None = None  # the value of `parity`, or None
+
+    @cached_property
+    def digest(self) -> str:
+        """The hash of tokenizer and template, as answers files have it next to their ids."""
+        template = self.template.text if self.template else ""
+        return text_sha(f"{text_sha(self.tokenizer)}{text_sha(template)}")[:16]
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,33 @@ class Encoder:
             rejected_scored=scored[1] if has_two_answers else (),
             notes=self.notes,
         )
+        if pair.tokens:
+            encoded = self._with_own_tokens(encoded, pair.tokens, prompt)
         return self.fit(encoded)
+
+    def _with_own_tokens(self, encoded: Encoded, own: OwnTokens, prompt: Ids) -> Encoded:
+        """Return the tokens that the model wrote, instead of those that its text becomes.
+
+        They must belong to this tokenizer, template and prompt, and say what the text says.
+        """
+        end = self.end_of_turn if self.recipe.template else self.recipe.eos
+        written = [[*ids, end] if end is not None else ids for ids in own.answers]
+        sides = (encoded.chosen, encoded.rejected)
+        texts = [encoded.prompt + ids for ids in sides[: len(written)]]
+        if texts == [own.prompt + ids for ids in written]:
+            return encoded
+        is_own = own.digest == self.recipe.digest and own.prompt == prompt
+        is_usual = self.recipe.score == "last" and not self.recipe.as_trl
+        decoded = [self.tokenizer.decode(ids) for ids in own.answers]
+        says_the_same = decoded == [_last_text(answer) for answer in self.pair.answers]
+        if not (is_own and is_usual and says_the_same):
+            self._note("tokens_changed", "the text becomes other tokens than the model wrote")
+            return encoded
+        self._note("own_tokens", "the model wrote other tokens than its text becomes")
+        spans = [((len(prompt), len(prompt) + len(ids)),) for ids in written]
+        rejected = written[1] if len(written) > 1 else []
+        rejected_scored = spans[1] if len(written) > 1 else ()
+        return Encoded(prompt, written[0], rejected, spans[0], rejected_scored, encoded.notes)
 
     def _check_special_tokens(self, pair: TextPair) -> None:
         """Drop, escape or note a row whose text holds a special token of the tokenizer."""
@@ -213,7 +247,7 @@ class Encoder:
 
     def _without_final_eos(self, answer: Content) -> Content:
         """Cut EOS written as text at the end of an answer: it is added anyway."""
-        last_text = answer if isinstance(answer, str) else answer[-1]["content"]
+        last_text = _last_text(answer)
         text = last_text
         while self.eos_text and text.rstrip().endswith(self.eos_text):
             text = text.rstrip().removesuffix(self.eos_text)
@@ -504,6 +538,11 @@ class Encoder:
 def _contains(rendered: str, text: str) -> bool:
     """Return whether the text was rendered, whatever became of its white space."""
     return text.strip() in rendered or "".join(text.split()) in "".join(rendered.split())
+
+
+def _last_text(answer: Content) -> str:
+    """Return the text of an answer, or of the last of its turns."""
+    return answer if isinstance(answer, str) else str(answer[-1]["content"])
 
 
 def _common_end(one: Any, other: Any) -> Any:

@@ -24,9 +24,10 @@ import difflib
 import math
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sized
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 from rather.config.plugins import Registry, did_you_mean
@@ -40,7 +41,8 @@ ANSWERS = ("chosen", "rejected")
 GRADES = ("label", "kto_tag", "score")
 EXTRAS = ("weight", "margin", "soft_label", "id", "tools", "chat_template_kwargs")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-OPTIONAL = ("input", "system", "history", "ranks", "scores", *GRADES, *EXTRAS)
+GENERATED = ("ended", "response_ids", "prompt_ids", "tokens_digest")  # by `rather generate`
+OPTIONAL = ("input", "system", "history", "ranks", "scores", *GENERATED, *GRADES, *EXTRAS)
 NO_ANSWER = object()  # the rejected side of a single answer
 TOKENISED = "tokenised"  # rows of token ids: see tokens.py
 ONE_ANSWER = (
@@ -61,14 +63,27 @@ class Single(NamedTuple):
     answer: Any
 
 
+class OwnTokens(NamedTuple):
+    """The tokens that a model wrote: the prompt's, and those of one or more answers."""
+
+    digest: str  # of the tokenizer and template that they belong to
+    prompt: list[int]
+    answers: list[list[int]]
+
+    def only(self, *which: int) -> OwnTokens:
+        return self._replace(answers=[self.answers[i] for i in which])
+
+
 class Ranked(NamedTuple):
     """Answers to one prompt; a smaller rank is a better answer."""
 
     answers: list[Any]
     ranks: list[float]
+    ended: list[bool] | None = None  # of sampled answers: False if a limit cut it off
+    tokens: OwnTokens | None = None
 
 
-Couple = tuple[Any, Any, Mapping[str, float]]  # chosen, rejected, grade
+Couple = tuple[Any, Any, Mapping[str, Any]]  # chosen, rejected, further fields of TextPair
 Reader = Callable[[Row], tuple[Any, tuple[Any, Any] | Ranked | Single]]
 
 
@@ -184,6 +199,7 @@ class TextPair:
     margin: float = math.nan
     soft_label: float = math.nan
     id: str = ""
+    tokens: OwnTokens | None = None
 
     @property
     def answers(self) -> list[str | Turns]:
@@ -191,11 +207,12 @@ class TextPair:
 
 
 class RowPairs(NamedTuple):
-    """What one row gives: pairs, reasons of dropped pairs, skipped ties and unused columns."""
+    """What one row gives: pairs, reasons of dropped pairs, how many were skipped by kind, and
+    unused columns."""
 
     pairs: list[TextPair]
     dropped: list[DropReason]
-    ties: int
+    skipped: Mapping[str, int]
     ignored: list[str]
 
 
@@ -217,6 +234,8 @@ class RowLayout:
     ranked_pairs: str = "all"
     rows: str = "pairs"  # or single answers: "labelled", "scored", or any "answers"
     label_threshold: float | None = None
+    min_gap: float | None = None  # of the scores of ranked answers
+    max_length_gap: int | None = None  # tokens
 
     def __post_init__(self) -> None:
         check_format(self.format, "data_args.format")
@@ -239,13 +258,13 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
         prompt, answers = read_by(form, renamed)
         prompt = text_or_turns(prompt, "the prompt")
         extras = extras_of(renamed)
-        couples, ties = _couples(answers, renamed, layout)
+        couples, skipped = _couples(answers, renamed, layout)
     except DropReason as reason:
         if reason.reason == "missing_key" and layout.columns:
             reason.detail += f"; data_args.columns is {dict(layout.columns)}"
-        return RowPairs([], [reason], 0, [])
+        return RowPairs([], [reason], {}, [])
     used = {*form.needs, *form.may, *EXTRAS}.difference(GRADES if layout.rows == "answers" else ())
-    row_pairs = RowPairs([], [], ties, [name for name in renamed if name not in used])
+    row_pairs = RowPairs([], [], skipped, [name for name in renamed if name not in used])
     for chosen, rejected, grade in couples:
         try:
             row_pairs.pairs.append(_pair(prompt, chosen, rejected, {**extras, **grade}))
@@ -270,29 +289,48 @@ def read_by(form: DataFormat, row: Row) -> tuple[Any, Any]:
     return prompt, answers
 
 
-def _couples(answers: Any, row: Row, layout: RowLayout) -> tuple[list[Couple], int]:
-    """Return pairs or single answers, and how many ties were skipped.
+def _couples(answers: Any, row: Row, layout: RowLayout) -> tuple[list[Couple], Counter[str]]:
+    """Return pairs or single answers, and how many were skipped, by kind.
 
     Of a pair that gives single answers, the chosen one is desirable and the rejected one is not.
     """
     rows = layout.rows
+    skipped: Counter[str] = Counter()
     if isinstance(answers, Single):
-        return [(answers.answer, NO_ANSWER, _grade(row, layout))], 0
-    if rows == "scored":
-        return _scored_answers(answers), 0
-    pairs = [answers]
-    ties = 0
+        return [(answers.answer, NO_ANSWER, _grade(row, layout))], skipped
+    kept: list[int] = []
     if isinstance(answers, Ranked):
-        pairs, ties = _ranked(answers, layout.ranked_pairs if rows == "pairs" else "best_vs_worst")
+        kept = _kept_answers(answers, skipped)
+    if rows == "scored":
+        return _scored_answers(answers, kept), skipped
+    pairs: list[Couple] = [(*answers, {})] if not isinstance(answers, Ranked) else []
+    if isinstance(answers, Ranked):
+        which = layout.ranked_pairs if rows == "pairs" else "best_vs_worst"
+        pairs = _ranked(answers, kept, which, layout.min_gap, skipped)
     if rows == "pairs":
-        return [(*pair, {}) for pair in pairs], ties
+        return pairs, skipped
     if rows == "answers":
-        return [(chosen, NO_ANSWER, {}) for chosen, _ in pairs], ties
+        return [(chosen, NO_ANSWER, {}) for chosen, _, _ in pairs], skipped
     couples: list[Couple] = []
-    for chosen, rejected in pairs:
+    for chosen, rejected, _ in pairs:
         couples.append((chosen, NO_ANSWER, {"soft_label": 1.0}))
         couples.append((rejected, NO_ANSWER, {"soft_label": 0.0}))
-    return couples, ties
+    return couples, skipped
+
+
+def _kept_answers(ranked: Ranked, skipped: Counter[str]) -> list[int]:
+    """Return which answers are used. Of sampled ones, those that were cut or repeat are not."""
+    if ranked.ended is None:
+        return list(range(len(ranked.answers)))
+    kept: list[int] = []
+    for i, answer in enumerate(ranked.answers):
+        if not ranked.ended[i]:
+            skipped["cut_answer"] += 1
+        elif any(answer == ranked.answers[earlier] for earlier in kept):
+            skipped["duplicate_answer"] += 1
+        else:
+            kept.append(i)
+    return kept
 
 
 def _grade(row: Row, layout: RowLayout) -> dict[str, float]:
@@ -307,14 +345,19 @@ def _grade(row: Row, layout: RowLayout) -> dict[str, float]:
     return {}
 
 
-def _scored_answers(answers: Any) -> list[Couple]:
+def _scored_answers(answers: Any, kept: Sequence[int]) -> list[Couple]:
     if not isinstance(answers, Ranked):
         raise DropReason(
             "missing_key",
             "no scores: give rows with responses and scores, or one answer and a score",
         )
-    ranked = zip(answers.answers, answers.ranks, strict=True)
-    return [(answer, NO_ANSWER, {"margin": -rank}) for answer, rank in ranked]
+    couples: list[Couple] = []
+    for i in kept:
+        tokens = answers.tokens and answers.tokens.only(i)
+        couples.append(
+            (answers.answers[i], NO_ANSWER, {"margin": -answers.ranks[i], "tokens": tokens})
+        )
+    return couples
 
 
 def _label(row: Row, threshold: float | None) -> float:
@@ -386,20 +429,37 @@ def _refuse_unknown(row: Row, columns: set[str], layout: RowLayout) -> None:
     require(row, *ANSWERS)
 
 
-def _ranked(ranked: Ranked, which: str) -> tuple[list[tuple[Any, Any]], int]:
-    """Return pairs of better and worse answers, and how many were skipped because they tie."""
+def _ranked(
+    ranked: Ranked, kept: Sequence[int], which: str, min_gap: float | None, skipped: Counter[str]
+) -> list[Couple]:
+    """Return pairs of better and worse answers; count those that are skipped."""
     answers = [text_or_turns(answer, "an answer") for answer in ranked.answers]
     if len(answers) < 2:
         raise DropReason(
             "too_few_answers", f"a ranked row needs two answers or more, found {len(answers)}"
         )
-    order = sorted(range(len(answers)), key=lambda i: ranked.ranks[i])
-    couples = list(combinations(order, 2))  # all
-    if which != "all":  # best_vs_rest, best_vs_worst
-        worse = order[1:] if which == "best_vs_rest" else order[-1:]
-        couples = [(order[0], i) for i in worse]
-    better = [(answers[a], answers[b]) for a, b in couples if ranked.ranks[a] < ranked.ranks[b]]
-    return better, len(couples) - len(better)
+    order = sorted(kept, key=lambda i: ranked.ranks[i])
+    pairs: list[Couple] = []
+    for better, worse in _ranked_pairs(order, which):
+        gap = ranked.ranks[worse] - ranked.ranks[better]
+        if gap == 0:
+            skipped["ties_skipped"] += 1
+        elif min_gap is not None and gap < min_gap:
+            skipped["small_gap"] += 1
+        else:
+            tokens = ranked.tokens and ranked.tokens.only(better, worse)
+            pairs.append((answers[better], answers[worse], {"tokens": tokens}))
+    return pairs
+
+
+def _ranked_pairs(order: Sequence[int], which: str) -> list[tuple[int, int]]:
+    """Return the pairs of answers, which are sorted from the best to the worst."""
+    if which == "all":
+        return list(combinations(order, 2))
+    if which == "adjacent":
+        return list(pairwise(order))
+    worse = order[1:] if which == "best_vs_rest" else order[1:][-1:]
+    return [(order[0], i) for i in worse]
 
 
 def _pair(prompt: str | Turns, chosen: Any, rejected: Any, extras: dict[str, Any]) -> TextPair:

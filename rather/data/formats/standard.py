@@ -7,7 +7,9 @@ from typing import Any
 
 from rather.data.formats import (
     ANSWERS,
+    GENERATED,
     GRADES,
+    OwnTokens,
     Ranked,
     Row,
     Single,
@@ -289,7 +291,7 @@ def nemo(row: Row) -> tuple[Prompt, Ranked]:
 
 @data_format(
     "responses",
-    may=("ranks", "scores", *PROMPTS, "instruction", "input", "history", "system"),
+    may=("ranks", "scores", *PROMPTS, "instruction", "input", "history", "system", *GENERATED),
     one_of=("ranks", "scores"),
 )
 def ranked(row: Row) -> tuple[Prompt, Ranked]:
@@ -304,10 +306,37 @@ def ranked(row: Row) -> tuple[Prompt, Ranked]:
     are_lists = isinstance(answers, list) and isinstance(values, list)
     if not are_lists or len(values) != len(answers):
         raise DropReason("bad_type", f"responses and {name} must be lists of the same length")
-    responses = Ranked(answers, [sign * number_of(number, name) for number in values])
+    ranks = [sign * number_of(number, name) for number in values]
+    responses = Ranked(answers, ranks, _ended(row, len(answers)), _own_tokens(row, len(answers)))
     for column in PROMPTS:
         if row.get(column) is not None:
             return _prompt(row, column), responses
     if row.get("instruction") is None:
         require(row, "prompt")
     return _instruction_prompt(row), responses
+
+
+def _ended(row: Row, answers: int) -> list[bool] | None:
+    """Return which of the sampled answers a limit has not cut off."""
+    ended = row.get("ended")
+    if ended is None:
+        return None
+    is_list = isinstance(ended, list) and len(ended) == answers
+    if not is_list or not all(isinstance(end, bool) for end in ended):
+        raise DropReason("bad_type", "ended must be a list of true or false, one for each response")
+    return list(ended)
+
+
+def _own_tokens(row: Row, answers: int) -> OwnTokens | None:
+    """Return the tokens that the model wrote, if the row has them all."""
+    digest, prompt, ids = (row.get(n) for n in ("tokens_digest", "prompt_ids", "response_ids"))
+    if not isinstance(digest, str) or not isinstance(ids, list) or len(ids) != answers:
+        return None
+    if not all(_is_ids(each) for each in (prompt, *ids)):
+        raise DropReason("bad_type", "prompt_ids and response_ids must be lists of whole numbers")
+    return OwnTokens(digest, list(prompt or []), [list(each) for each in ids])
+
+
+def _is_ids(ids: Any) -> bool:
+    is_list = isinstance(ids, list)
+    return is_list and all(type(token) is int and 0 <= token < 1 << 31 for token in ids)
