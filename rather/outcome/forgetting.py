@@ -39,6 +39,7 @@ SHIPPED = Path(__file__).with_name("forgetting.jsonl")
 ANSWER_TOKENS = 40  # of a greedy answer, in which an accepted answer must occur
 LEAST_RIGHT = 10  # a model that answers fewer is not judged by questions
 PROMPTS_AT_ONCE = 64
+MOST_UNKNOWN = 0.5  # of the tokens of the texts
 
 LogProbs = Callable[[Sequence[TokenPair]], Columns]
 Answer = Callable[[Sequence[Ids], int], Sequence[GeneratedAnswer]]
@@ -178,6 +179,9 @@ class ForgettingSet:
         encoded = tokenizer(texts, add_special_tokens=True).input_ids
         self.pairs = [_as_pair(ids[:sequence_length]) for ids in encoded if len(ids) > 1]
         self.tokens = sum(len(pair.chosen) for pair in self.pairs)
+        unknown = sum(ids.count(tokenizer.unk_token_id) for ids in encoded)
+        # A tokenizer of another language: nothing could be told from such texts.
+        self.is_readable = unknown < MOST_UNKNOWN * sum(map(len, encoded))
         self.digest = text_sha(str([self.questions, texts]))
 
     def measure(self, log_probs: LogProbs, answer: Answer | None) -> Figures:

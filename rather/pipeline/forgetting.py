@@ -64,10 +64,13 @@ class ForgettingCheck:
         """Tokenise texts and questions, as training does."""
         data = config.actor_train.data_args
         self.measured = ForgettingSet(tokenizer, config.sequence_length, data, self.file)
+        if not self.measured.is_readable:
+            log.warning("forgetting: is not measured: the tokenizer does not know the texts")
 
     def record(self, step: int, stopped: Stopped) -> dict[str, Any]:
         """Return the metrics of this step, if they are due."""
-        if not self.is_always_due and step not in (0, self.last_step):
+        is_due = self.is_always_due or step in (0, self.last_step)
+        if not is_due or not self.measured.is_readable:
             return {}
         if stopped():
             raise Interrupted

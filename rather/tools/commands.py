@@ -75,9 +75,11 @@ def tune_command(
 ) -> None:
     """Choose learning rate and beta on held-out pairs within a time budget.
 
-    A learning-rate range test, then successive halving. Run the same command again to resume.
+    A learning-rate range test and successive halving propose settings. Some train to the end and are
+    compared on held-out pairs that did not propose them; one beyond drift_limit or forgetting_limit
+    cannot win. Run the same command again to resume.
 
-    budget: Time to use, such as 90s, 20m or 1.5h.
+    budget: Time to use, such as 90s, 20m or 1.5h; two full runs must fit.
     losses: Also compare these losses: sigmoid,ipo.
     out: Write the YAML of the best setting here.
     """
@@ -87,10 +89,18 @@ def tune_command(
     with redirect_stdout(sys.stderr):  # what the runs print
         done = tuning.tune(config, overrides or [], seconds, losses.split(",") if losses else [])
     found = done.result()
-    tuning.write_best(done, found, out)
-    print_json(found) if as_json else tuning.print_result(found)
-    if not as_json:
-        echo(f"Best: {found['best']}; written to {out}")
+    best = found["best"]
+    if best != tuning.NOTHING:
+        tuning.write_best(done, found, out)
+    if as_json:
+        print_json(found)
+        return
+    tuning.print_result(found)
+    tuning.print_answers(done, best)
+    if best == tuning.NOTHING:
+        echo(f"Best: do not train ({found['reason']}). {out} was not written.")
+    else:
+        echo(f"Best: {best} ({found['reason']}); written to {out}")
 
 
 @command

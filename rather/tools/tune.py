@@ -1,9 +1,13 @@
-"""`rather tune`: choose learning rate and beta within a time budget.
+"""`rather tune`: choose learning rate and beta within a time budget, as a careful person would.
 
 First a learning-rate range test: some steps with rates a factor of 10 apart. Then successive
 halving: all settings around the best rate train for some steps, the best third three times as many,
-and so on. Every setting is one run folder that each round resumes, and all share the caches. What was
-measured is in tune.json, so the same command continues, within what is left of the budget.
+and so on. These runs only propose. The finalists train to the end, with the schedule and epochs of
+the YAML that is written, and are compared with each other and with doing nothing.
+
+Two halves of the held-out pairs, by their digests: one chooses the finalists, the other compares
+them. What was measured is in tune.json, so the same command continues, within what is left of the
+budget.
 """
 
 from __future__ import annotations
@@ -12,35 +16,57 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from rather.commands.terminal import echo, print_table, settings
+from rather.config.found import Trust
 from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
+from rather.config.values import FORGETTING
 from rather.data.prepare import prepare
 from rather.errors import ConfigError, NonFiniteError
 from rather.files import JsonObject, own, parse_json, read_bytes, replace_own, write_own
+from rather.losses.metrics import Z, wilson
 from rather.losses.objective import from_config
+from rather.model.generate import Decoding, generate
+from rather.outcome.forgetting import SHIPPED
+from rather.pipeline.forgetting import Limits, drifts
 from rather.pipeline.steps import PreparedSteps
 from rather.run_folder import control
+from rather.run_folder.model_source import here, weights_of
 from rather.tools.report.folder import MetricsReader
+from rather.tools.report.pairs import read_ledgers
 from rather.tools.sweep import SIGNALS, combinations, folder_of_runs, train_here
 from rather.tracking.json_lines import strict_json
 
 STATE = "tune.json"
+NOTHING = "nothing"  # the candidate that is not trained
 RATE, BETA, LOSS = "actor_train.training_args.learning_rate", "beta", "pref_loss"
 RANGE = (0.01, 0.1, 1.0, 10.0, 100.0)  # of the rate in the YAML, in the range test
 AROUND = (1 / 3, 1.0, 3.0)  # of the best of these, and of beta
+GENTLER = 1 / 3  # of a rate
 SHARE = 0.2  # of the budget, for the range test
 FIRST = 4  # steps of each rate before the length of the range test is chosen
 PER_ROUND = 3  # each round trains so many times longer, and keeps one setting of so many
-MEASURED = ("calibrated_loss", "rewards/accuracies", "drift", "rewards/accuracies_low",
-            "rewards/accuracies_high", "rewards/accuracies_length_controlled")  # fmt: skip
+MOST_FINALISTS = 4
+MARGIN = 1.15  # of the time that a full run is expected to take
+FEW = 100  # pairs of a half: their accuracy is known to +- 0.1
+MEASURED = ("loss", "accuracy", "drift")  # of the choosing half, but drift
+TEXTS = ("error", "problem")
+OF_SEARCH = [
+    "actor_train.training_args.lr_scheduler_type=constant",
+    "actor_train.training_args.warmup_steps=0", "actor_train.training_args.warmup_ratio=0",
+    "forgetting=off",
+]  # fmt: skip
+ANSWER_TOKENS = 60
 
 
 def seconds_of(text: str) -> float:
@@ -65,8 +91,7 @@ def read_state(file: Path) -> JsonObject:
             run |= {name: _number(run[name]) for name in timed}
             # JSON has no NaN: it is stored as text.
             run |= {name: float(run[name]) for name in MEASURED if name in run}
-            if "error" in run:
-                run["error"] = str(run["error"])
+            run |= {name: str(run[name]) for name in TEXTS if name in run}
         for name, value in state["rounds"].items():
             number = _number(value if name != "rate" else float(value))
             if number <= 0:
@@ -85,6 +110,56 @@ def _number(value: object) -> float:
     return value
 
 
+# --- held-out pairs ---
+
+
+@dataclass(frozen=True)
+class Half:
+    """The reward margins of some held-out pairs: beta times the margins of the log-ratios."""
+
+    margins: NDArray[np.float64]
+
+    @property
+    def losses(self) -> NDArray[np.float64]:
+        """-log of the probability that the rewards give to the preference, of each pair.
+
+        It can be compared between betas and losses, and punishes rewards that are too sure.
+        """
+        return np.asarray(np.logaddexp(0, -self.margins))
+
+    @property
+    def loss(self) -> float:
+        return float(self.losses.mean())
+
+    @property
+    def accuracy(self) -> float:
+        return float((self.margins > 0).mean())
+
+    def gain_over(self, other: Half) -> tuple[float, float]:
+        """Return by how much the loss is lower than another's, and half of its 95 % interval."""
+        gains = other.losses - self.losses
+        return float(gains.mean()), float(Z * gains.std(ddof=1) / math.sqrt(len(gains)))
+
+    def text(self) -> str:
+        low, high = wilson(self.accuracy, len(self.margins))
+        return f"loss {self.loss:.4f}, accuracy {self.accuracy:.1%} ({low:.1%} to {high:.1%})"
+
+
+def halves(run_dir: Path, beta: float, *, first: bool = False) -> tuple[Half, Half]:
+    """Return the half that chooses and the half that compares, after the last step of a run.
+
+    `first`: before the first step. Pairs with the same texts are in the same half.
+    """
+    table = read_ledgers(run_dir)[1]
+    steps, ids, margins = (table.column(name).to_numpy() for name in ("step", "id", "margin"))
+    now = steps == (steps.min() if first else steps.max())
+    margins, compares = beta * margins[now], ids[now] % 2 == 1
+    return Half(margins[~compares]), Half(margins[compares])
+
+
+# --- the search ---
+
+
 @dataclass
 class Tuning:
     """The settings that are tried, and what was measured: JSON values, stored after every run."""
@@ -95,6 +170,7 @@ class Tuning:
     folder: Path
     budget: float
     state: JsonObject = field(default_factory=dict)
+    reserved: float = 0.0  # seconds that the search leaves to the finalists
 
     @staticmethod
     def of(file: Path, overrides: Sequence[str], budget: float) -> Tuning:
@@ -107,20 +183,18 @@ class Tuning:
                               "on held-out pairs.")  # fmt: skip
         folder, places = folder_of_runs(base, "tune")
         shared = [
-            *overrides, *places,
-            "actor_train.training_args.lr_scheduler_type=constant",
-            "actor_train.training_args.warmup_steps=0", "actor_train.training_args.warmup_ratio=0",
-            "eval_steps=null", "save_steps=null", "report_html=false", "save_best=false",
-            "early_stopping_patience=null", "track_with=null",
+            *overrides, *places, "eval_steps=null", "save_steps=null", "report_html=false",
+            "save_best=false", "early_stopping_patience=null", "track_with=null",
+            "pair_ledger=true", "eval_prompts=null",
         ]  # fmt: skip
-        found = Tuning(file, base, shared, folder, budget)
-        found.state = read_state(folder / STATE)
+        tuning = Tuning(file, base, shared, folder, budget)
+        tuning.state = read_state(folder / STATE)
         asked = {"config": dump_yaml(base), "overrides": list(overrides)}
-        if found.state.setdefault("asked", asked) != asked:
+        if tuning.state.setdefault("asked", asked) != asked:
             raise ConfigError(
                 f"{folder} was tuned with other settings; choose another exp_name, or remove it."
             )
-        return found
+        return tuning
 
     @property
     def runs(self) -> JsonObject:
@@ -129,19 +203,29 @@ class Tuning:
         return runs
 
     @property
+    def finalists(self) -> list[str]:
+        """The runs that were trained to the end, or tried to."""
+        return [name for name in self.runs if name.startswith("final-")]
+
+    @property
     def left(self) -> float:
-        return self.budget - float(self.state["seconds"])
+        return self.budget - self.reserved - float(self.state["seconds"])
 
     def save(self) -> None:
         replace_own(self.folder / STATE, strict_json(self.state, indent=1) + "\n")
 
-    def train(self, name: str, values: JsonObject, steps: int) -> int:
+    def beta(self, values: JsonObject) -> float:
+        """Return the factor between log-ratios and rewards of a setting."""
+        changes = [f"{key}={value}" for key, value in values.items()]
+        return from_config(settings(self.file, [*self.shared, *changes])).terms[0].beta or 1.0
+
+    def train(self, name: str, values: JsonObject, steps: int, how: Sequence[str]) -> int:
         """Train one setting up to so many steps and measure it; return an exit code to end with."""
         run = self.runs.setdefault(name, {"values": dict(values), "steps": 0})
         if run["steps"] >= steps or "error" in run:
             return 0
-        own = [*(f"{key}={value}" for key, value in values.items()), f"exp_name={name}"]
-        config = settings(self.file, [*self.shared, *own, f"max_steps={steps}"])
+        changes = [*(f"{key}={value}" for key, value in values.items()), f"exp_name={name}"]
+        config = settings(self.file, [*self.shared, *how, *changes])
         typer.secho(f"tune: {name} to step {steps}", bold=True, err=True)
         began = time.monotonic()
         code, error = train_here(config)
@@ -154,11 +238,9 @@ class Tuning:
             run["error"] = error
         else:
             columns = MetricsReader(config.run_dir / "metrics.jsonl").update()
-            prefix = next(name for name in columns if name.endswith(MEASURED[0]))
-            prefix = prefix.removesuffix(MEASURED[0])
-            for metric in MEASURED:
-                if prefix + metric in columns:
-                    run[metric] = columns[prefix + metric].values[-1]
+            chooses, _ = halves(config.run_dir, self.beta(values))
+            run |= {"loss": chooses.loss, "accuracy": chooses.accuracy}
+            run |= self._limits(columns)
             timed = zip(columns["pairs"].values, columns["pairs_per_second"].values, strict=True)
             step = median(pairs / speed for pairs, speed in timed)
             # What a start costs: loading, and the evaluation at the end.
@@ -167,25 +249,46 @@ class Tuning:
         self.save()
         return 0
 
+    def _limits(self, columns: Any) -> JsonObject:
+        """Return drift and forgetting of a run, and the `problem` if it exceeds a limit."""
+        before = {name: column.values[0] for name, column in columns.items()}
+        now = {name: column.values[-1] for name, column in columns.items()}
+        base: JsonObject = drifts(before)
+        moved = [drift - base[name] for name, drift in drifts(now).items()]
+        found: JsonObject = {"drift": max(moved, default=0.0)}
+        if f"{FORGETTING}loss" in now:
+            base["forgetting"] = {"loss": before[f"{FORGETTING}loss"]}
+            found["forgetting_loss_before"] = before[f"{FORGETTING}loss"]
+        for name in ("loss", "kept"):
+            if f"{FORGETTING}{name}" in now:
+                found[f"forgetting_{name}"] = now[f"{FORGETTING}{name}"]
+        limits = Limits(self.base.drift_limit, self.base.forgetting_limit)
+        if problem := limits.problem(now, base):
+            found["problem"] = problem
+        return found
+
     def loss(self, name: str) -> float:
-        """Return a held-out loss that is comparable between betas; infinite if the run failed."""
+        """Return the loss of the choosing half; infinite if the run failed or exceeds a limit."""
         run = self.runs[name]
-        value = run.get("calibrated_loss", math.inf)
-        return float(value) if math.isfinite(value) and "error" not in run else math.inf
+        value = run.get("loss", math.inf)
+        is_usable = math.isfinite(value) and not any(text in run for text in TEXTS)
+        return float(value) if is_usable else math.inf
 
     def ranked(self, names: Iterable[str]) -> list[str]:
-        """Return the runs that were measured and did not diverge, best first; raise without any."""
+        """Return the usable runs, best first; raise without any."""
         losses = {name: self.loss(name) for name in names}
         good = [name for name in sorted(losses, key=losses.__getitem__) if losses[name] < math.inf]
         if good:
             return good
-        why = {name: self.runs[name].get("error", "the held-out loss is not finite")
-               for name in losses}  # fmt: skip
-        tried = "; ".join(f"{name}: {error}" for name, error in why.items())
+        tried = "; ".join(f"{name}: {self._reason(name)}" for name in losses)
         raise NonFiniteError(
-            f"No setting is usable: each one diverged or failed ({tried}). Lower {RATE}, and look at "
-            f"{self.folder / STATE}."
+            f"No setting is usable: each one diverged, failed or exceeded a limit ({tried}). Lower "
+            f"{RATE}, and look at {self.folder / STATE}."
         )
+
+    def _reason(self, name: str) -> str:
+        run = self.runs[name]
+        return str(run.get("error") or run.get("problem") or "the held-out loss is not finite")
 
     def run(self, losses: Sequence[str], total_steps: int) -> int:
         """Do what is left within the budget; return an exit code, 0 unless asked to stop."""
@@ -197,22 +300,48 @@ class Tuning:
 
         def probe(steps: int) -> int:
             for name, values in probes.items():
-                if code := self.train(f"range-{name}", {**values, **fixed}, steps):
+                if code := self._search(f"range-{name}", {**values, **fixed}, steps):
                     return code
             return 0
 
         if code := probe(first):
             return code
-        # Now the cost of a step is known: use the share of the range test.
+        # Now the cost of a step is known: leave time to the finalists, use the share of the range test.
         step, start = self._costs
-        room = (self.left - (1 - SHARE) * self.budget) / len(probes) - start
+        self._reserve(total_steps)
+        room = (SHARE * self.left) / len(probes) - start
         longer = first + int(room / step)
         longer = longer if longer >= 2 * first else first  # a few steps are not worth a start
         if code := probe(rounds.setdefault("range", min(total_steps, longer))):
             return code
         tried = [name for name in self.runs if name.startswith("range-")]
         rounds.setdefault("rate", self.runs[self.ranked(tried)[0]]["values"][RATE])
-        return self._halve(float(rounds["rate"]), losses, total_steps)
+        if code := self._halve(float(rounds["rate"]), losses, total_steps):
+            return code
+        return self._train_finalists(total_steps)
+
+    def _search(self, name: str, values: JsonObject, steps: int) -> int:
+        return self.train(name, values, steps, [*OF_SEARCH, f"max_steps={steps}"])
+
+    def _full_run(self, total_steps: int) -> float:
+        """Return the seconds that a finalist is expected to take."""
+        step, start = self._costs
+        done = [self.runs[name] for name in self.finalists if self.runs[name]["steps"]]
+        starts = [run["start_seconds"] for run in done]  # they also measure forgetting
+        return MARGIN * (max([start, *starts]) + step * total_steps)
+
+    def _reserve(self, total_steps: int) -> None:
+        """Leave time for two finalists, or three if half of it is left then; refuse otherwise."""
+        full, left = self._full_run(total_steps), self.left
+        if left < 2 * full and len(self.finalists) < 2:
+            needed = float(self.state["seconds"]) + 2 * full
+            raise ConfigError(
+                f"--budget: {self.budget:.0f} seconds do not hold two full runs, which are compared in "
+                f"the end. A run of {total_steps} steps takes about {full:.0f} seconds here; set "
+                f"--budget {math.ceil(needed)}s or more (twice as much also searches), train for "
+                "fewer steps, or use `rather sweep`. What was measured is kept."
+            )
+        self.reserved = 3 * full if left >= 6 * full else 2 * full
 
     def _halve(self, rate: float, losses: Sequence[str], total_steps: int) -> int:
         axes = {RATE: [f"{rate * factor:.3g}" for factor in AROUND]}
@@ -228,12 +357,11 @@ class Tuning:
             for name in names:
                 done = self.runs.get(name, {}).get("steps", 0)
                 step, start = self._costs
-                if self.left < start + step * max(0, steps - done):
-                    echo("tune: the budget is used up; the best so far counts.", err=True)
-                    return 0
-                if code := self.train(name, every[name], steps):
+                if done < steps and self.left < start + step * (steps - done):
+                    return 0  # the finalists need the rest
+                if code := self._search(name, every[name], steps):
                     return code
-            if len(names) <= PER_ROUND or steps >= total_steps:  # the best of these is chosen
+            if len(names) <= PER_ROUND or steps >= total_steps:
                 return 0
             names = sorted(names, key=self.loss)[: math.ceil(len(names) / PER_ROUND)]
             steps = min(total_steps, PER_ROUND * steps)
@@ -241,7 +369,8 @@ class Tuning:
     @property
     def _costs(self) -> tuple[float, float]:
         """The seconds of a step, and what a run takes besides; the first ones fill caches."""
-        timed = [run for run in self.runs.values() if run["steps"]]
+        timed = [run for name, run in self.runs.items()
+                 if run["steps"] and not name.startswith("final-")]  # fmt: skip
         if not timed:
             raise ConfigError(f"No setting could be trained; see {self.folder / STATE}.")
         step = min(run["step_seconds"] for run in timed)
@@ -258,62 +387,171 @@ class Tuning:
         room = 0.9 * self.left - start * sum(counts)
         return max(1, min(total_steps, int(room / (step * steps))))
 
+    # --- the finalists ---
+
+    def _proposals(self) -> Iterator[JsonObject]:
+        """Yield settings to train to the end: the best of the search, and ever gentler ones.
+
+        Few steps favour high rates, so the best one is followed by a third of its rate.
+        """
+        searched = [name for name in self.runs if not name.startswith("final-")]
+        most = max(self.runs[name]["steps"] for name in self.ranked(searched))
+        ranked = [self.runs[name]["values"] for name in self.ranked(searched)
+                  if self.runs[name]["steps"] == most]  # fmt: skip
+        gentler = [with_rate(ranked[0], GENTLER**power) for power in (1, 2, 3, 4)]
+        yield from [ranked[0], gentler[0], *ranked[1:2], *gentler[1:]]
+
+    def _train_finalists(self, total_steps: int) -> int:
+        self.reserved = 0.0
+        data = self.base.forgetting
+        how = [f"forgetting={SHIPPED}"] if data == "auto" else []
+        for values in self._proposals():
+            name = (
+                f"final-{next(iter(combinations({key: [value] for key, value in values.items()})))}"
+            )
+            usable = [name for name in self.finalists if self.loss(name) < math.inf]
+            count = len(self.finalists)
+            is_enough = count >= 2 and self.left < self._full_run(total_steps)
+            if name not in self.runs and (is_enough or (count >= MOST_FINALISTS and usable)):
+                return 0
+            if code := self.train(name, values, total_steps, how):
+                return code
+        return 0
+
     def result(self) -> JsonObject:
-        """Return the frontier of held-out loss and drift, the best setting, and why."""
-        order = self.ranked(self.runs)
-        most = max(self.runs[name]["steps"] for name in order)
-        best = next(name for name in order if self.runs[name]["steps"] == most)
-        frontier, least = [], math.inf
-        for name in order:
-            drift = self.runs[name].get("drift", 0.0)
-            if drift < least:
-                least = drift
-                frontier.append(name)
+        """Return the finalists on the half that did not choose them, the best one, and why."""
+        trained = [name for name in self.finalists if self.runs[name]["steps"]]
+        if not trained:
+            tried = "; ".join(f"{name}: {self._reason(name)}" for name in self.finalists)
+            raise NonFiniteError(f"No setting could be trained to the end ({tried}).")
+        betas = {name: self.beta(self.runs[name]["values"]) for name in trained}
+        compared = {name: halves(self.folder / name, betas[name])[1] for name in trained}
+        untrained = halves(self.folder / trained[0], betas[trained[0]], first=True)[1]
+        usable = {name: half for name, half in compared.items() if self.loss(name) < math.inf}
+        candidates = {NOTHING: untrained, **usable}
+        drift = {NOTHING: 0.0, **{name: self.runs[name]["drift"] for name in usable}}
+        top = min(candidates, key=lambda name: candidates[name].loss)
+        best = choose(candidates, drift)
+        gain, error = candidates[top].gain_over(candidates[best])
+        reason = "the lowest loss"
+        if best != top:
+            reason = f"gentler than {top}, whose loss is lower by only {gain:.4f} +- {error:.4f}"
+        finals = {
+            name: {"loss": half.loss, "accuracy": half.accuracy, "pairs": len(half.margins),
+                   "text": half.text()}
+            for name, half in {NOTHING: untrained, **compared}.items()
+        }  # fmt: skip
         return {
-            "best": best, "frontier": frontier, "runs": self.runs,
+            "best": best, "reason": reason, "finalists": finals, "runs": self.runs,
             "seconds": self.state["seconds"], "budget": self.budget,
         }  # fmt: skip
+
+
+def choose(candidates: dict[str, Half], drift: dict[str, float]) -> str:
+    """Return the gentlest candidate that is not significantly worse than the one of lowest loss."""
+    top = min(candidates, key=lambda name: candidates[name].loss)
+    close = [top]
+    for name, half in candidates.items():
+        gain, error = candidates[top].gain_over(half)
+        if gain <= error:
+            close.append(name)
+    return min(close, key=drift.__getitem__)
+
+
+def with_rate(values: JsonObject, factor: float) -> JsonObject:
+    return {**values, RATE: f"{float(values[RATE]) * factor:.3g}"}
 
 
 def tune(file: Path, overrides: Sequence[str], budget: float, losses: Sequence[str]) -> Tuning:
     """Try settings until the budget is used; exit with the code of a run that was asked to stop."""
     tuning = Tuning.of(file, overrides, budget)
-    total = PreparedSteps.of(tuning.base, prepare(tuning.base)).total_steps
+    data = prepare(tuning.base)
+    ids = np.concatenate([dataset.digests for dataset in data.evals.values()])
+    fewest = min(int((ids % 2 == half).sum()) for half in (0, 1))
+    if fewest < FEW:
+        echo(
+            f"tune: only {fewest} held-out pairs are in the smaller half; a difference between "
+            f"settings is hardly seen with fewer than {FEW}. Hold out more pairs.",
+            err=True,
+        )
+    if fewest < 2:
+        raise ConfigError("validation.data_args: hold out at least some pairs for each half.")
+    total = PreparedSteps.of(tuning.base, data).total_steps
     with control.lock(tuning.folder):
         if code := tuning.run(losses, total):
             raise typer.Exit(code)
     return tuning
 
 
+# --- the result ---
+
+
 def write_best(tuning: Tuning, found: JsonObject, out: Path) -> None:
     """Write the YAML of the best setting, with the reasons above it."""
     best = found["runs"][found["best"]]
-    lines = ["Chosen by rather tune. The schedule of the learning rate is that of the base config;",
-             "settings were compared with a constant one."]  # fmt: skip
+    lines = [
+        f"Chosen by rather tune, on held-out pairs that did not propose it: {found['reason']}."
+    ]
     lines += [f"{key}: {value}" for key, value in best["values"].items()]
-    lines.append(f"held-out after {best['steps']} steps: " + _numbers(best))
-    order = sorted(found["runs"], key=tuning.loss)
-    others = [name for name in order if name != found["best"]]
-    lines += [f"next: {name}: {_numbers(found['runs'][name])}" for name in others[:3]]
+    for name, final in found["finalists"].items():
+        lines.append(f"{name}: {final['text']}, {facts(found, name)}")
+        if "problem" in found["runs"].get(name, {}):
+            lines.append(f"  cannot win: {found['runs'][name]['problem']}")
     changes = [f"{key}={value}" for key, value in best["values"].items()]
     config = settings(tuning.file, [*tuning.state["asked"]["overrides"], *changes])
     write_own(out, "".join(f"# {line}\n" for line in lines) + dump_yaml(config))
 
 
-def _numbers(run: JsonObject) -> str:
-    if not {*MEASURED[:2], *MEASURED[3:5]} <= run.keys():
-        return str(run.get("error", "not measured"))
-    loss, accuracy, _, low, high = (run.get(name) for name in MEASURED[:5])
-    text = f"loss {loss:.4f}, accuracy {accuracy:.1%} ({low:.1%} to {high:.1%})"
-    return text + (f", drift {run['drift']:.4g} per token" if "drift" in run else "")
+def facts(found: JsonObject, name: str) -> str:
+    """Return drift and forgetting of a finalist."""
+    run = found["runs"].get(name, {})
+    parts = [f"drift {run.get('drift', 0.0):.3g}"]
+    if "forgetting_loss" in run:
+        rise = run["forgetting_loss"] - run["forgetting_loss_before"]
+        parts.append(f"loss on neutral text {rise:+.3f}")
+    if "forgetting_kept" in run:
+        parts.append(f"{run['forgetting_kept']:.0%} of right answers kept")
+    return ", ".join(parts)
 
 
 def print_result(found: JsonObject) -> None:
+    searched = [name for name in found["runs"] if not name.startswith("final-")]
     rows = []
+    for name in searched:
+        run = found["runs"][name]
+        numbers = [f"{run[key]:.4f}" if key in run else "" for key in MEASURED]
+        rows.append((name, run["steps"], *numbers, run.get("error") or run.get("problem", "")))
+    headings = ("setting", "steps", "loss", "accuracy", "drift", "")
+    print_table(headings, rows, "Search, on the half of the held-out pairs that proposes")
+    rows = []
+    for name, final in found["finalists"].items():
+        run = found["runs"].get(name, {})
+        mark = "best" if name == found["best"] else run.get("problem", "")
+        rows.append(
+            (name, f"{final['loss']:.4f}", f"{final['accuracy']:.4f}", facts(found, name), mark)
+        )
     for name, run in found["runs"].items():
-        numbers = [f"{run[key]:.4f}" if key in run else "" for key in MEASURED[:3]]
-        marks = ["best"] * (name == found["best"]) + ["frontier"] * (name in found["frontier"])
-        rows.append((name, run["steps"], *numbers, ", ".join(marks), run.get("error", "")[:60]))
-    headings = ("setting", "steps", "held-out loss", "accuracy", "drift", "", "error")
+        if name.startswith("final-") and "error" in run:
+            rows.append((name, "", "", "", run["error"]))
+    headings = ("trained to the end", "loss", "accuracy", "limits", "")
+    pairs = found["finalists"][NOTHING]["pairs"]
     used = f"{found['seconds']:.0f} of {found['budget']:.0f} seconds used"
-    print_table(headings, rows, f"{used}. The frontier: no other has a lower loss and less drift.")
+    print_table(headings, rows, f"Finalists, on the other {pairs} held-out pairs. {used}.")
+
+
+def print_answers(tuning: Tuning, best: str) -> None:
+    """Print a greedy answer to a held-out prompt, before and after training with the best."""
+    evals = prepare(tuning.base).evals
+    ids = next(iter(evals.values())).take(np.array([0]))[0].prompt.tolist()
+    folders = {"before": tuning.base.actor_train.model_path}
+    if best != NOTHING:
+        folders["after"] = str(tuning.folder / best)
+    trust = Trust(tuning.base.actor_train.model_args.trust_remote_code)
+    for when, folder in folders.items():
+        weights = weights_of(folder, trust)
+        tokenizer = weights.tokenizer()
+        model = weights.load(here()).causal_lm
+        [answer] = generate(model, tokenizer, [ids], Decoding(ANSWER_TOKENS))
+        if when == "before":
+            echo(f"prompt: {tokenizer.decode(ids, skip_special_tokens=True)[-500:].strip()}")
+        echo(f"{when}: {tokenizer.decode(answer.ids, skip_special_tokens=True).strip()}")

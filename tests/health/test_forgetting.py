@@ -17,7 +17,14 @@ from rather.config.paths import check_paths
 from rather.config.run_config import DPOConfig
 from rather.config.values import FORGETTING
 from rather.errors import ConfigError, DataError
-from rather.outcome.forgetting import SHIPPED, Forgotten, Question, forgetting_of, read_rows
+from rather.outcome.forgetting import (
+    SHIPPED,
+    ForgettingSet,
+    Forgotten,
+    Question,
+    forgetting_of,
+    read_rows,
+)
 from rather.pipeline.forgetting import LONG_ENOUGH, ForgettingCheck, Limits
 from rather.pipeline.pipeline import DPOPipeline
 from tests.health.tiny_runs import KIND, RATE, Case, TinyRuns, kind, prompt, words
@@ -235,3 +242,9 @@ def test_settings_that_cannot_work_are_refused(
 
 def test_yaml_reads_off_as_false(tmp_path: Path) -> None:
     assert make_config(tmp_path, forgetting=False).forgetting == "off"
+
+
+def test_texts_of_another_language_are_not_measured(tiny_runs: TinyRuns) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_runs.folder / "base")
+    assert not ForgettingSet(tokenizer, 64).is_readable
+    assert ForgettingSet(tokenizer, 64, file=asked_as_trained(tiny_runs.folder)).is_readable

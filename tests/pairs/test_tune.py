@@ -5,57 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-import yaml
-from typer.testing import CliRunner
 
-from rather.cli import app
-from rather.config.load import load
 from rather.errors import ConfigError, NonFiniteError
 from rather.tools import tune
 from tests.tiny import make_config
-
-
-def invoke(file: Path, *arguments: str) -> dict[str, object]:
-    result = CliRunner().invoke(app, ["tune", str(file), "--json", *arguments])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert isinstance(found, dict)
-    return found
-
-
-def test_a_setting_is_chosen_and_the_command_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tune, "RANGE", (1e-3, 1.0))
-    monkeypatch.setattr(tune, "AROUND", (1e-4, 1.0))
-    monkeypatch.setattr(tune.Tuning, "_first_steps", lambda *_: 2)  # else it depends on the time
-    file, out = tmp_path / "dpo.yaml", tmp_path / "best.yaml"
-    config = make_config(tmp_path, beta=0.1)
-    file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
-    options = ("--budget", "600s", "--out", str(out))
-    found = invoke(file, *options)
-    runs = found["runs"]
-    assert isinstance(runs, dict)
-    # Rates that change nothing lose: their held-out loss stays at ln 2.
-    best = runs[str(found["best"])]
-    assert best["steps"] == 5  # 2, and then what is left of the epoch
-    assert best["values"][tune.RATE] == "0.001"
-    assert runs["range-learning_rate-1e-06"]["calibrated_loss"] > best["calibrated_loss"]
-    halved = [run["steps"] for name, run in runs.items() if not name.startswith("range-")]
-    assert len(halved) == 4
-    assert sorted(halved) == [2, 2, 5, 5]
-    assert found["frontier"]
-    written = load(out)
-    assert written.actor_train.training_args.learning_rate == 0.001
-    assert written.beta == float(best["values"].get("beta", 0.1))  # or of the range test
-    assert written.actor_train.training_args.lr_scheduler_type != "constant"
-    assert out.read_text().startswith("# Chosen by rather tune")
-    again = invoke(file, *options)
-    assert again == found  # nothing was left to do, and no second was spent
-    result = CliRunner().invoke(app, ["tune", str(file), "beta=0.5", *options])
-    assert result.exit_code == 2
-    assert "was tuned with other settings" in result.output
 
 
 def test_a_small_budget_trains_few_steps(tmp_path: Path) -> None:
@@ -89,7 +44,7 @@ DAMAGED = {
     "negative steps": json.dumps({**STATE, "runs": {"a": {**GOOD, "steps": -1}}}),
     "no times": json.dumps({**STATE, "runs": {"a": {"values": {}, "steps": 4}}}),
     "a rate of 0": json.dumps({**STATE, "rounds": {"rate": "0"}}),
-    "a loss that is a text": json.dumps({**STATE, "runs": {"a": {**GOOD, "calibrated_loss": "x"}}}),
+    "a loss that is a text": json.dumps({**STATE, "runs": {"a": {**GOOD, "loss": "x"}}}),
 }
 
 
@@ -104,7 +59,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path, case: str) -> None:
 
 def tuning(folder: Path, *losses: object) -> tune.Tuning:
     """What was measured, as it is read from the file: JSON has no NaN."""
-    runs = {f"run-{i}": {**GOOD, "calibrated_loss": loss} for i, loss in enumerate(losses)}
+    runs = {f"run-{i}": {**GOOD, "loss": loss} for i, loss in enumerate(losses)}
     (folder / tune.STATE).write_text(json.dumps({**STATE, "runs": runs}))
     config = make_config(folder)
     state = tune.read_state(folder / tune.STATE)
@@ -113,7 +68,49 @@ def tuning(folder: Path, *losses: object) -> tune.Tuning:
 
 @pytest.mark.defect("X13")
 def test_if_every_rate_diverges_none_is_called_best(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="No setting is usable: each one diverged or failed"):
-        tuning(tmp_path, "nan", "inf").result()
-    found = tuning(tmp_path, "nan", 0.5, 0.4).result()
-    assert found["best"] == "run-2"
+    with pytest.raises(NonFiniteError, match="No setting is usable: each one diverged, failed"):
+        tuning(tmp_path, "nan", "inf").ranked(["run-0", "run-1"])
+    assert tuning(tmp_path, "nan", 0.5, 0.4).ranked(["run-0", "run-1", "run-2"]) == [
+        "run-2",
+        "run-1",
+    ]
+
+
+def half(*margins: float) -> tune.Half:
+    return tune.Half(np.array(margins))
+
+
+def test_a_win_smaller_than_its_interval_goes_to_the_gentler_setting() -> None:
+    draw = np.random.default_rng(0)
+    margins = draw.normal(1.0, 1.0, 400)
+    noise = draw.normal(0.0, 0.5, 400)
+    candidates = {"strong": half(*(margins + 0.001)), "gentle": half(*(margins + noise * 0.1)),
+                  "nothing": half(*np.zeros(400))}  # fmt: skip
+    assert tune.choose(candidates, {"strong": 0.9, "gentle": 0.1, "nothing": 0.0}) == "gentle"
+    candidates["strong"] = half(*(margins + 0.5))
+    assert tune.choose(candidates, {"strong": 0.9, "gentle": 0.1, "nothing": 0.0}) == "strong"
+    # Labels that say nothing: whatever was learned does not beat doing nothing.
+    candidates = {"strong": half(*draw.normal(0.0, 1.0, 400)), "nothing": half(*np.zeros(400))}
+    assert tune.choose(candidates, {"strong": 0.9, "nothing": 0.0}) == "nothing"
+
+
+def test_rewards_that_are_too_sure_have_a_higher_loss() -> None:
+    assert half(1.0, 1.0, -1.0).loss < half(10.0, 10.0, -10.0).loss
+    assert half(1.0, 1.0, -1.0).accuracy == half(10.0, 10.0, -10.0).accuracy
+
+
+def test_a_setting_beyond_a_limit_cannot_win(tmp_path: Path) -> None:
+    state = tuning(tmp_path, 0.2, 0.5)
+    state.runs["run-0"]["problem"] = "eval/drift is 1.64 nats per token, above drift_limit (1)."
+    assert state.ranked(["run-0", "run-1"]) == ["run-1"]
+
+
+def test_a_budget_without_two_full_runs_is_refused(tmp_path: Path) -> None:
+    """A step takes 0.1 s and a start 1 s: 1,000 steps take 116 s with the margin."""
+    state = tuning(tmp_path, 0.5)
+    with pytest.raises(ConfigError, match=r"two full runs.* --budget 236s") as refused:
+        state._reserve(1000)
+    assert refused.value.exit_code == 2
+    state.budget = 240.0
+    state._reserve(1000)
+    assert state.reserved == pytest.approx(2 * 1.15 * 101)

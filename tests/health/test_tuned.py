@@ -1,0 +1,73 @@
+"""`rather tune` on a model that speaks a small language: what it chooses, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rather.cli import app
+from rather.config.load import load
+from rather.tools import tune
+from tests.health.test_forgetting import asked_as_trained
+from tests.health.tiny_runs import RATE, Case, TinyRuns, kind
+
+CASE = Case(kind, kind, count=64, steps=8, rate=RATE / 3)
+
+
+def test_a_setting_is_chosen_and_a_broken_one_refused(
+    tiny_runs: TinyRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "RANGE", (1.0, 100.0))
+    monkeypatch.setattr(tune, "AROUND", (1.0,))
+    monkeypatch.setattr(tune, "MOST_FINALISTS", 2)
+    texts = asked_as_trained(tmp_path)
+    config = tiny_runs.config("tuned", CASE, output_dir=str(tmp_path), forgetting=str(texts))
+    file, out = tmp_path / "dpo.yaml", tmp_path / "best.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    options = ["tune", str(file), "--budget", "600s", "--out", str(out)]
+    result = CliRunner().invoke(app, [*options, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    broken = found["runs"][f"range-learning_rate-{100 * RATE / 3:.3g}"]
+    assert "drift_limit" in broken["problem"]
+    best = found["runs"][found["best"]]
+    assert found["best"].startswith("final-")
+    assert best["steps"] == 8
+    assert best["drift"] < 1.0
+    assert best["forgetting_loss"] > 0  # measured, though the run is short
+    finals = found["finalists"]
+    assert set(finals) == {"nothing", *(name for name in found["runs"] if "final-" in name)}
+    assert (
+        finals[found["best"]]["loss"] < finals["nothing"]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    )
+    halves = [
+        len(half.margins) for half in tune.halves(tmp_path / "tuned-tune" / found["best"], 0.1)
+    ]
+    assert sum(halves) == 104
+    assert finals["nothing"]["pairs"] == halves[1]
+    assert min(halves) > 20
+    written = load(out)
+    assert written.actor_train.training_args.learning_rate == float(best["values"][tune.RATE])
+    assert written.actor_train.training_args.lr_scheduler_type != "constant"
+    trained = load(tmp_path / "tuned-tune" / found["best"] / "config.yaml")
+    for name in ("lr_scheduler_type", "num_train_epochs", "warmup_ratio"):
+        wanted = getattr(written.actor_train.training_args, name)
+        assert getattr(trained.actor_train.training_args, name) == wanted
+    # Nothing is left to do, and no second is spent; the answer of the winner is on screen.
+    again = CliRunner().invoke(app, options)
+    assert again.exit_code == 0, again.output
+    assert (
+        json.loads((tmp_path / "tuned-tune" / "tune.json").read_text())["seconds"]
+        == found["seconds"]
+    )
+    assert "before: w" in again.output
+    assert "after: w" in again.output
+    assert f"Best: {found['best']}" in again.output
+    assert "held-out pairs are in the smaller half" in again.output
+    other = CliRunner().invoke(app, [*options, "beta=0.5"])
+    assert other.exit_code == 2
+    assert "was tuned with other settings" in other.output
