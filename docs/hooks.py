@@ -1,4 +1,4 @@
-"""A hook for mkdocs that adds files outside this folder to the site if pages link to them."""
+"""Hooks for mkdocs: files outside this folder that pages link to, and redirects of old addresses."""
 
 from __future__ import annotations
 
@@ -12,6 +12,38 @@ from mkdocs.structure.files import File, Files
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)\s#]+)")
+
+MOVED = {  # old page -> page and heading that hold its text now
+    "losses/{name}.html": "losses/{task}.html#{name}",  # each loss
+}
+
+
+def redirects() -> dict[str, str]:
+    """Return old address -> new address, both within the site."""
+    from rather.losses.losses import LOSSES
+
+    addresses = {}
+    for old, new in MOVED.items():
+        if "{name}" not in old:
+            addresses[old] = new
+            continue
+        for name, rule in LOSSES.items():
+            addresses[old.format(name=name)] = new.format(name=name, task=rule.task)
+    return addresses
+
+
+def on_post_build(config: Any) -> None:
+    """Write a small page at each old address that sends readers to the new one."""
+    site = Path(config["site_dir"])
+    for old, new in redirects().items():
+        page = site / old
+        page.parent.mkdir(parents=True, exist_ok=True)
+        address = os.path.relpath(new, Path(old).parent)
+        text = f'<meta http-equiv="refresh" content="0; url={address}">'
+        page.write_text(
+            f'<!doctype html><title>Moved</title>{text}<a href="{address}">Moved here</a>\n',
+            encoding="utf-8",
+        )
 
 
 def site_path(file: Path) -> str:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from docs.hooks import redirects
 from tests.browser import MISSING
 from tests.conftest import pytest_terminal_summary
 from tests.house.source import ROOT
@@ -55,6 +56,17 @@ def test_links_out_of_the_docs_lead_to_copies(site: Path) -> None:
     assert 'href="../clusters.html"' in (site / "project" / "index.html").read_text(
         encoding="utf-8"
     )
+
+
+def test_old_addresses_lead_to_pages_and_headings(site: Path) -> None:
+    for old in redirects():
+        page = site / old
+        link = re.search(r'href="([^"]+)"', page.read_text(encoding="utf-8"))
+        assert link, old
+        target, _, heading = link[1].partition("#")
+        text = (page.parent / target).resolve().read_text(encoding="utf-8")
+        assert "http-equiv" not in text, f"{old}: redirects twice"
+        assert not heading or f'id="{heading}"' in text, f"{old}: no heading {heading}"
 
 
 def test_tests_of_pages_that_found_no_browser_are_counted() -> None:

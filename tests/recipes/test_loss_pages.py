@@ -25,6 +25,12 @@ def read(page: str) -> str:
     return (PAGES / page).read_text(encoding="utf-8")
 
 
+def section(name: str) -> str:
+    """The part of its task's page about one loss."""
+    page = read(f"{LOSSES[name].task}.md")
+    return page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+
+
 def written(default: float | bool | None) -> str:
     """A default as YAML writes it."""
     return (
@@ -38,13 +44,13 @@ def written(default: float | bool | None) -> str:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_page_and_index_name_the_loss_its_numbers_and_defaults(name: str) -> None:
-    page, index, rule = read(f"{name}.md"), read("index.md"), LOSSES[name]
-    row = next(line for line in index.splitlines() if line.startswith(f"| [`{name}`]({name}.md)"))
-    assert page.startswith(f"# `{name}`")
+    page, index, rule = section(name), read("index.md"), LOSSES[name]
+    link = f"| [`{name}`]({rule.task}.md#{name})"
+    row = next(line for line in index.splitlines() if line.startswith(link))
     assert "yes" in row.split("|")[2] if rule.reference else "no" in row.split("|")[2]
     for number, default in rule.numbers.items():
         assert f"| `{number}` | {written(default)} |" in page, (
-            f"{name}.md does not tell the default of {number}"
+            f"{name}: the default of {number} is missing"
         )
         assert f"`{number}`" in row
     foreign = set(LOSS_NUMBERS) - set(rule.numbers)
@@ -60,8 +66,8 @@ def test_snippets_load(page: str) -> None:
 
 def test_every_loss_page_has_a_snippet_of_its_own_loss() -> None:
     for name in LOSSES:
-        first = re.search(r"^```yaml\n(.*?)^```", read(f"{name}.md"), re.DOTALL | re.MULTILINE)
-        assert first, f"{name}.md has no YAML"
+        first = re.search(r"^```yaml\n(.*?)^```", section(name), re.DOTALL | re.MULTILINE)
+        assert first, f"{name} has no YAML"
         assert yaml.safe_load(first[1])["pref_loss"] == name
 
 
@@ -80,7 +86,9 @@ def can_take(name: str, modifier: str) -> bool:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_page_names_the_modifiers_that_the_loss_takes(name: str) -> None:
-    told = re.search(r"^Composes with: (.*?);", read(f"{name}.md"), re.DOTALL | re.MULTILINE)
+    told = re.search(
+        r"\[Modifiers\]\(modifiers.md\):\s(.*?)\.$", section(name), re.DOTALL | re.MULTILINE
+    )
     assert told
     all_of_them = {*LOSS_MODIFIERS, "sync_ref_model"} - {"f_alpha_divergence_coef"}
     able = {modifier for modifier in all_of_them if can_take(name, modifier)}
