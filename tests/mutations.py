@@ -173,15 +173,15 @@ MUTATIONS = (
     Mutation(
         "TR-DPO: a reference in bfloat16 loses its low bits",
         "rather/train/rank_trainer.py",
-        "if self.policy.rounding.applies(name, part):",
+        "if self.policy.rounding.applies(name, shard):",
         "if False:",
         ("tests/same/test_rounding.py::test_a_reference_in_bfloat16_moves_by_less_than_a_step_of_bfloat16",),
     ),
     Mutation(
         "TR-DPO: the low bits of a reference are not added to its weights",
         "rather/train/rank_trainer.py",
-        "before, after = self._weight(name, parameter), own[name].to(part.device)",
-        "before, after = part, own[name].to(part.device)",
+        "before = self._weight(name, parameter).to(shard.device)",
+        "before = shard",
         ("tests/same/test_rounding.py::test_a_reference_in_bfloat16_moves_by_less_than_a_step_of_bfloat16",),
     ),
     Mutation(
@@ -294,8 +294,8 @@ MUTATIONS = (
     Mutation(
         "tensor parallel: replicated weights keep one rank's part of their gradient",
         "rather/train/rank_trainer.py",
-        'if parts and (group := self.mesh.group("tp")):',
-        'if not parts and (group := self.mesh.group("tp")):',
+        'if partial_gradients and (group := self.mesh.group("tp")):',
+        'if not partial_gradients and (group := self.mesh.group("tp")):',
         ("tests/same/test_tensor.py::test_the_canonical_run",),
     ),
     Mutation(

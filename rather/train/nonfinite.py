@@ -51,28 +51,28 @@ def lost_pairs(
 
     `numbers` are log-probs and gradients by them, one row for each pair.
     """
-    places: list[int] = torch.nonzero(~numbers.isfinite().all(dim=1)).flatten().tolist()
-    if places or len(losses) != len(batches):
-        return places
+    lost_by_number: list[int] = torch.nonzero(~numbers.isfinite().all(dim=1)).flatten().tolist()
+    if lost_by_number or len(losses) != len(batches):
+        return lost_by_number
     lost = [batch for batch, loss in zip(batches, losses, strict=True) if not loss.isfinite()]
-    return sorted(place for batch in lost for place in batch.pair_P.tolist())
+    return sorted(pair for batch in lost for pair in batch.pair_P.tolist())
 
 
 def nonfinite_report(
     pairs: list[int], norms: Mapping[str, float], *, alone: bool
 ) -> NonFiniteReport:
     """Combine what all ranks found, each in its own part. A collective, unless alone."""
-    found = [(pairs, norms)] if alone else gather_objects((pairs, norms))
+    reports = [(pairs, norms)] if alone else gather_objects((pairs, norms))
     squares: defaultdict[str, float] = defaultdict(float)
-    for _, part in found:
-        for name, norm in part.items():
+    for _, norms_of_rank in reports:
+        for name, norm in norms_of_rank.items():
             squares[name.removeprefix("causal_lm.")] += norm * norm
     layers = {name: math.sqrt(square) for name, square in squares.items()}
     lost = [name for name, norm in layers.items() if not math.isfinite(norm)]
     worst = lost[::-1] or sorted(layers, key=lambda name: layers[name], reverse=True)
     return NonFiniteReport(
-        pairs=sorted({place for places, _ in found for place in places}),
-        ranks=[rank for rank, (places, _) in enumerate(found) if places],
+        pairs=sorted({pair for pairs_of_rank, _ in reports for pair in pairs_of_rank}),
+        ranks=[rank for rank, (pairs_of_rank, _) in enumerate(reports) if pairs_of_rank],
         layers={name: layers[name] for name in worst[:MOST_LAYERS]},
         layers_lost=len(lost),
     )

@@ -29,7 +29,7 @@ class PackedNumbers:
 
     def unpack(self, vector: Tensor) -> PackedNumbers:
         """Return the numbers of a vector that was packed from numbers of the same shapes."""
-        own = [getattr(self, field.name) for field in fields(self)]
-        parts = torch.split(vector, [tensor.numel() for tensor in own])
-        views = (part.view(tensor.shape) for part, tensor in zip(parts, own, strict=True))
+        tensors = [getattr(self, field.name) for field in fields(self)]
+        flat_views = torch.split(vector, [tensor.numel() for tensor in tensors])
+        views = (flat.view(tensor.shape) for flat, tensor in zip(flat_views, tensors, strict=True))
         return PackedNumbers(*views)

@@ -71,8 +71,8 @@ class StepResult:
     def by_batch(self) -> list[dict[str, float]]:
         """The sums of each micro-batch that has weight."""
         rows = [] if self.table is None else self.table.tolist()
-        named = (dict(zip(self.sums, row, strict=False)) for row in rows)
-        return [sums for sums in named if sums["weight"]]
+        sums_of_batches = (dict(zip(self.sums, row, strict=False)) for row in rows)
+        return [sums for sums in sums_of_batches if sums["weight"]]
 
     @property
     def skipped(self) -> int:
@@ -100,11 +100,11 @@ class WholeModelRunner:
         self, batches: Sequence[PairBatch], wanted: Collection[str]
     ) -> list[dict[str, Tensor]]:
         """Return the columns of each micro-batch, without gradients."""
-        own = (self.policy.share(batch).to(self.device) for batch in batches)
-        found = [pair_columns(self.policy, batch, wanted) for batch in own]
+        local_batches = (self.policy.share(batch).to(self.device) for batch in batches)
+        columns = [pair_columns(self.policy, batch, wanted) for batch in local_batches]
         if self._is_sharded:
             settle(self.policy)
-        return found
+        return columns
 
     def backward(
         self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective
@@ -112,8 +112,8 @@ class WholeModelRunner:
         for number, batch in enumerate(batches, start=1):
             if self._is_sharded:
                 announce(self.policy, self.stage, last=number == len(batches))
-            own = self.policy.share(batch).to(self.device)
-            objective(own, pair_columns(self.policy, own, wanted)).backward()  # type: ignore[no-untyped-call]
+            local_batch = self.policy.share(batch).to(self.device)
+            objective(local_batch, pair_columns(self.policy, local_batch, wanted)).backward()  # type: ignore[no-untyped-call]
 
 
 Sums = Mapping[str, Tensor]  # metrics of a micro-batch
@@ -142,8 +142,8 @@ class RankTrainer:
         self.parked: HostOffloaded | None = None
         self._low_bits: dict[str, Tensor] = {}  # of a moving reference: what rounding leaves out
         self.device = device_of(policy)
-        own = policy if isinstance(policy, Stages) else WholeModelRunner(policy)
-        self.runner: Runner = runner or own
+        default_runner = policy if isinstance(policy, Stages) else WholeModelRunner(policy)
+        self.runner: Runner = runner or default_runner
         self.balance = balance_of(policy, self.mesh, router_loss, self.device)
         self._counted = counted(policy, self.mesh)
         self._is_alone = self.mesh.world == 1
@@ -170,20 +170,25 @@ class RankTrainer:
         `pairs` is the number of pairs of all ranks; if it is None, the ranks agree on it.
         """
         with self.parked.on_device() if self.parked else nullcontext():
-            parts = self.runner.columns(batches, self.loss.token_columns)
-        here = torch.cat([batch.pair_P for batch in batches])
+            columns_of_batches = self.runner.columns(batches, self.loss.token_columns)
+        pair_indices = torch.cat([batch.pair_P for batch in batches])
         if self._is_alone:
-            assert parts is not None
-            order = torch.argsort(here).to(self.device, non_blocking=True)
-            return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+            assert columns_of_batches is not None
+            order = torch.argsort(pair_indices).to(self.device, non_blocking=True)
+            return {
+                name: torch.cat([columns[name] for columns in columns_of_batches])[order]
+                for name in columns_of_batches[0]
+            }
         if pairs is None:
-            pairs = max_over_ranks(max(here.tolist(), default=-1) + 1, self.device)
+            pairs = max_over_ranks(max(pair_indices.tolist(), default=-1) + 1, self.device)
         names = ["sum", *sorted(self.loss.token_columns)]
         table = torch.zeros(len(names), pairs, 2, dtype=torch.float64, device=self.device)
-        if parts is not None and self._is_primary:
-            table[:, here.to(self.device)] = torch.stack(
-                [torch.cat([part[name].detach() for part in parts]) for name in names]
-            )
+        if columns_of_batches is not None and self._is_primary:
+            rows = [
+                torch.cat([columns[name].detach() for columns in columns_of_batches])
+                for name in names
+            ]
+            table[:, pair_indices.to(self.device)] = torch.stack(rows)
         dist.all_reduce(table)
         return dict(zip(names, table, strict=True))
 
@@ -193,8 +198,8 @@ class RankTrainer:
     ) -> dict[str, float]:
         """Return metrics.weighted_sums of pairs whose log-probs are known: a whole set at once."""
         facts = facts.to(self.device)
-        known = reference and self._on_device(reference)
-        scored = self._score(facts, self._on_device(policy), known, facts)
+        reference = reference and self._on_device(reference)
+        scored = self._score(facts, self._on_device(policy), reference, facts)
         sums = weighted_sums(scored, facts.weight, self.loss)
         return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
 
@@ -219,42 +224,45 @@ class RankTrainer:
         """Take one optimizer step, unless loss or gradient are above the limits or not finite."""
         facts = facts or PairFacts.of_step(batches)  # of all pairs, as `reference` is
         total, scale = float(facts.weight.sum()) or 1.0, self._trained.scale
-        facts, known = facts.to(self.device), reference and self._on_device(reference)
+        facts = facts.to(self.device)
+        reference = reference and self._on_device(reference)
         rows, slopes = list[Sums](), dict[str, Tensor]()
         # [policy, slope, reference], [pairs, 2] each
-        policy, slope, known_sums = facts.length.new_zeros(3, len(facts.length), 2)
-        if known and self._is_first:
-            known_sums.copy_(known["sum"])
+        policy, slope, reference_sums = facts.length.new_zeros(3, len(facts.length), 2)
+        if reference and self._is_first:
+            reference_sums.copy_(reference["sum"])
         if self.loss.whole_batch:
-            sums, logps, slopes = self._slopes(batches, facts, known, total)
+            sums, logps, slopes = self._slopes(batches, facts, reference, total)
             policy.copy_(logps)
             rows.append(sums)
         self._trained.begin_sums()
 
         def objective(batch: PairBatch, columns: Columns) -> Tensor:
-            places = batch.pair_P
-            self._watch_gradient(columns["sum"], places, slope)
+            indices = batch.pair_P
+            self._watch_gradient(columns["sum"], indices, slope)
             if slopes:
-                weighted = [(columns[name] * slopes[name][places]).sum() for name in slopes]
+                weighted = [(columns[name] * slopes[name][indices]).sum() for name in slopes]
                 return sum(weighted[1:], weighted[0]) * scale
-            scored = self._score(facts.at(places), columns, known and _at(known, places), facts)
-            policy[places] = scored.x.policy.detach()
+            reference_here = reference and _at(reference, indices)
+            scored = self._score(facts.at(indices), columns, reference_here, facts)
+            policy[indices] = scored.x.policy.detach()
             rows.append(weighted_sums(scored, batch.weight_P, self.loss))
             return scored.losses @ batch.weight_P / total * scale
 
+        token_columns = self.loss.token_columns
         if self.balance:
-            wanted = self.loss.token_columns
-            self.balance.backward(self.runner, batches, wanted, objective, scale)
+            self.balance.backward(self.runner, batches, token_columns, objective, scale)
         else:
-            self.runner.backward(batches, self.loss.token_columns, objective)
+            self.runner.backward(batches, token_columns, objective)
         self._complete_gradients()
-        pairs = {"policy": policy, "slope": slope, "reference": known_sums}
-        result = self._update(rows or [self._no_sums(facts, known)], pairs, batches, limits)
-        if result.skip_reason == "nonfinite":
+        pairs = {"policy": policy, "slope": slope, "reference": reference_sums}
+        rows_to_add = rows or [self._no_sums(facts, reference)]
+        step_result = self._update(rows_to_add, pairs, batches, limits)
+        if step_result.skip_reason == "nonfinite":
             by_pair = torch.cat(list(pairs.values()), dim=1)
-            result = self._with_report(result, by_pair, batches, [] if slopes else rows)
+            step_result = self._with_report(step_result, by_pair, batches, [] if slopes else rows)
         self._trained.zero_grad()
-        return result
+        return step_result
 
     def rehearse(self, batch: PairBatch) -> None:
         """Run forward and backward to measure memory, without an update. Call `forget` then."""
@@ -300,16 +308,18 @@ class RankTrainer:
         sums = weighted_sums(scored, facts.weight, self.loss)
         policy = columns["sum"].detach()
         if not self._is_first:  # all ranks have computed the same; the first reports it
-            sums = {name: torch.zeros_like(value) for name, value in sums.items()}
+            sums = {name: torch.zeros_like(metric) for name, metric in sums.items()}
             policy = torch.zeros_like(policy)
         return sums, policy, dict(zip(leaves, slopes, strict=True))
 
     def _complete_gradients(self) -> None:
         """Sum partial gradients: over tp ranks, and over both ends of a pipeline."""
         gradient_of = self._trained.gradient
-        parts = [p for p in map(gradient_of, sorted(self.policy.tp_partial)) if p is not None]
-        if parts and (group := self.mesh.group("tp")):
-            all_reduce_(parts, group)
+        partial_gradients = [
+            p for p in map(gradient_of, sorted(self.policy.tp_partial)) if p is not None
+        ]
+        if partial_gradients and (group := self.mesh.group("tp")):
+            all_reduce_(partial_gradients, group)
         if isinstance(self.runner, Stages):
             self.runner.sum_copies(gradient_of)
 
@@ -347,9 +357,9 @@ class RankTrainer:
         # Added in the order of the micro-batches, whatever the number of ranks.
         totals = reduce(torch.add, reduced.metrics)
         sums = dict(zip(rows[0], totals.tolist(), strict=True))
-        for name, value in self.balance.metrics().items() if self.balance else ():
-            sums[name] = value * sums["weight"]
-        result = StepResult(
+        for name, metric in self.balance.metrics().items() if self.balance else ():
+            sums[name] = metric * sums["weight"]
+        step_result = StepResult(
             sums,
             reduced.policy,
             grad_norm=float(reduced.grad_norm),
@@ -362,12 +372,12 @@ class RankTrainer:
             laid_out=laid_out,
             table=reduced.metrics,
         )
-        reason = self._skip_reason(result, limits)
+        reason = self._skip_reason(step_result, limits)
         if reason is None:
-            optimizer.step(result.grad_norm)
+            optimizer.step(step_result.grad_norm)
         if scale and reason in (None, "overflow"):
             scale.overflowed() if reason else scale.succeeded()
-        return replace(result, skip_reason=reason)
+        return replace(step_result, skip_reason=reason)
 
     def _skip_reason(self, result: StepResult, limits: Limits) -> Reason | None:
         """Return why not to apply the step. A smaller scale helps gradients, not a loss."""
@@ -416,10 +426,10 @@ class RankTrainer:
 
     def _weight(self, name: str, parameter: Tensor) -> Tensor:
         """Return a frozen weight; in float32 and on the host if it has moved."""
-        own = local(parameter.detach())
+        stored = local(parameter.detach())
         if (low := self._low_bits.get(name)) is None:
-            return own
-        return self.policy.rounding.exact(name, own, low).cpu()
+            return stored
+        return self.policy.rounding.exact(name, stored, low).cpu()
 
     def weight_pieces(self) -> dict[str, Tensor | Shard]:
         """Return the weights that this rank stores, and the initial adapter if it is kept."""
@@ -432,18 +442,19 @@ class RankTrainer:
 
     def mix_weights(self, weights: Mapping[str, Tensor], share: float) -> None:
         """Move every weight by `share` of the way to `weights` (TR-DPO)."""
-        own = self._own_parts(weights)
+        target_weights = self._local_shards(weights)
         with torch.no_grad():
             for name, parameter in self.policy.named_parameters():
                 if self.optimizer and not parameter.requires_grad:
                     continue
-                part = local(parameter)
-                before, after = self._weight(name, parameter), own[name].to(part.device)
-                mixed = torch.lerp(before.to(part.device).float(), after.float(), share)
-                if self.policy.rounding.applies(name, part):
-                    self._low_bits[name] = self.policy.rounding.split(name, part, mixed)
+                shard = local(parameter)
+                before = self._weight(name, parameter).to(shard.device)
+                after = target_weights[name].to(shard.device)
+                mixed = torch.lerp(before.float(), after.float(), share)
+                if self.policy.rounding.applies(name, shard):
+                    self._low_bits[name] = self.policy.rounding.split(name, shard, mixed)
                 else:
-                    part.copy_(mixed)
+                    shard.copy_(mixed)
 
     def state(self) -> tuple[dict[str, dict[str, Tensor | Shard]], dict[str, Any]]:
         """Return everything a later step depends on: this rank's shards by group, and numbers."""
@@ -471,8 +482,9 @@ class RankTrainer:
         self, groups: Mapping[str, Mapping[str, Tensor]], numbers: dict[str, Any]
     ) -> None:
         """Load whole tensors; those of `ShardedFiles` are read part by part as needed."""
-        own = self._own_parts(groups["model"]), self._own_parts(groups["optimizer"])
-        self._trained.load(*own, numbers["updates"])
+        masters = self._local_shards(groups["model"])
+        moments = self._local_shards(groups["optimizer"])
+        self._trained.load(masters, moments, numbers["updates"])
         if (scale := self._trained.loss_scale) and "loss_scale" in numbers:
             scale.value, scale.clean = numbers["loss_scale"]
         torch.set_rng_state(groups["rng"]["cpu"])
@@ -483,20 +495,21 @@ class RankTrainer:
         """Return what this rank stores."""
         if self._is_alone:
             return dict(tensors)
-        own = places(self.policy, self.mesh)
-        found: dict[str, Tensor | Shard] = {}
+        specs = places(self.policy, self.mesh)
+        pieces: dict[str, Tensor | Shard] = {}
         for key, tensor in tensors.items():
-            name = key if key in own else key.rpartition(".")[0]
-            whole = tensor.ndim == len(own[name].whole)
+            name = key if key in specs else key.rpartition(".")[0]
+            has_parameter_shape = tensor.ndim == len(specs[name].whole)
             if name in self._counted and tensor.numel():
-                found[key] = Shard(tensor, own[name] if whole else ShardSpec.full(tensor.shape))
-        return found
+                spec = specs[name] if has_parameter_shape else ShardSpec.full(tensor.shape)
+                pieces[key] = Shard(tensor, spec)
+        return pieces
 
-    def _own_parts(self, source: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _local_shards(self, source: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return source if self._is_alone else LocalShards(source, places(self.policy, self.mesh))
 
     def _on_device(self, columns: Columns) -> Columns:
-        return {name: each.to(self.device, non_blocking=True) for name, each in columns.items()}
+        return {name: column.to(self.device, non_blocking=True) for name, column in columns.items()}
 
 
 def device_of(policy: PolicyModel | Stages) -> str:
