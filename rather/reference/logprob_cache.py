@@ -94,9 +94,9 @@ def keys_of(data: bytes) -> Keys:
 
 
 def entries_of(keys: Keys, sums: Floats, kept: bool) -> Entries:
-    found = np.empty(len(sums), ENTRY)
-    found["key"], found["sum"], found["kept"] = keys, sums, kept
-    return found
+    entries = np.empty(len(sums), ENTRY)
+    entries["key"], entries["sum"], entries["kept"] = keys, sums, kept
+    return entries
 
 
 NO_INDEX = Index(np.empty(0, "<u8"), np.empty(0, np.int32))
@@ -125,22 +125,22 @@ class BlockFile:
 
     def read(self, *, kept: bool = False) -> tuple[Entries, int]:
         """Return all records, and the number of bytes that belong to no whole block."""
-        found, damaged = [NO_ENTRIES], self.path.stat().st_size if self.path.exists() else 0
+        blocks, damaged = [NO_ENTRIES], self.path.stat().st_size if self.path.exists() else 0
         if not damaged:
             return NO_ENTRIES, 0
         with open(self.path, "rb", opener=own) as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        with data:
-            at = data.find(MAGIC)
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with content:
+            at = content.find(MAGIC)
             while at >= 0:
                 end = at + 1
-                if block := _block_at(data, at):
+                if block := _block_at(content, at):
                     count, payload, end = block
                     keys, sums = payload[: 16 * count], payload[16 * count : 24 * count]
-                    found.append(entries_of(keys_of(keys), np.frombuffer(sums, "<f8"), kept))
+                    blocks.append(entries_of(keys_of(keys), np.frombuffer(sums, "<f8"), kept))
                     damaged -= end - at
-                at = data.find(MAGIC, end)
-        return np.concatenate(found), damaged
+                at = content.find(MAGIC, end)
+        return np.concatenate(blocks), damaged
 
     def sync(self) -> None:
         """Wait until all blocks are on the disk: a checkpoint relies on them."""
@@ -193,34 +193,32 @@ class Table:
     def slots(self, keys: Keys) -> Slots:
         """Return the slot of each key. That of a new key has no value yet."""
         with self._lock:
-            found = np.full(len(keys), -1)
+            slots = np.full(len(keys), -1)
             for index in (self._sorted, self._recent):
-                if known := len(index.high):
-                    place = np.minimum(np.searchsorted(index.high, keys[:, 0]), known - 1)
-                    near = index.slot[place]
+                if size := len(index.high):
+                    nearest = np.minimum(np.searchsorted(index.high, keys[:, 0]), size - 1)
+                    near = index.slot[nearest]
                     # Of two keys with the same first half (once in 10^7 tables), the second is new.
                     hit = (self._entries["key"][near] == keys).all(axis=1)
-                    found[hit] = near[hit]
-            if (new := found < 0).any():
-                found[new] = self._add(keys[new])
-            return found
+                    slots[hit] = near[hit]
+            if (new := slots < 0).any():
+                slots[new] = self._add(keys[new])
+            return slots
 
     def _add(self, keys: Keys) -> Slots:
-        _, first, source = np.unique(keys[:, 0], return_index=True, return_inverse=True)
-        is_repeat = (keys[first[source]] == keys).all(axis=1)
-        own = np.where(is_repeat, first[source], np.arange(len(keys)))
-        new, source = np.unique(own, return_inverse=True)
-        begin, self._used = self._used, self._used + len(new)
+        """Give each new key a slot, and equal keys the same one; return the slots."""
+        unique_keys, index_of_key = _unique(keys)
+        begin, self._used = self._used, self._used + len(unique_keys)
         if self._used > len(self._entries):
-            more = np.zeros(max(self._used, RECENT), ENTRY)  # at least as much again
-            more["sum"] = np.nan
-            self._entries = np.concatenate([self._entries, more])
-        self._entries["key"][begin : self._used] = keys[new]
+            empty = np.zeros(max(self._used, RECENT), ENTRY)  # at least as much again
+            empty["sum"] = np.nan
+            self._entries = np.concatenate([self._entries, empty])
+        self._entries["key"][begin : self._used] = unique_keys
         slots = np.arange(begin, self._used, dtype=np.int32)
-        self._recent = self._recent.merged(Index(keys[new, 0], slots))
+        self._recent = self._recent.merged(Index(unique_keys[:, 0], slots))
         if len(self._recent.high) >= RECENT:
             self._sorted, self._recent = self._sorted.merged(self._recent), NO_INDEX
-        return begin + source
+        return begin + index_of_key
 
     def get(self, slots: Slots) -> tuple[Floats, Flags]:
         """Return the sums (NaN if unknown), and whether the run's own file has them."""
@@ -237,6 +235,20 @@ class Table:
             is_free = ~self._entries["kept"][slots]
             self._entries["sum"][slots[is_free]] = sums[is_free]
             self._entries["kept"][slots] = True
+
+
+def _unique(keys: Keys) -> tuple[Keys, Slots]:
+    """Return the different keys in the order of their first occurrence, and the index of each key.
+
+    Only the first halves are sorted. A key whose first half occurred before in another key counts
+    as new, even if it occurs twice.
+    """
+    _, first, group = np.unique(keys[:, 0], return_index=True, return_inverse=True)
+    same_half = first[group]  # the first key that begins with the same half
+    is_repeat = (keys[same_half] == keys).all(axis=1)
+    first_equal = np.where(is_repeat, same_half, np.arange(len(keys)))
+    unique, index_of_key = np.unique(first_equal, return_inverse=True)
+    return keys[unique], index_of_key
 
 
 def first_places(slots: Slots) -> Slots | None:

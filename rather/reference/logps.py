@@ -214,13 +214,13 @@ class ReferenceLogps:
         rows, columns = pairs.rows, len(self.stored)
         if pairs.name not in self._row_slots:
             self._row_slots[pairs.name] = np.full((columns, len(pairs.dataset), 2), -1, np.int32)
-        known = self._row_slots[pairs.name]
-        found = known.take(rows, axis=1)
-        if len(missing := rows[found[-1, :, 1] < 0]):
+        slots_of_rows = self._row_slots[pairs.name]
+        slots = slots_of_rows.take(rows, axis=1)
+        if len(missing := rows[slots[-1, :, 1] < 0]):
             new = table.slots(self._hashed(pairs.dataset.take(missing)))
-            known[:, missing] = new.reshape(columns, -1, 2)
-            found = known.take(rows, axis=1)
-        return np.asarray(found.reshape(-1))
+            slots_of_rows[:, missing] = new.reshape(columns, -1, 2)
+            slots = slots_of_rows.take(rows, axis=1)
+        return np.asarray(slots.reshape(-1))
 
     def prepare(self, pairs: Sequence[TokenPair]) -> None:
         """Hash the keys of pairs before they are needed; may run in another thread."""
@@ -257,16 +257,15 @@ class ReferenceLogps:
         if not self._opened:
             self.open()
         if self._table is None:
-            everything = np.ones(len(pairs), bool)
-            asked = self._run(batches, everything)
-            return partial(self._count, everything, asked)
+            all_pairs = np.ones(len(pairs), bool)
+            return partial(self._count, all_pairs, self._run(batches, all_pairs))
         slots = self._slots(self._table, pairs)
-        known, kept = self._table.get(slots)
-        unknown = self._unknown(known)
+        sums, is_stored = self._table.get(slots)
+        unknown = self._unknown(sums)
         computed: Callable[[], Columns] | None = None
         if unknown.any():
             computed = self._run(batches, unknown, shared="shared" in self.stored)
-        answer = partial(self._answer, slots, known, kept, computed)
+        answer = partial(self._answer, slots, sums, is_stored, computed)
         return partial(self._count, unknown, answer)
 
     def _count(self, unknown: Flags, answer: Callable[[], Columns]) -> Columns:
@@ -282,9 +281,9 @@ class ReferenceLogps:
         """Return known and computed values, and remember both for `keep`."""
         values, host, arrived = self._to_device(known), torch.from_numpy(known), None
         if asked:
-            found = self._computed(slots, asked()["sum"])
+            computed = self._computed(slots, asked()["sum"])
             is_new = np.isnan(known).all()  # as in a first epoch
-            values = host = found if is_new else torch.where(values.isnan(), found, values)
+            values = host = computed if is_new else torch.where(values.isnan(), computed, values)
             if values.is_cuda:
                 host = values.to("cpu", non_blocking=True)
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -299,13 +298,13 @@ class ReferenceLogps:
         self.announce(request)
         return self._ask_model(request.of(batches))
 
-    def _computed(self, slots: Slots, found: Tensor) -> Tensor:
+    def _computed(self, slots: Slots, sums: Tensor) -> Tensor:
         """Return the values of slots, NaN for those that the model did not compute.
 
         A response that occurs twice has one value: that of the first pair.
         """
-        found = found.to(self.device, non_blocking=True)
-        values = found.view(-1, len(self.stored), 2).transpose(0, 1).reshape(-1)
+        sums = sums.to(self.device, non_blocking=True)
+        values = sums.view(-1, len(self.stored), 2).transpose(0, 1).reshape(-1)
         first = first_places(slots)
         return values if first is None else values[self._to_device(first)]
 
@@ -321,14 +320,14 @@ class ReferenceLogps:
     def keep(self) -> None:
         """Write all values used since the last call to the run's file, then to the shared cache."""
         answers, self._answers = self._answers, []
-        for slots, known, kept, host, arrived in answers:
+        for slots, sums_before, is_stored, host, arrived in answers:
             if arrived:
                 arrived.synchronize()
             values = host.numpy()
             # A value that is not finite may come from a transient fault and must not be stored.
-            is_used = np.isfinite(values) & ~kept
+            is_used = np.isfinite(values) & ~is_stored
             if is_used.any():
-                self._write(slots[is_used], values[is_used], np.isnan(known[is_used]))
+                self._write(slots[is_used], values[is_used], np.isnan(sums_before[is_used]))
 
     def _write(self, slots: Slots, values: Floats, is_new: Flags) -> None:
         """Write to the files. If the disk is full the run continues, but saves no checkpoint."""
@@ -341,7 +340,9 @@ class ReferenceLogps:
         except OSError as error:
             if is_first and self._own:
                 path, reason = self._own.path, error.strerror
-                log.warning("%s: cannot be written (%s); its values wait.", path, reason)
+                log.warning(
+                    "%s: cannot be written (%s); keeping the values in memory.", path, reason
+                )
         try:
             if self._segment and is_new.any():
                 all_new = is_new.all()
@@ -370,11 +371,11 @@ class ReferenceLogps:
         assert self._table is not None
         pairs = batches.pairs
         slots = self._slots(self._table, pairs)
-        known = torch.from_numpy(self._table.get(slots)[0]).view(-1, 2)
+        cached = torch.from_numpy(self._table.get(slots)[0]).view(-1, 2)
         lengths = torch.from_numpy(scored_lengths(pairs))
         computed = self._run(batches, np.ones(len(pairs), bool))()["sum"].cpu()
         self.counts.forwards += 1
-        worst = float(((known - computed).abs() / lengths.clamp(min=1)).max())
+        worst = float(((cached - computed).abs() / lengths.clamp(min=1)).max())
         if not worst <= tolerance:
             raise ConfigError(
                 f"reference.cache.recheck: of {len(pairs)} cached pairs, one differs from the "
