@@ -329,8 +329,8 @@ MUTATIONS = (
     Mutation(
         "checkpoint: later checkpoints come before the one in LATEST",
         "rather/checkpoint/checkpoint.py",
-        "return sorted(found, key=lambda path: bool(latest) and _step(path) > latest[0])",
-        "return sorted(found, key=lambda path: bool(latest) and _step(path) < latest[0])",
+        "return sorted(checkpoints, key=lambda path: _step(path) > latest_step)",
+        "return sorted(checkpoints, key=lambda path: _step(path) < latest_step)",
         ("tests/checkpoint/test_checkpoint.py::test_latest_decides_what_is_newest",),
     ),
     Mutation(

@@ -81,9 +81,9 @@ class Checkpoint:
     def stored(self, group: str) -> ShardedFiles:
         """Return the tensors of one group, each read on access, whole or in part."""
         if group not in self.groups:
-            found = ", ".join(self.groups) or "none"
+            names = ", ".join(self.groups) or "none"
             raise CheckpointError(
-                f"{self.path}: has no tensor group '{group}'; its groups are: {found}."
+                f"{self.path}: has no tensor group '{group}'; its groups are: {names}."
             )
         return ShardedFiles(self.groups[group])
 
@@ -161,13 +161,13 @@ def write_groups(
     folder: Path, groups: Groups, *, rank: int | None = None
 ) -> dict[str, tuple[int, str]]:
     """Write this process's tensors into a folder; file names contain the `rank`, if given."""
-    own = "" if rank is None else f"{rank:05d}-"
+    rank_prefix = "" if rank is None else f"{rank:05d}-"
     written = {}
     for group, tensors in groups.items():
         if rank is not None and not tensors:
             continue
         for number, shards in enumerate(split_by_size(tensors, SHARD_BYTES), start=1):
-            name = f"{group}-{own}{number:05d}.safetensors"
+            name = f"{group}-{rank_prefix}{number:05d}.safetensors"
             written[name] = _write(folder / name, shards_file(shards))
     return written
 
@@ -262,15 +262,15 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
 def _must_survive_json(value: Any, where: str) -> None:
     """Refuse what JSON changes, such as a tuple or an integer key: the resumed run would differ."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        inner = {f"{where}.{key}": each for key, each in value.items()}
+        inner = {f"{where}.{key}": inner_value for key, inner_value in value.items()}
     elif isinstance(value, list):
-        inner = {f"{where}[{index}]": each for index, each in enumerate(value)}
+        inner = {f"{where}[{index}]": inner_value for index, inner_value in enumerate(value)}
     elif isinstance(value, str | int | float | None):
         return
     else:
         raise TypeError(f"{where}: JSON does not preserve {type(value).__name__} {value!r:.80}")
-    for name, each in inner.items():
-        _must_survive_json(each, name)
+    for name, inner_value in inner.items():
+        _must_survive_json(inner_value, name)
 
 
 # --- verifying ---
@@ -282,8 +282,8 @@ def newest_good(run_dir: Path, *, full: bool = True) -> Checkpoint | None:
     Damaged ones are reported in a warning and skipped. If all are damaged, that is an error:
     starting from zero would throw the run away without asking.
     """
-    found, damages = candidates(run_dir), ""
-    for place, path in enumerate(found):
+    checkpoints, damages = candidates(run_dir), ""
+    for index, path in enumerate(checkpoints):
         try:
             good = open_checkpoint(path, full=full)
         except CheckpointError as error:
@@ -292,13 +292,13 @@ def newest_good(run_dir: Path, *, full: bool = True) -> Checkpoint | None:
             continue
         if damages:
             log.warning("%s is used instead: the newest good checkpoint, step %d.", path, good.step)
-        for unused in found[place + 1 :]:
+        for unused in checkpoints[index + 1 :]:
             if _step(unused) > good.step:
                 log.warning("%s: is not used, it is later than the step in LATEST.", unused)
         return good
     if damages:
         raise CheckpointError(
-            f"{run_dir}: all of its checkpoints ({len(found)}) are damaged:{damages}\n"
+            f"{run_dir}: all of its checkpoints ({len(checkpoints)}) are damaged:{damages}\n"
             "Set resume_from_checkpoint to a good copy, or start from scratch with --overwrite or "
             "another exp_name."
         )
@@ -336,11 +336,17 @@ def candidates(run_dir: Path) -> list[Path]:
     Later steps come from before a rollback, or from a save killed between its rename and LATEST;
     the steps of the latter are simply done again, with the same result.
     """
-    found = list(filter(has_checkpoint_name, run_dir.iterdir())) if run_dir.is_dir() else []
-    found.sort(key=lambda path: (-_step(path), path.name.startswith(".")))
-    named = latest_name(run_dir)
-    latest = [_step(path) for path in found if path.name.removeprefix(".old-") == named]
-    return sorted(found, key=lambda path: bool(latest) and _step(path) > latest[0])  # a stable sort
+    if not run_dir.is_dir():
+        return []
+    checkpoints = [path for path in run_dir.iterdir() if has_checkpoint_name(path)]
+    checkpoints.sort(key=lambda path: (-_step(path), path.name.startswith(".")))
+    latest = latest_name(run_dir)
+    for path in checkpoints:
+        if path.name.removeprefix(".old-") == latest:
+            latest_step = _step(path)
+            # A stable sort: only those after LATEST move behind the others.
+            return sorted(checkpoints, key=lambda path: _step(path) > latest_step)
+    return checkpoints
 
 
 def has_checkpoint_name(path: Path) -> bool:
@@ -364,18 +370,18 @@ def prune(run_dir: Path, keep: int, *spared: Path | None) -> None:
     Nothing is deleted before a newer checkpoint has been fully verified; damaged ones newer than
     that do not count. The one in LATEST and symbolic links, which Rather never creates, stay.
     """
-    found = candidates(run_dir)
-    if keep == 0 or len(found) <= keep:
+    checkpoints = candidates(run_dir)
+    if keep == 0 or len(checkpoints) <= keep:
         return
     damaged = 0
-    for damaged, path in enumerate(found):  # noqa: B007 - counts those before the first good one
+    for damaged, path in enumerate(checkpoints):  # noqa: B007 - those before the first good one
         try:
             verify(path)
             break
         except CheckpointError as error:
             log.warning("DAMAGED CHECKPOINT, older ones are kept instead: %s", error)
     latest = latest_name(run_dir)
-    for path in found[damaged + keep :]:
+    for path in checkpoints[damaged + keep :]:
         if path.is_symlink():
             log.warning("%s: is a symbolic link and is kept; remove it by hand.", path)
         elif path.name != latest and {path, path.resolve()}.isdisjoint(spared):

@@ -56,15 +56,19 @@ def damages(path: Path, files: Written, *, full: bool = True) -> Iterator[tuple[
             yield path / name, "is not part of the checkpoint: the manifest does not list it"
     for name in sorted(files.keys() - present.keys()):
         yield path / name, "is missing, but listed in the manifest"
-    whole = []
-    for name in (name for name in files if name in present):
-        if (found := (path / name).stat().st_size) != files[name][0]:
-            yield path / name, f"is damaged: {found:,} bytes instead of {files[name][0]:,}"
+    yield from _damaged_contents(path, {n: files[n] for n in files if n in present}, full=full)
+
+
+def _damaged_contents(path: Path, files: Written, *, full: bool) -> Iterator[tuple[Path, str]]:
+    names_to_hash = []
+    for name, (expected, _) in files.items():
+        if (size := (path / name).stat().st_size) != expected:
+            yield path / name, f"is damaged: {size:,} bytes instead of {expected:,}"
         elif full or name == STATE:
-            whole.append(name)
+            names_to_hash.append(name)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        digests = pool.map(lambda name: file_sha(path / name, own), whole)
-        for name, digest in zip(whole, digests, strict=True):
+        digests = pool.map(lambda name: file_sha(path / name, own), names_to_hash)
+        for name, digest in zip(names_to_hash, digests, strict=True):
             if digest != files[name][1]:
                 yield path / name, "is damaged: its SHA-256 differs from the manifest"
 
@@ -72,22 +76,7 @@ def damages(path: Path, files: Written, *, full: bool = True) -> Iterator[tuple[
 def read_manifest(path: Path) -> tuple[int, Written]:
     """Return step and files of a manifest, after checking its own digest."""
     manifest = path / MANIFEST
-    for link in (path, manifest):
-        if link.is_symlink():
-            raise CheckpointError(f"{link}: is a symbolic link; use the real folder and files.")
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: is not a checkpoint folder (.../checkpoint-<step>).")
-    if not manifest.is_file():
-        raise CheckpointError(f"{manifest}: is missing, so the checkpoint is incomplete.")
-    try:
-        raw = read_bytes(manifest, opener=own)
-    except ValueError as error:  # too large
-        raise CheckpointError(f"{manifest}: {error}") from error
-    body = raw[: -len(_own_digest(b""))]
-    if body + _own_digest(body) != raw:
-        raise CheckpointError(
-            f"{manifest}: the manifest itself is damaged: its own digest does not match."
-        )
+    raw = _intact_bytes(path, manifest)
     try:
         content = parse_json(raw)
         schema, step = content["schema"], int(content["step"])
@@ -109,8 +98,29 @@ def read_manifest(path: Path) -> tuple[int, Written]:
             raise CheckpointError(
                 f"{manifest}: lists {name!r}, which is not a file of a checkpoint."
             )
-    if (named := FOLDER.fullmatch(path.name)) and int(named[1]) != step:
+    if (folder_name := FOLDER.fullmatch(path.name)) and int(folder_name[1]) != step:
         raise CheckpointError(
             f"{manifest}: is of step {step}; the folder was renamed, change its name back."
         )
     return step, files
+
+
+def _intact_bytes(path: Path, manifest: Path) -> bytes:
+    """Return the bytes of a manifest whose own digest matches."""
+    for link in (path, manifest):
+        if link.is_symlink():
+            raise CheckpointError(f"{link}: is a symbolic link; use the real folder and files.")
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is not a checkpoint folder (.../checkpoint-<step>).")
+    if not manifest.is_file():
+        raise CheckpointError(f"{manifest}: is missing, so the checkpoint is incomplete.")
+    try:
+        raw = read_bytes(manifest, opener=own)
+    except ValueError as error:  # too large
+        raise CheckpointError(f"{manifest}: {error}") from error
+    body = raw[: -len(_own_digest(b""))]
+    if body + _own_digest(body) != raw:
+        raise CheckpointError(
+            f"{manifest}: the manifest itself is damaged: its own digest does not match."
+        )
+    return raw

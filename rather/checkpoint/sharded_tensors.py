@@ -53,8 +53,8 @@ class ShardSpec:
     @staticmethod
     def full(shape: Iterable[int]) -> ShardSpec:
         """Return the block that is the whole tensor."""
-        whole = tuple(shape)
-        return ShardSpec(whole, (0,) * len(whole), whole)
+        sizes = tuple(shape)
+        return ShardSpec(sizes, (0,) * len(sizes), sizes)
 
     @property
     def ends(self) -> Numbers:
@@ -107,9 +107,9 @@ class ShardedFiles(Mapping[str, Tensor]):
         header = parse_json((file.metadata() or {}).get(HEADER_KEY, "{}"))
         for name in file.keys():  # noqa: SIM118  the file is not a mapping
             sizes = tuple(file.get_slice(name).get_shape())
-            whole, offsets = map(tuple, header.get(name, (sizes, (0,) * len(sizes))))
+            full_shape, offsets = map(tuple, header.get(name, (sizes, (0,) * len(sizes))))
             shards = self._shards.setdefault(name, {})
-            shards[offsets] = (file, ShardSpec(whole, offsets, sizes))
+            shards[offsets] = (file, ShardSpec(full_shape, offsets, sizes))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name, ShardSpec.full(self.shape(name)))
@@ -144,9 +144,9 @@ class ShardedFiles(Mapping[str, Tensor]):
         filled = 0
         for file, stored in shards:
             if common := wanted.overlap(stored):
-                part = file.get_slice(name)[common.relative_to(stored.offsets)]
-                block[common.relative_to(wanted.offsets)] = part
-                filled += part.numel()
+                values = file.get_slice(name)[common.relative_to(stored.offsets)]
+                block[common.relative_to(wanted.offsets)] = values
+                filled += values.numel()
         if filled != block.numel():
             raise CheckpointError(f"{name}: some of its shards are missing from the files.")
         return block
@@ -161,8 +161,8 @@ class ShardedFiles(Mapping[str, Tensor]):
 
         def parts() -> Iterator[Tensor]:
             for first in range(0, count, rows):
-                part = spec.narrow(0, first, min(rows, count - first))
-                yield cast(name, self.read(name, part), part)
+                chunk_spec = spec.narrow(0, first, min(rows, count - first))
+                yield cast(name, self.read(name, chunk_spec), chunk_spec)
 
         return TensorStream(dtype, spec.whole, parts)
 
@@ -206,10 +206,11 @@ def safetensors_file(
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for _, tensor in ordered:
-        for part in tensor.parts():
-            data = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            for start in range(0, len(data), CHUNK):
-                yield data[start : start + CHUNK]
+        for tensor_chunk in tensor.parts():
+            flat = tensor_chunk.detach().cpu().contiguous().reshape(-1)
+            buffer = flat.view(torch.uint8).numpy().data
+            for start in range(0, len(buffer), CHUNK):
+                yield buffer[start : start + CHUNK]
 
 
 class LocalShards(UserDict[str, Tensor]):

@@ -84,9 +84,9 @@ class Store:
         with self.errors():
             pages = self.client.get_paginator("list_objects_v2")
             return {
-                found["Key"].removeprefix(start): (found["Size"], found["LastModified"])
+                entry["Key"].removeprefix(start): (entry["Size"], entry["LastModified"])
                 for page in pages.paginate(Bucket=self.bucket, Prefix=start)
-                for found in page.get("Contents", ())
+                for entry in page.get("Contents", ())
             }
 
     def put(self, name: str, file: Path) -> None:
@@ -133,8 +133,8 @@ class Store:
         latest = max((time for _, time in there.values()), default=datetime.max)
         past = {name for name, (_, time) in there.items() if time < latest - ABANDONED}
         old = {name.split("/")[0] for name in past}
-        left = {name for name in old if re.fullmatch(f"{kind}-[0-9a-f]{{16}}", name)}
-        self.delete(there, left.difference(complete))
+        abandoned = {name for name in old if re.fullmatch(f"{kind}-[0-9a-f]{{16}}", name)}
+        self.delete(there, abandoned.difference(complete))
         self.delete(there, complete[keep:] if keep else ())
 
     def restore(self, run_dir: Path, run_files: Iterable[str]) -> None:
@@ -143,7 +143,7 @@ class Store:
         for name in run_files:
             if name in there and not (run_dir / name).exists():
                 self.get(f"{self.key}/{name}", run_dir / name)
-        for folder in (found := completed(there, CHECKPOINT)):
+        for folder in (folders := completed(there, CHECKPOINT)):
             try:
                 self._download(folder, there, run_dir)
             except CheckpointError as error:
@@ -151,7 +151,9 @@ class Store:
             else:
                 log.info("%s/%s was downloaded to %s", self.address, folder, run_dir)
                 return
-        raise CheckpointError(f"{self.address}: all of its checkpoints ({len(found)}) are damaged.")
+        raise CheckpointError(
+            f"{self.address}: all of its checkpoints ({len(folders)}) are damaged."
+        )
 
     def _download(self, folder: str, there: Objects, run_dir: Path) -> None:
         inside = {name: size for name, (size, _) in there.items() if name.startswith(f"{folder}/")}
@@ -257,8 +259,8 @@ class Uploads:
     def _work(self) -> None:
         """Upload what waits; what fails waits again, unless something newer has come."""
         with self._turn:
-            taken, self._waiting = self._waiting, {}
-        for kind, (folder, step) in taken.items():
+            uploads, self._waiting = self._waiting, {}
+        for kind, (folder, step) in uploads.items():
             self.current = folder
             try:
                 for name in self.run_files:
