@@ -107,8 +107,8 @@ MUTATIONS = (
     Mutation(
         "adamw: masters lose their lower 16 bits",
         "rather/optim/adamw.py",
-        "rest.copy_(low_bits(master))",
-        "rest.zero_()",
+        "low.copy_(low_bits(master))",
+        "low.zero_()",
         ("tests/train/test_optim.py::test_split_masters_have_the_bits_of_float32_training",),
     ),
     Mutation(

@@ -45,7 +45,10 @@ class Update:
     seed: int
 
     def adamw(self, states: Sequence[ParameterState], *tensors: list[Tensor]) -> None:
-        """Run torch's fused AdamW in place on weights, gradients, exp_avg, exp_avg_sq; one decay."""
+        """Run torch's fused AdamW in place on weights, gradients, exp_avg, exp_avg_sq.
+
+        The weights have the same decay.
+        """
         weights, gradients, means, squares = tensors
         steps = torch.tensor([float(state.steps) for state in states])
         counts = list(steps.to(weights[0].device, non_blocking=True).unbind())
@@ -92,24 +95,24 @@ class ParameterState:
             self.rest = (parameter if start is None else start).detach().float()
         if self.form != "wide" and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()  # updates write to flat views
-        own = self.local
+        weight = self.local
         if self.form == "split":
-            begin = own.float() if start is None else start.detach().to(own.device)
-            self.rest = rounding.split(name, own, begin)
+            begin = weight.float() if start is None else start.detach().to(weight.device)
+            self.rest = rounding.split(name, weight, begin)
             if rounding.kind == "nearest":
                 # torch rounds exact halves to even, and a reference is rounded by torch. The
                 # master of such a half starts one float32 step lower.
-                own.copy_(begin.bfloat16())
-                upper = own.bfloat16().view(torch.int16).int() << 16
+                weight.copy_(begin.bfloat16())
+                upper = weight.bfloat16().view(torch.int16).int() << 16
                 bits = begin.contiguous().view(torch.int32) - upper
                 self.rest = bits.clamp_(-(1 << 15), (1 << 15) - 1).short()
         wide = torch.promote_types(parameter.dtype, torch.float32)
         for kind in ("exp_avg", "exp_avg_sq"):
-            moment = torch.zeros_like(own, dtype=torch.uint8 if self.form == "lean" else wide)
+            moment = torch.zeros_like(weight, dtype=torch.uint8 if self.form == "lean" else wide)
             self.moments[kind] = moment
             if self.form == "lean":
-                blocks = -(-own.numel() // BLOCK)
-                self.moments[f"{kind}_base"] = own.new_zeros(blocks, dtype=torch.int16)
+                blocks = -(-weight.numel() // BLOCK)
+                self.moments[f"{kind}_base"] = weight.new_zeros(blocks, dtype=torch.int16)
         self.sum: Tensor | None = None  # without what `sums` has not added yet
         self._sums = sums
         self.linear: SummingLinear | None = None  # sums the gradient by itself
@@ -174,8 +177,8 @@ class ParameterState:
             if self.rest is not None:
                 self.rest.copy_(master)
         self.steps = steps
-        for kind, own in self.moments.items():
-            own.copy_(moments[kind]) if kind in moments else own.zero_()
+        for kind, moment in self.moments.items():
+            moment.copy_(moments[kind]) if kind in moments else moment.zero_()
 
 
 class GradientSums:
@@ -198,9 +201,9 @@ class GradientSums:
         self.late = {}
         wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         torch._foreach_copy_(wide, grads)
-        later = [(s.sum, more) for s, more in zip(states, wide, strict=True) if s.sum is not None]
+        later = [(s.sum, grad) for s, grad in zip(states, wide, strict=True) if s.sum is not None]
         if later:
-            torch._foreach_add_([total for total, _ in later], [more for _, more in later])
+            torch._foreach_add_([total for total, _ in later], [grad for _, grad in later])
         for state, first in zip(states, wide, strict=True):
             state.sum = first if state.sum is None else state.sum
 
@@ -216,21 +219,28 @@ def update_parameters(
     prepared: Callable[[float], None] | None = None,
 ) -> None:
     """Update parameters that have a gradient; `prepared` those in half precision on CUDA."""
-    wide = [state for state in states if state.form == "wide"]
-    if wide and update.gradient_scale != 1.0:
-        torch._foreach_mul_([_gradient(state) for state in wide], update.gradient_scale)
-    for decay in {state.decay for state in wide}:
-        same = [state for state in wide if state.decay == decay]
-        moments = [[state.moments[kind] for state in same] for kind in ("exp_avg", "exp_avg_sq")]
-        masters = [state.master() for state in same]
-        update.adamw(same, masters, [_gradient(state) for state in same], *moments)
-    for state in wide:
-        if state.rest is not None:
-            state.parameter.copy_(state.rest)
+    _update_wide([state for state in states if state.form == "wide"], update)
     if prepared:
         return prepared(update.gradient_scale)
-    for state in [state for state in states if state.form != "wide"]:
-        _update_chunks(state, update)
+    for state in states:
+        if state.form != "wide":
+            _update_chunks(state, update)
+
+
+def _update_wide(states: Sequence[ParameterState], update: Update) -> None:
+    """Update parameters whose master is a tensor of its own, those of one decay at once."""
+    if states and update.gradient_scale != 1.0:
+        torch._foreach_mul_([_gradient(state) for state in states], update.gradient_scale)
+    for decay in {state.decay for state in states}:
+        same = [state for state in states if state.decay == decay]
+        masters = [state.master() for state in same]
+        gradients = [_gradient(state) for state in same]
+        means = [state.moments["exp_avg"] for state in same]
+        squares = [state.moments["exp_avg_sq"] for state in same]
+        update.adamw(same, masters, gradients, means, squares)
+    for state in states:
+        if state.rest is not None:
+            state.parameter.copy_(state.rest)
 
 
 def _update_chunks(state: ParameterState, update: Update) -> None:
@@ -240,21 +250,23 @@ def _update_chunks(state: ParameterState, update: Update) -> None:
         scaled = gradient.float() * update.gradient_scale
         update.adamw([state], [master], [scaled], *([moment] for moment in moments))
 
-    own = (state.local, _gradient(state))
+    weights, gradients = state.local, _gradient(state)
     if state.rest is not None:
-        tensors = _chunks(CHUNK, *own, state.rest, *state.moments.values())
-        for number, (weight, gradient, rest, *moments) in enumerate(tensors):
+        tensors = _chunks(CHUNK, weights, gradients, state.rest, *state.moments.values())
+        for number, (weight, gradient, low, *moments) in enumerate(tensors):
             span = (number * CHUNK, number * CHUNK + weight.numel())
             thresholds = state.rounding.thresholds(state.name, state.local, *span)
-            master = exact(weight, rest, thresholds)
+            master = exact(weight, low, thresholds)
             run_adamw(master, gradient, *moments)
             weight.copy_(rounded(master, thresholds))
-            rest.copy_(low_bits(master))
+            low.copy_(low_bits(master))
         return
     codes, base, codes_sq, base_sq = state.moments.values()
     generator = torch.Generator().manual_seed(update.noise_seed(state.name))
+    chunks = _chunks(CHUNK, weights, gradients, codes, codes_sq)
+    bases = _chunks(CHUNK // BLOCK, base, base_sq)
     for (weight, gradient, mean, square), (mean_base, square_base) in zip(
-        _chunks(CHUNK, *own, codes, codes_sq), _chunks(CHUNK // BLOCK, base, base_sq), strict=True
+        chunks, bases, strict=True
     ):
         wide = weight.float()
         exp_avg, exp_avg_sq = decode(mean, mean_base, signed=True), decode(square, square_base)

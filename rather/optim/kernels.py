@@ -4,7 +4,8 @@ A table on the device gives each program the addresses of its parameter; an upda
 table and a few numbers per parameter there. Imported only if CUDA is used.
 """
 
-# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="untyped-decorator, misc"
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def prepare(states: Iterable[ParameterState], update: Update) -> Callable[[float
     """Return what updates all parameters in half precision, given the scale of the gradients."""
     half = [state for state in states if state.form != "wide" and state.gradient is not None]
     dtypes = {state.parameter.dtype for state in half}
-    several = [[s for s in half if s.parameter.dtype == dtype] for dtype in dtypes]
-    launches = [_prepare(same, update) for same in several]
+    by_dtype = [[s for s in half if s.parameter.dtype == dtype] for dtype in dtypes]
+    launches = [_prepare(same, update) for same in by_dtype]
 
     def launch_all(scale: float) -> None:
         for launch in launches:
@@ -43,16 +44,16 @@ def prepare(states: Iterable[ParameterState], update: Update) -> Callable[[float
 
 
 def _prepare(states: Sequence[ParameterState], update: Update) -> Callable[[float], None]:
-    """Return one launch for all parameters of one form and dtype; one for each would take longer."""
+    """Return one launch for all parameters of one form and dtype: many launches take longer."""
     rows, numbers, gradients = [], [], []
     lean = states[0].form == "lean"
     for state in states:
         gradient = state.gradient
         assert gradient is not None
         gradients.append(gradient.contiguous())
-        rest = [] if state.rest is None else [state.rest, state.rest]
+        low_bits = [] if state.rest is None else [state.rest, state.rest]
         weight = state.local
-        tensors = [weight, gradients[-1], *state.moments.values(), *rest]
+        tensors = [weight, gradients[-1], *state.moments.values(), *low_bits]
         addresses = [tensor.data_ptr() for tensor in tensors]
         first, second = hash_key(state.name)
         seed = update.noise_seed(state.name) if lean else signed(second) << 32 | first
@@ -68,7 +69,7 @@ def _prepare(states: Sequence[ParameterState], update: Update) -> Callable[[floa
     sliced = any(run != stride for *_, run, stride, _ in rows)
     far = sliced or any(row[0] + row[-1] > 1 << 31 for row in rows)
     table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
-    each = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
+    factors = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
     chunks = _chunks(sizes, device)
     held, wide = states[0].parameter.dtype == torch.float32, gradients[0].dtype == torch.float32
 
@@ -76,7 +77,7 @@ def _prepare(states: Sequence[ParameterState], update: Update) -> Callable[[floa
         assert gradients  # alive until the kernel has its addresses
         with torch.cuda.device_of(table):
             _kernel[(len(chunks),)](
-                table, each, chunks, update.beta1, 1 - update.beta1, update.beta2,
+                table, factors, chunks, update.beta1, 1 - update.beta1, update.beta2,
                 1 - update.beta2, update.eps, scale, LEAN=lean,
                 DITHERED=states[0].rounding.kind == "dithered", SLICED=sliced, FAR=far, HELD=held,
                 WIDE=wide, ALIGN=16 if aligned else 1, CHUNK=CHUNK, TILE=TILE, num_warps=4,
@@ -94,7 +95,7 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 @triton.jit
 def _kernel(
-    table, each, chunks, beta1, rest1, beta2, rest2, eps, scale, LEAN: tl.constexpr,
+    table, factors, chunks, beta1, rest1, beta2, rest2, eps, scale, LEAN: tl.constexpr,
     DITHERED: tl.constexpr, SLICED: tl.constexpr, FAR: tl.constexpr, HELD: tl.constexpr,
     WIDE: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -106,62 +107,63 @@ def _kernel(
     row = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
     entry = table + 11 * row
-    each += 3 * row
-    numbers = (tl.load(each), tl.load(each + 1), tl.load(each + 2),
+    factors += 3 * row
+    numbers = (tl.load(factors), tl.load(factors + 1), tl.load(factors + 2),
                beta1, rest1, beta2, rest2, eps, scale)  # fmt: skip
     size, seed = tl.load(entry).to(tl.int32), tl.load(entry + 1)
     weight = _pointer(entry + 2, tl.int32 if HELD else tl.int16, ALIGN)
     gradient = _pointer(entry + 3, tl.float32 if WIDE else tl.bfloat16, ALIGN)
     exp_avg = _pointer(entry + 4, tl.uint8 if LEAN else tl.float32, ALIGN)
     exp_avg_sq = _pointer(entry + (6 if LEAN else 5), tl.uint8 if LEAN else tl.float32, ALIGN)
-    rest = _pointer(entry + (5 if LEAN else 6), tl.int16, ALIGN)
-    rest_sq = _pointer(entry + 7, tl.int16, ALIGN)
+    # The bases of the moments if lean, else the low bits.
+    extra = _pointer(entry + (5 if LEAN else 6), tl.int16, ALIGN)
+    extra_sq = _pointer(entry + 7, tl.int16, ALIGN)
     blocks: tl.constexpr = TILE // BLOCK
-    here = tl.arange(0, blocks)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    whole = size - first >= CHUNK
+    offsets = tl.arange(0, blocks)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    is_full = size - first >= CHUNK
     for start in range(0, tl.minimum(CHUNK, size - first), 2 * TILE):
         # Four random words serve two weights each, one in this tile and one in the next.
-        noise = tl.randint4x(seed, first + start + here, 7) if LEAN else (seed, seed, seed, seed)
+        noise = tl.randint4x(seed, first + start + offsets, 7) if LEAN else (seed, seed, seed, seed)
         for half in tl.static_range(2):
             origin = first + start + half * TILE
-            at, block = origin + here, origin // BLOCK + tl.arange(0, blocks)
-            places = (weight + at, gradient + at, exp_avg + at, exp_avg_sq + at)
+            at, block = origin + offsets, origin // BLOCK + tl.arange(0, blocks)
+            pointers = (weight + at, gradient + at, exp_avg + at, exp_avg_sq + at)
             random = (noise[2 * half], noise[2 * half + 1])
             if LEAN:
-                bases = (rest + block, rest_sq + block)
-                if whole:  # a mask would forbid wide loads
-                    _lean_tile(places, bases, None, None, random, numbers, HELD)
+                bases = (extra + block, extra_sq + block)
+                if is_full:  # a mask would forbid wide loads
+                    _lean_tile(pointers, bases, None, None, random, numbers, HELD)
                 else:
                     inside = at < size
-                    _lean_tile(places, bases, inside, block * BLOCK < size, random, numbers, HELD)
+                    _lean_tile(pointers, bases, inside, block * BLOCK < size, random, numbers, HELD)
             else:
                 threshold = 0x8000
                 if DITHERED:
                     threshold = _threshold(at, entry + 8, seed, SLICED, FAR)
-                if whole:
-                    _split_tile(places, rest + at, None, threshold, numbers, HELD)
+                if is_full:
+                    _split_tile(pointers, extra + at, None, threshold, numbers, HELD)
                 else:
-                    _split_tile(places, rest + at, at < size, threshold, numbers, HELD)
+                    _split_tile(pointers, extra + at, at < size, threshold, numbers, HELD)
 
 
 @triton.jit
 def _threshold(at, place, seed, SLICED: tl.constexpr, FAR: tl.constexpr):
     """Return what `rounding.thresholds` does, for local flat indices."""
     index = at.to(tl.uint32)
-    more = (seed >> 32).to(tl.uint32)
+    key = (seed >> 32).to(tl.uint32)
     if FAR:
         index = at.to(tl.int64)
         if SLICED:
             run = tl.load(place)
             index = index // run * tl.load(place + 1) + index % run
         index += tl.load(place + 2)
-        more += (index >> 32).to(tl.uint32) * 0xC2B2AE35
+        key += (index >> 32).to(tl.uint32) * 0xC2B2AE35
         index = index.to(tl.uint32)
     else:
         index += tl.load(place + 2).to(tl.uint32)
     bits = (index ^ seed.to(tl.uint32)) * 0x9E3779B1
     bits ^= bits >> 15
-    bits = (bits + more) * 0x85EBCA6B
+    bits = (bits + key) * 0x85EBCA6B
     bits ^= bits >> 13
     return ((bits * 0xC2B2AE35) >> 16).to(tl.int32)
 
@@ -195,8 +197,8 @@ def _lean_tile(places, bases, inside, block_inside, random, numbers, HELD: tl.co
     v = (code << 20).to(tl.float32, bitcast=True)
     g = tl.load(gradient) if inside is None else tl.load(gradient, inside, other=0.0)
     w, m, v = _adamw(w, m, v, g.to(tl.float32), numbers)
-    noise, more = random[0].to(tl.int32, bitcast=True), random[1].to(tl.int32, bitcast=True)
-    sixteen = ((noise >> 20) & 0xFFF) | ((more >> 16) & 0xF000)  # what the other two leave
+    noise, noise_sq = random[0].to(tl.int32, bitcast=True), random[1].to(tl.int32, bitcast=True)
+    sixteen = ((noise >> 20) & 0xFFF) | ((noise_sq >> 16) & 0xF000)  # what the other two leave
     _store(weight, (w.to(tl.int32, bitcast=True) + sixteen) >> 16, inside, HELD)
     bits = m.to(tl.int32, bitcast=True)
     rounded = ((bits & 0x7FFFFFFF) + (noise & 0xFFFFF)) >> 20
@@ -204,7 +206,7 @@ def _lean_tile(places, bases, inside, block_inside, random, numbers, HELD: tl.co
     code = tl.maximum(rounded - lowest[:, None], 0) | tl.where(bits < 0, 128, 0)
     tl.store(exp_avg, code.to(tl.uint8), inside)
     tl.store(bases[0], lowest.to(tl.int16), block_inside)
-    rounded = (v.to(tl.int32, bitcast=True) + (more & 0xFFFFF)) >> 20
+    rounded = (v.to(tl.int32, bitcast=True) + (noise_sq & 0xFFFFF)) >> 20
     lowest = tl.maximum(tl.max(rounded, 1) - 255, 0)
     tl.store(exp_avg_sq, tl.maximum(rounded - lowest[:, None], 0).to(tl.uint8), inside)
     tl.store(bases[1], lowest.to(tl.int16), block_inside)

@@ -100,12 +100,12 @@ class Optimizer:
 
     def named_gradients(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         chosen = [name for name in self.parameters if names is None or name in names]
-        return {name: found for name in chosen if (found := self.gradient(name)) is not None}
+        return {name: gradient for name in chosen if (gradient := self.gradient(name)) is not None}
 
     def norms(self, names: Collection[str] | None = None) -> dict[str, float]:
         """Return the norm of each gradient on this rank, loss scale removed; waits for it."""
-        found = self.named_gradients(names)
-        norms = zip(found, _norms(found), strict=True)
+        gradients = self.named_gradients(names)
+        norms = zip(gradients, _norms(gradients), strict=True)
         return {name: float(norm) / self.scale for name, norm in norms}
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
@@ -168,14 +168,17 @@ class Optimizer:
 
     def gradient_bytes(self) -> int:
         """Return the size of all gradients of this rank."""
-        own = [(local(state.parameter), state.sums_wide) for state in self._states.values()]
-        return sum(part.numel() * 4 if wide else part.nbytes for part, wide in own)
+        total = 0
+        for state in self._states.values():
+            shard = local(state.parameter)
+            total += shard.numel() * 4 if state.sums_wide else shard.nbytes
+        return total
 
     def state_bytes(self) -> int:
         """Return the size of the moments on this rank, and of masters beyond the parameters."""
         states = self._states.values()
-        kept = [tensor for state in states for tensor in (state.rest, *state.moments.values())]
-        return sum(local(tensor).nbytes for tensor in kept if tensor is not None)
+        stored = [tensor for state in states for tensor in (state.rest, *state.moments.values())]
+        return sum(local(tensor).nbytes for tensor in stored if tensor is not None)
 
     def zero_grad(self) -> None:
         self._prepared = None
@@ -190,13 +193,13 @@ class Optimizer:
         A weight that never had a gradient has none. One that missed updates also has
         `<parameter>.step`, the number of its own updates.
         """
-        found: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
         for name, state in self._states.items():
             if state.steps:
-                found |= {f"{name}.{kind}": tensor for kind, tensor in state.moments.items()}
+                moments |= {f"{name}.{kind}": tensor for kind, tensor in state.moments.items()}
             if 0 < state.steps < self.updates:
-                found[f"{name}.step"] = torch.tensor(state.steps)
-        return found
+                moments[f"{name}.step"] = torch.tensor(state.steps)
+        return moments
 
     @torch.no_grad()
     def load(
@@ -215,9 +218,9 @@ class Optimizer:
         self.updates = updates
         for name, state in self._states.items():
             keys = {kind: f"{name}.{kind}" for kind in state.moments}
-            own = {kind: moments[key] for kind, key in keys.items() if key in moments}
-            steps = int(moments.get(f"{name}.step", updates)) if own else 0
-            state.load(masters[name], own, steps)
+            moments_of_state = {kind: moments[key] for kind, key in keys.items() if key in moments}
+            steps = int(moments.get(f"{name}.step", updates)) if moments_of_state else 0
+            state.load(masters[name], moments_of_state, steps)
 
 
 class _Masters(UserDict[str, Any]):

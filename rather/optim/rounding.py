@@ -150,12 +150,12 @@ class Rounding:
             return function(*tensors, NEAREST)
         flat = [tensor.reshape(-1) for tensor in tensors]
         count, device = flat[0].numel(), flat[0].device
-        parts = []
+        results = []
         for first in range(0, max(count, 1), CHUNK):
             last = min(first + CHUNK, count)
-            own = thresholds(name, spec, first, last, device)
-            parts.append(function(*(tensor[first:last] for tensor in flat), own))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(tensors[0].shape)
+            limits = thresholds(name, spec, first, last, device)
+            results.append(function(*(tensor[first:last] for tensor in flat), limits))
+        return (results[0] if len(results) == 1 else torch.cat(results)).view(tensors[0].shape)
 
 
 def rounded(master: Tensor, threshold: Tensor | int) -> Tensor:
@@ -163,8 +163,8 @@ def rounded(master: Tensor, threshold: Tensor | int) -> Tensor:
     bits = master.float().contiguous().view(torch.int32)
     upper = (bits + threshold) >> 16
     finite = (bits >> 16) & EXPONENT != EXPONENT
-    kept = (bits >> 16) | (bits & 0xFFFF != 0)
-    return torch.where(finite, upper, kept).short().view(torch.bfloat16)
+    unrounded = (bits >> 16) | (bits & 0xFFFF != 0)
+    return torch.where(finite, upper, unrounded).short().view(torch.bfloat16)
 
 
 def low_bits(master: Tensor) -> Tensor:

@@ -66,8 +66,8 @@ class SharedInput:
         self.biased = any(layer.bias is not None for layer in layers)
         self.x: Tensor | None = None  # the input, until the last layer has its result
         self.results: Sequence[Tensor] = ()
-        for place, layer in enumerate(layers):
-            layer.group, layer.place = self, place
+        for index, layer in enumerate(layers):
+            layer.group, layer.place = self, index
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the layers has no group
@@ -87,10 +87,10 @@ class SharedInput:
         elif self.x is not x:
             alone: Tensor = layer.product(x)
             return alone
-        result = self.results[layer.place]
+        output = self.results[layer.place]
         if layer is self.layers[-1]:
             self.x, self.results = None, ()
-        return result
+        return output
 
 
 class Projections(SharedInput):
@@ -102,8 +102,8 @@ class Projections(SharedInput):
     def __init__(self, layers: Sequence[SummingLinear]) -> None:
         super().__init__(layers)
         self.weight = torch.cat([layer.weight.data for layer in layers])
-        for layer, part in zip(layers, self.parts(self.weight), strict=True):
-            layer.weight.data = part
+        for layer, rows in zip(layers, self.parts(self.weight), strict=True):
+            layer.weight.data = rows
 
     def parts(self, whole: Tensor) -> Sequence[Tensor]:
         """Return the rows of each layer in a tensor of the shape of `weight`."""
@@ -128,8 +128,8 @@ def summing(
         if type(module) is nn.Linear and module.weight in weights:
             linears.setdefault(module.weight, set()).add(module)  # type: ignore[arg-type]
     summing_by_weight: dict[nn.Parameter, SummingLinear] = {}
-    for weight, (linear, *others) in linears.items():
-        if not others:
+    for weight, (linear, *sharing) in linears.items():
+        if not sharing:
             linear.__class__ = SummingLinear
             summing_by_weight[weight] = linear  # type: ignore[assignment]
     return summing_by_weight
@@ -159,19 +159,21 @@ class Totals:
     """The totals of several layers. They are parts of one tensor: one kernel, not hundreds."""
 
     def __init__(self, linears: Sequence[SummingLinear]) -> None:
-        groups = {each: each.group for each in linears if isinstance(each.group, Projections)}
-        units = list(dict.fromkeys(groups.get(each, each) for each in linears))
+        groups = {
+            linear: linear.group for linear in linears if isinstance(linear.group, Projections)
+        }
+        units = list(dict.fromkeys(groups.get(linear, linear) for linear in linears))
         sizes = [-(-unit.weight.numel() // 64) * 64 for unit in units]  # aligned
         self.flat = linears[0].weight.new_empty(sum(sizes), dtype=torch.float32)
         self.bytes = self.flat.untyped_storage().nbytes()
         self.parts: list[tuple[SummingLinear | Projections, Tensor]] = []
-        for unit, own in zip(units, self.flat.split(sizes), strict=True):
+        for unit, span in zip(units, self.flat.split(sizes), strict=True):
             # `data`: autograd must not take a change of one for a change of all.
-            total = own.data[: unit.weight.numel()].view_as(unit.weight)
+            total = span.data[: unit.weight.numel()].view_as(unit.weight)
             self.parts.append((unit, total))
             if isinstance(unit, Projections):
-                parts = [part.data for part in unit.parts(total)]
-                self.parts += zip(unit.layers, parts, strict=True)
+                views = [view.data for view in unit.parts(total)]
+                self.parts += zip(unit.layers, views, strict=True)
 
     def begin(self) -> None:
         """Give each layer a total of zeros."""
