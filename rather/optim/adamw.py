@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from rather.arithmetic import ceil_div
 from rather.optim.rounding import Rounding, exact, low_bits, rounded
 from rather.optim.summing import SummingLinear
 
@@ -111,7 +112,7 @@ class ParameterState:
             moment = torch.zeros_like(weight, dtype=torch.uint8 if self.form == "lean" else wide)
             self.moments[kind] = moment
             if self.form == "lean":
-                blocks = -(-weight.numel() // BLOCK)
+                blocks = ceil_div(weight.numel(), BLOCK)
                 self.moments[f"{kind}_base"] = weight.new_zeros(blocks, dtype=torch.int16)
         self.sum: Tensor | None = None  # without what `sums` has not added yet
         self._sums = sums

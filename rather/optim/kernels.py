@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rather.arithmetic import ceil_div
 from rather.optim.rounding import hash_key, place, signed
 
 if TYPE_CHECKING:
@@ -89,7 +90,9 @@ def _prepare(states: Sequence[ParameterState], update: Update) -> Callable[[floa
 @lru_cache(maxsize=8)
 def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Return [programs, 2]: the parameter of each program, and which of its chunks."""
-    pairs = [(row, chunk) for row, size in enumerate(sizes) for chunk in range(-(-size // CHUNK))]
+    pairs = [
+        (row, chunk) for row, size in enumerate(sizes) for chunk in range(ceil_div(size, CHUNK))
+    ]
     return torch.tensor(pairs, dtype=torch.int32).to(device)
 
 

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rather.arithmetic import round_up
+
 Layer = TypeVar("Layer", bound=nn.Module)
 
 # Names in transformers. Joining gate_proj and up_proj gains nothing: their products are large
@@ -163,7 +165,7 @@ class Totals:
             linear: linear.group for linear in linears if isinstance(linear.group, Projections)
         }
         units = list(dict.fromkeys(groups.get(linear, linear) for linear in linears))
-        sizes = [-(-unit.weight.numel() // 64) * 64 for unit in units]  # aligned
+        sizes = [round_up(unit.weight.numel(), 64) for unit in units]  # aligned
         self.flat = linears[0].weight.new_empty(sum(sizes), dtype=torch.float32)
         self.bytes = self.flat.untyped_storage().nbytes()
         self.parts: list[tuple[SummingLinear | Projections, Tensor]] = []

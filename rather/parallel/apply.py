@@ -48,15 +48,15 @@ def divide(
     if layout.ep > 1:
         check_experts(config, layout.ep)
     stages = cut(policy, pipeline, mesh.rank("pp")) if layout.pp > 1 else []
-    parts: Sequence[PolicyModel] = stages or [policy]
-    for part in parts:
-        split_model(part, mesh, sequence_parallel=by_sequence)
-        spread_tokens(part, mesh)
-        spread_experts(part, mesh)
+    models: Sequence[PolicyModel] = stages or [policy]
+    for model in models:
+        split_model(model, mesh, sequence_parallel=by_sequence)
+        spread_tokens(model, mesh)
+        spread_experts(model, mesh)
         recompute = layout.recompute or "none"
-        arrange_layers(part, recompute=recompute, offload=layout.offload, compiled=compiled)
+        arrange_layers(model, recompute=recompute, offload=layout.offload, compiled=compiled)
         if mesh.sums_gradients:
-            shard(part, mesh, STAGES[layout.stage], compute=compute, offload=layout.host)
+            shard(model, mesh, STAGES[layout.stage], compute=compute, offload=layout.host)
         if fill:
-            fill(part)
+            fill(model)
     return Stages(stages, pipeline, mesh, compute) if stages else policy

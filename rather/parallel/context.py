@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rather.arithmetic import round_up
 from rather.data.batch import PairBatch, Segments
 from rather.data.pack import FILLER_SEGMENT
 from rather.errors import ConfigError
@@ -44,15 +44,20 @@ def spread_tokens(policy: PolicyModel, mesh: Mesh) -> None:
                 "sequence; set cp_size to 1"
             )
         policy.context = group.group_name
-        place: Any = {"rank": mesh.rank("cp"), "ranks": mesh.size("cp")}
-        policy.divide = partial(share_of, **place, group=group.group_name, multiple=multiple)
+        policy.divide = partial(
+            share_of,
+            rank=mesh.rank("cp"),
+            ranks=mesh.size("cp"),
+            group=group.group_name,
+            multiple=multiple,
+        )
     elif multiple > 1:
         policy.divide = partial(filled_up, multiple=multiple)
 
 
 def filled_up(batch: PairBatch, multiple: int) -> PairBatch:
     """Return the batch with filler tokens, so that their number is a multiple."""
-    return filled_to(batch, -(-len(batch.ids_N) // multiple) * multiple)
+    return filled_to(batch, round_up(len(batch.ids_N), multiple))
 
 
 def filled_to(batch: PairBatch, tokens: int) -> PairBatch:
@@ -62,15 +67,16 @@ def filled_to(batch: PairBatch, tokens: int) -> PairBatch:
         return batch
     batch = batch.to("cpu")
     segments = batch.segments
-    more = [min(FILLER_SEGMENT, tokens - first) for first in range(have, tokens, FILLER_SEGMENT)]
+    starts = range(have, tokens, FILLER_SEGMENT)
+    filler_lengths = [min(FILLER_SEGMENT, tokens - first) for first in starts]
     return replace(
         batch,
         ids_N=torch.cat([batch.ids_N, batch.ids_N.new_zeros(tokens - have)]),
-        positions_N=torch.cat([batch.positions_N, *map(torch.arange, more)]),
+        positions_N=torch.cat([batch.positions_N, *map(torch.arange, filler_lengths)]),
         counted_N=torch.cat([batch.counted_N, batch.counted_N.new_zeros(tokens - have)]),
         segments=Segments.of(
-            (*segments.q_lens, *more),
-            (*segments.k_lens, *more),
+            (*segments.q_lens, *filler_lengths),
+            (*segments.k_lens, *filler_lengths),
             torch.cat([segments.key_index_K, torch.arange(have, tokens)]),
         ),
     )
@@ -86,17 +92,17 @@ def share_of(
     chunks = np.arange(len(batch.ids_N)).reshape(2, ranks, -1)
     # All tokens in the order in which the ranks hold them.
     order = np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(-1)
-    own = order.reshape(ranks, -1)[rank]
-    place = np.empty_like(order)  # of each token, rank after rank
-    place[order] = np.arange(len(order))
+    own_tokens = order.reshape(ranks, -1)[rank]
+    position = np.empty_like(order)  # of each token, rank after rank
+    position[order] = np.arange(len(order))
     return replace(
         batch,
-        ids_N=batch.ids_N[own],
-        positions_N=batch.positions_N[own],
-        counted_N=batch.counted_N[own],
-        segments=_own_segments(batch.segments, own, place, group),
-        real_tokens=int((own < batch.real_tokens).sum()),
-        **_own_scored(batch, place - rank * len(own), len(own)),
+        ids_N=batch.ids_N[own_tokens],
+        positions_N=batch.positions_N[own_tokens],
+        counted_N=batch.counted_N[own_tokens],
+        segments=_own_segments(batch.segments, own_tokens, position, group),
+        real_tokens=int((own_tokens < batch.real_tokens).sum()),
+        **_own_scored(batch, position - rank * len(own_tokens), len(own_tokens)),
     )
 
 
@@ -111,8 +117,8 @@ def _own_segments(segments: Segments, own: Places, place: Places, group: str) ->
     q_lens, k_lens = zip(*((q, end - begin) for q, begin, end in pieces), strict=True)
     cut = Segments.of(q_lens, k_lens, torch.from_numpy(index))
     starts = np.searchsorted(np.sort(index), np.arange(len(place) + 1))  # over all ranks' tokens
-    known = {**vars(cut), "start_N": torch.from_numpy(starts.astype(np.int32))}
-    return SpreadSegments(**known, group=group)
+    fields = {**vars(cut), "start_N": torch.from_numpy(starts.astype(np.int32))}
+    return SpreadSegments(**fields, group=group)
 
 
 def _pieces(segments: Segments, first: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -36,11 +36,11 @@ def spread_experts(policy: PolicyModel, mesh: Mesh) -> None:
     group, ep = mesh.group("ep"), mesh.size("ep")
     if group is None:
         return
-    for place, block in list(expert_blocks(policy)):
+    for block_name, block in list(expert_blocks(policy)):
         experts = block.experts
         total = _keep(experts, mesh.rank("ep"), ep)
         for key, _ in experts.named_parameters():
-            policy.experts[f"{place}.experts.{key}"] = total
+            policy.experts[f"{block_name}.experts.{key}"] = total
         experts.group = group.group_name
         experts.forward = MethodType(_dispatch, experts)
 
@@ -48,11 +48,11 @@ def spread_experts(policy: PolicyModel, mesh: Mesh) -> None:
 def _keep(experts: Any, rank: int, ranks: int) -> int:
     """Keep one of `ranks` equal parts of stacked experts; return how many there were."""
     total: int = experts.num_experts
-    for key, whole in list(experts.named_parameters()):
-        if len(whole) != total:
-            raise ConfigError(f"{key} of {tuple(whole.shape)} does not stack {total} experts")
-        own = whole.detach().chunk(ranks)[rank].clone()  # the whole can go
-        setattr(experts, key, nn.Parameter(own, whole.requires_grad))
+    for key, stacked in list(experts.named_parameters()):
+        if len(stacked) != total:
+            raise ConfigError(f"{key} of {tuple(stacked.shape)} does not stack {total} experts")
+        experts_here = stacked.detach().chunk(ranks)[rank].clone()  # the whole can go
+        setattr(experts, key, nn.Parameter(experts_here, stacked.requires_grad))
     experts.num_experts = total // ranks
     return total
 
@@ -60,17 +60,18 @@ def _keep(experts: Any, rank: int, ranks: int) -> int:
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the host counts the rows that travel
 def _dispatch(experts: Any, hidden_ND: Tensor, chosen_NK: Tensor, scores_NK: Tensor) -> Tensor:
     """The forward of experts that a group of ranks divides."""
-    (tokens, choices), group, own = chosen_NK.shape, experts.group, experts.num_experts
+    (tokens, choices), group, experts_here = chosen_NK.shape, experts.group, experts.num_experts
     order = chosen_NK.flatten().argsort(stable=True)
     with torch.no_grad():
-        sent_E = torch.bincount(chosen_NK.flatten(), minlength=own * ranks_of(group).size())
+        experts_of_all = experts_here * ranks_of(group).size()
+        sent_E = torch.bincount(chosen_NK.flatten(), minlength=experts_of_all)
         got_E = all_to_all_single(sent_E, None, None, group)
         got_E = wait_tensor(got_E)  # type: ignore[no-untyped-call]
-        per_rank = torch.stack([got_E, sent_E]).view(2, -1, own).sum(2)
+        per_rank = torch.stack([got_E, sent_E]).view(2, -1, experts_here).sum(2)
         got, sent = per_rank.tolist()  # the host sync of a layer
         # Rows arrive by rank, then by expert. One of zeros follows, so that experts always have a
         # gradient: a rank that was sent nothing would leave FSDP2's sum, and the others would wait.
-        local = torch.arange(own, device=got_E.device).repeat(len(got))
+        local = torch.arange(experts_here, device=got_E.device).repeat(len(got))
         local = torch.cat([local.repeat_interleave(got_E), local[:1]])
     rows = all_to_all_single_autograd(hidden_ND[order // choices], got, sent, group)
     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
@@ -90,18 +91,18 @@ def check_experts(config: Any, ep: int) -> None:
         )
     refused = f"ep_size: {ep}: the experts of model family '{config.model_type}' cannot be divided"
     try:
-        whole = next(expert_blocks(twin_of(config)))[1].experts
-        x_ND = torch.linspace(-1, 1, 6 * whole.hidden_dim).sin().view(6, -1)
-        chosen_NK = torch.arange(12).view(6, 2) % whole.num_experts
+        twin_experts = next(expert_blocks(twin_of(config)))[1].experts
+        x_ND = torch.linspace(-1, 1, 6 * twin_experts.hidden_dim).sin().view(6, -1)
+        chosen_NK = torch.arange(12).view(6, 2) % twin_experts.num_experts
         scores_NK = torch.linspace(0.1, 0.9, 12).view(6, 2)
-        expected, found = whole(x_ND, chosen_NK, scores_NK), torch.zeros_like(x_ND)
+        expected, summed = twin_experts(x_ND, chosen_NK, scores_NK), torch.zeros_like(x_ND)
         for rank in range(2):
-            half = copy.deepcopy(whole)
-            each = _keep(half, rank, 2) // 2
-            n, k = (chosen_NK // each == rank).nonzero(as_tuple=True)
-            rows = half(x_ND[n], chosen_NK[n, k, None] % each, torch.ones(len(n), 1))
-            found.index_add_(0, n, rows * scores_NK[n, k, None])
-        worst = float((found - expected).abs().max() / expected.abs().max())
+            half = copy.deepcopy(twin_experts)
+            experts_per_rank = _keep(half, rank, 2) // 2
+            n, k = (chosen_NK // experts_per_rank == rank).nonzero(as_tuple=True)
+            rows = half(x_ND[n], chosen_NK[n, k, None] % experts_per_rank, torch.ones(len(n), 1))
+            summed.index_add_(0, n, rows * scores_NK[n, k, None])
+        worst = float((summed - expected).abs().max() / expected.abs().max())
     except Exception as error:
         raise ConfigError(f"{refused} ({error}); set ep_size to 1") from error
     if not worst < TOLERANCE:

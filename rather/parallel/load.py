@@ -83,8 +83,8 @@ def compute_dtype(args: ModelArgs, device: str) -> torch.dtype:
 @cache
 def cpu_has_bf16() -> bool:
     """Return whether this CPU multiplies bfloat16 numbers; without, torch is 70 times slower."""
-    info = Path("/proc/cpuinfo")
-    return info.exists() and bool(CPU_WITH_BF16.intersection(info.read_text("utf-8").split()))
+    file = Path("/proc/cpuinfo")
+    return file.exists() and bool(CPU_WITH_BF16.intersection(file.read_text("utf-8").split()))
 
 
 def stored_dtype(args: ModelArgs, device: str) -> torch.dtype:
@@ -114,7 +114,7 @@ def _dtypes(files: list[Path]) -> set[torch.dtype]:
 
 
 def _dtype_of_each(files: list[Path]) -> dict[str, torch.dtype]:
-    """Return the dtypes of all tensors. transformers prints their names, so they must be printable."""
+    """Return the dtypes of all tensors. Their names must be printable: transformers prints them."""
     stored = ModelFiles(files)
     dtypes = {key: stored.dtype(key) for key in stored}
     if odd := next((key for key in dtypes if not key.isprintable()), None):
@@ -170,20 +170,19 @@ def load_policy(
         folder = model_folder(name, args.revision)
         files = weight_files(folder) if folder else []
         stored = _open_files(files, config, start, reward=reward)
-        is_wider = bool(_dtypes(files) - {compute})
-    keeps = exact and not args.has_adapter
-    rounds = is_wider and (keeps or (compute == torch.bfloat16 and not args.quantization))
+        keeps = exact and not args.has_adapter
+        rounds = _rounds_weights(files, compute, keeps=keeps, in_4_bits=bool(args.quantization))
     if args.quantization:
         common |= _in_4_bits(device, stored_in)
     dtype = torch.float32 if rounds else compute
     if stored.is_packed:
         causal_lm = _from_files(name, config, dtype, args, stored, device, reward=reward)
-        info: dict[str, Any] = {"missing_keys": ()}
+        loading_info: dict[str, Any] = {"missing_keys": ()}
     else:
-        causal_lm, info = _from_pretrained(name, config, dtype, common, reward=reward)
+        causal_lm, loading_info = _from_pretrained(name, config, dtype, common, reward=reward)
     if reward:
-        _begin_head(causal_lm, info, start.seed)
-    _refuse_bad_weights(name, causal_lm, info, _dtype_of_each(files))
+        _begin_head(causal_lm, loading_info, start.seed)
+    _refuse_bad_weights(name, causal_lm, loading_info, _dtype_of_each(files))
     leave_tower_out(causal_lm)
     report_tower(causal_lm)
     float32_weights: dict[str, Tensor] = {}
@@ -199,13 +198,27 @@ def load_policy(
         names = _names_of_adapter(policy, changes_base=source.changes_base)
         _fill(name, policy, Mesh(), source, device, names, dtype=compute, exact=exact)
     if stored_in != compute:
-        half = {key: p for key, p in policy.named_parameters() if p.dtype == compute}
-        for parameter in half.values():
-            parameter.data = parameter.data.to(stored_in)
-        policy.rounding = replace(rounding, held=frozenset(half))
+        _hold_weights(policy, compute, stored_in)
     report_scan(policy, device)
     check_model(policy)
     return policy
+
+
+def _rounds_weights(
+    files: list[Path], compute: torch.dtype, *, keeps: bool, in_4_bits: bool
+) -> bool:
+    """Return whether weights are read in float32 first and then rounded by Rather's own rule."""
+    if not _dtypes(files) - {compute}:
+        return False
+    return keeps or (compute == torch.bfloat16 and not in_4_bits)
+
+
+def _hold_weights(policy: PolicyModel, compute: torch.dtype, stored_in: torch.dtype) -> None:
+    """Store the weights of one dtype, rounded already, in a wider one."""
+    half = {key: p for key, p in policy.named_parameters() if p.dtype == compute}
+    for parameter in half.values():
+        parameter.data = parameter.data.to(stored_in)
+    policy.rounding = replace(policy.rounding, held=frozenset(half))
 
 
 def _from_pretrained(
@@ -217,7 +230,7 @@ def _from_pretrained(
     if reward:  # transformers reports that the head is new
         hf_logging.set_verbosity_error()
     with _opening(name, "weights"):
-        causal_lm, info = loader.from_pretrained(  # the revision is in `common`  # nosec B615
+        causal_lm, loading_info = loader.from_pretrained(  # the revision is in `common`  # nosec B615
             name,
             config=config,
             dtype=dtype,
@@ -228,7 +241,7 @@ def _from_pretrained(
             **common,
         )
     hf_logging.set_verbosity(verbosity)
-    return causal_lm, info
+    return causal_lm, loading_info
 
 
 def _from_files(
@@ -288,16 +301,16 @@ def _round_weights(
 
     One weight at a time: a whole float32 model may not fit.
     """
-    kept: dict[str, Tensor] = {}
+    float32_weights: dict[str, Tensor] = {}
     wide = re.compile("|".join(causal_lm._keep_in_fp32_modules_strict or ["$^"]))
     for key, parameter in causal_lm.named_parameters():
         if wide.search(key):
             continue
-        value = parameter.detach().to(device)
+        weight = parameter.detach().to(device)
         if keeps:
-            kept[f"causal_lm.{key}"] = value
-        parameter.data = rounding.cast(key, value, compute)
-    return kept
+            float32_weights[f"causal_lm.{key}"] = weight
+        parameter.data = rounding.cast(key, weight, compute)
+    return float32_weights
 
 
 def load_divided(
@@ -324,9 +337,8 @@ def load_divided(
         stored: Any = _open_files(files, config, start, reward=reward)
         causal_lm = _new_model(config, dtype, args, folder, reward=reward)
     report_tower(causal_lm)
-    absent = [key for key, _ in causal_lm.named_parameters() if key not in stored]
-    if absent and not reward:
-        stored = _read_whole(name, args, config, absent[0])
+    if not reward:
+        stored = _complete(stored, causal_lm, config, name, args)
     _read_buffers(name, causal_lm, stored)
     if args.has_adapter:
         with _parameters_without_memory():
@@ -334,20 +346,21 @@ def load_divided(
     causal_lm.config.dtype = source_dtype
     exact = trains and dtype != torch.float32 and (is_rounded or args.has_adapter)
 
-    def fill(part: PolicyModel) -> None:
-        _fill(name, part, mesh, stored, "cpu" if layout.host else device, exact=exact)
-        for module in part.modules():
+    def fill(model: PolicyModel) -> None:
+        _fill(name, model, mesh, stored, "cpu" if layout.host else device, exact=exact)
+        for module in model.modules():
             for key, buffer in module._buffers.items():
                 module._buffers[key] = None if buffer is None else buffer.to(device)
 
     policy = PolicyModel(causal_lm).eval()
     report_scan(policy, device)
     _freeze(policy, compute, everything=not trains)
-    wanted = compute_dtype(args, device)
-    policy.rounding = shard_rounding(policy, rounding.kind, wanted, always=wanted != compute)
-    part = divide(policy, mesh, layout, compute=compute, compiled=compiled, fill=fill)
-    part.rounding = replace(policy.rounding, places=places(part, mesh))
-    return part
+    forward_dtype = compute_dtype(args, device)
+    is_held = forward_dtype != compute
+    policy.rounding = shard_rounding(policy, rounding.kind, forward_dtype, always=is_held)
+    divided = divide(policy, mesh, layout, compute=compute, compiled=compiled, fill=fill)
+    divided.rounding = replace(policy.rounding, places=places(divided, mesh))
+    return divided
 
 
 def _divisible(name: str, args: ModelArgs) -> Any:
@@ -382,6 +395,14 @@ def _freeze(policy: PolicyModel, compute: torch.dtype, *, everything: bool) -> N
             parameter.data = parameter.data.to(compute)
 
 
+def _complete(stored: Any, causal_lm: Any, config: Any, name: str, args: ModelArgs) -> Any:
+    """Return the stored weights, or those of the whole model if files lack a name of the model."""
+    for key, _ in causal_lm.named_parameters():
+        if key not in stored:
+            return _read_whole(name, args, config, key)
+    return stored
+
+
 def _read_whole(name: str, args: ModelArgs, config: Any, missing: str) -> LoadedWeights:
     """Return the weights of a model whose files have other names than the model.
 
@@ -389,7 +410,7 @@ def _read_whole(name: str, args: ModelArgs, config: Any, missing: str) -> Loaded
     """
     log.info("%s: its files have no %s; each rank reads the whole model on the host", name, missing)
     with _opening(name, "weights"):
-        loaded, info = auto_class(config, reward=False).from_pretrained(  # nosec B615
+        loaded, loading_info = auto_class(config, reward=False).from_pretrained(  # nosec B615
             name,
             config=config,
             dtype="auto",
@@ -398,7 +419,7 @@ def _read_whole(name: str, args: ModelArgs, config: Any, missing: str) -> Loaded
             use_safetensors=True,
             output_loading_info=True,
         )
-    _refuse_bad_weights(name, loaded, info, {})
+    _refuse_bad_weights(name, loaded, loading_info, {})
     return LoadedWeights(loaded.state_dict())
 
 
@@ -411,10 +432,10 @@ def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
     inspect_folder(name, args.revision)
     with _opening(name, "config"):
         # transformers would silently apply an adapter next to a model, or in its place.
-        if found := find_adapter_config_file(name, revision=args.revision):
+        if adapter_config := find_adapter_config_file(name, revision=args.revision):
             raise ConfigError(
-                f"model '{name}': holds an adapter ({Path(found).name}); name a model without one "
-                "here, and the folder of an adapter in adapter_name_or_path"
+                f"model '{name}': holds an adapter ({Path(adapter_config).name}); name a model "
+                "without one here, and the folder of an adapter in adapter_name_or_path"
             )
         config = AutoConfig.from_pretrained(name, **common)  # the revision is in `common`  # nosec B615
         packing = getattr(config, "quantization_config", None) or {}
@@ -463,55 +484,55 @@ def _fill(
     for module in policy.modules():
         for key, held in module._parameters.items():
             holders.setdefault(id(held), []).append((module, key))
-    own = places(policy, mesh)
+    specs = places(policy, mesh)
     for long_name, parameter in list(policy.named_parameters()):
         if names is not None and long_name not in names:
             continue
-        value = _read(name, stored, long_name.removeprefix("causal_lm."), own[long_name])
-        trained, wanted = parameter.requires_grad, dtype or parameter.dtype
+        weight = _read(name, stored, long_name.removeprefix("causal_lm."), specs[long_name])
+        trained, target = parameter.requires_grad, dtype or parameter.dtype
         if exact and trained:
-            policy.exact[long_name] = value.float().to(device)
-        value = value.to(device)
+            policy.exact[long_name] = weight.float().to(device)
+        weight = weight.to(device)
         # The optimizer rounds the float32 parameters that it trains.
-        if wanted == torch.bfloat16 or (long_name in policy.rounding.held and not trained):
-            value = policy.rounding.rounded(long_name, value, own[long_name])
-        value = value.to(wanted)
+        if target == torch.bfloat16 or (long_name in policy.rounding.held and not trained):
+            weight = policy.rounding.rounded(long_name, weight, specs[long_name])
+        weight = weight.to(target)
         if isinstance(parameter, DTensor):  # from_local would leave the host
-            whole: Any = torch.empty_like(parameter, dtype=value.dtype, device=device)
-            whole.to_local().copy_(value)
-            value = whole
-        filled = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            sharded: Any = torch.empty_like(parameter, dtype=weight.dtype, device=device)
+            sharded.to_local().copy_(weight)
+            weight = sharded
+        filled = nn.Parameter(weight, requires_grad=parameter.requires_grad)
         for module, where in holders[id(parameter)]:
             setattr(module, where, filled)
 
 
 def _read(name: str, stored: Any, key: str, place: ShardSpec) -> Tensor:
     if key not in stored or stored.shape(key) != place.whole:
-        found = f"has the shape {stored.shape(key)}" if key in stored else "is not there"
+        state = f"has the shape {stored.shape(key)}" if key in stored else "is not there"
         raise ConfigError(
-            f"model '{name}': the weights do not fill the model: {key} of {place.whole} {found}. A "
+            f"model '{name}': the weights do not fill the model: {key} of {place.whole} {state}. A "
             "model that is stored under older names is read whole on one device and can be saved "
             "again from there"
         )
-    value: Tensor = stored.read(key, place)
-    if not value.is_floating_point():
+    weight: Tensor = stored.read(key, place)
+    if not weight.is_floating_point():
         raise ConfigError(f"model '{name}': weights that are whole numbers: {key}")
-    if not torch.isfinite(value).all():
+    if not torch.isfinite(weight).all():
         raise ConfigError(f"model '{name}': weights that are not finite numbers: {key}")
-    return value
+    return weight
 
 
 def _refuse_bad_weights(
     name: str, causal_lm: Any, info: dict[str, Any], dtypes: dict[str, torch.dtype]
 ) -> None:
     weights = {key for key, _ in causal_lm.named_parameters()}
-    whole = [key for key in weights & dtypes.keys() if not dtypes[key].is_floating_point]
-    bad = [key for key, weight in causal_lm.named_parameters() if not torch.isfinite(weight).all()]
+    integers = [key for key in weights & dtypes.keys() if not dtypes[key].is_floating_point]
+    nonfinite = [key for key, p in causal_lm.named_parameters() if not torch.isfinite(p).all()]
     lists = {
         "the weights do not fill the model; missing keys": info.get("missing_keys"),
         "the weights do not fill the model; mismatched keys": info.get("mismatched_keys"),
-        "weights that are whole numbers": whole,
-        "weights that are not finite numbers": bad,
+        "weights that are whole numbers": integers,
+        "weights that are not finite numbers": nonfinite,
     }
     for problem, keys in lists.items():
         if keys:
@@ -544,7 +565,7 @@ def _opening(name: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        said = " ".join(line.strip() for line in lines[:2])
+        message = " ".join(line.strip() for line in lines[:2])
         if "trust_remote_code" in str(error):
-            said += " If you trust it: --trust-remote-code, or model_args.trust_remote_code."
-        raise ConfigError(f"model '{name}': its {what} cannot be opened: {said}") from error
+            message += " If you trust it: --trust-remote-code, or model_args.trust_remote_code."
+        raise ConfigError(f"model '{name}': its {what} cannot be opened: {message}") from error

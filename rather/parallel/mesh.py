@@ -46,13 +46,13 @@ class Mesh:
             inner = (pp * dp // ep, ep, cp * tp)
             meshes["ep"] = init_device_mesh(kind, inner, mesh_dim_names=("outer", "ep", "inner"))
         sizes = {axis: mesh[axis].size() for axis, mesh in meshes.items()}
-        places = {axis: mesh.get_local_rank(axis) for axis, mesh in meshes.items()}
+        ranks = {axis: mesh.get_local_rank(axis) for axis, mesh in meshes.items()}
         groups = {axis: mesh.get_group(axis) for axis, mesh in meshes.items() if sizes[axis] > 1}
         for group in groups.values():
             # NCCL connects the ranks of a group at its first call, in which all must take part:
             # the exchange of two ends of a pipeline would wait for ever.
             dist.all_reduce(torch.zeros(1, device=kind), group=group)
-        return Mesh(sizes, places, groups, kind)
+        return Mesh(sizes, ranks, groups, kind)
 
     def size(self, axis: str) -> int:
         return self.sizes.get(axis, 1)
@@ -85,23 +85,23 @@ class Mesh:
         ranks = torch.arange(self.world).view(pp, replicas, shards, ep, cp, tp).transpose(3, 4)
         inner = (replicas, shards * cp) if sharded else (replicas * shards * cp, 1)
         names = ("pp", "replicas", "shards", "ep", "tp")
-        whole = DeviceMesh(self.device, ranks.reshape(pp, *inner, ep, tp), mesh_dim_names=names)
-        return whole["replicas", "shards"]
+        all_ranks = DeviceMesh(self.device, ranks.reshape(pp, *inner, ep, tp), mesh_dim_names=names)
+        return all_ranks["replicas", "shards"]
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks of a group, or of all, in rank order."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def max_over_ranks(number: int, device: str) -> int:
-    most = torch.tensor(number, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
+    maximum = torch.tensor(number, device=device)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return int(maximum)
 
 
 def build_mesh(layout: Layout, device: str) -> Mesh:

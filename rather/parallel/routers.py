@@ -37,12 +37,12 @@ class Balance:
     def __init__(
         self, policy: PolicyModel | Stages, mesh: Mesh, coefficient: float, device: str
     ) -> None:
-        parts = parts_of(policy)
-        config: Any = parts[0].causal_lm.config.get_text_config()
+        models = parts_of(policy)
+        config: Any = models[0].causal_lm.config.get_text_config()
         self.coefficient, self.mask_N = coefficient, torch.ones(0, device=device)
         self._world, self._staged = mesh.world, isinstance(policy, Stages)
         # Ranks of a tp group see the same tokens, or with sequence parallel a part of them each.
-        self._parts = parts[0].token_parts
+        self._parts = models[0].token_parts
         self._part = mesh.rank("tp") % self._parts
         self._reports = mesh.rank("tp") == 0 or self._parts > 1
         experts = experts_of(config)
@@ -51,9 +51,9 @@ class Balance:
         self.record = torch.zeros(shape, dtype=torch.float64, device=device)
         self.step = torch.zeros_like(self.record)  # of the last step, over all ranks
         self.slope = torch.zeros(experts, device=device)
-        for part in parts:
-            part.balance = self
-            for layer, router in routers_of(part):
+        for model in models:
+            model.balance = self
+            for layer, router in routers_of(model):
                 router.balance, router.balance_record = self, self.record[layer]
                 router.forward = MethodType(_count, router)
 
@@ -110,13 +110,13 @@ class Balance:
         loss = len(choices) * (choices @ probabilities) / rows.square()
         layers = self.step[:, 0][self.step[:, 1].sum(1) > 0]
         loads = layers / layers.mean(1, keepdim=True)
-        found = {
+        numbers = {
             "router_loss": loss,
             "experts/max_load": loads.max(),
             "experts/idle": (loads == 0).double().mean(),
         }
-        found |= {f"experts/load/{i}": load for i, load in enumerate(loads.mean(0))}
-        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+        numbers |= {f"experts/load/{i}": load for i, load in enumerate(loads.mean(0))}
+        return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))
 
 
 def balance_of(
@@ -126,7 +126,6 @@ def balance_of(
     if not any(p.requires_grad for p in policy.parameters()):
         return None
     config = parts_of(policy)[0].causal_lm.config.get_text_config()
-    own = getattr(config, "router_aux_loss_coef", None)
     if not experts_of(config):
         if coefficient:
             raise ConfigError(
@@ -134,7 +133,9 @@ def balance_of(
                 "no experts; remove it"
             )
         return None
-    return Balance(policy, mesh, float(own or 0) if coefficient is None else coefficient, device)
+    if coefficient is None:
+        coefficient = float(getattr(config, "router_aux_loss_coef", None) or 0)
+    return Balance(policy, mesh, coefficient, device)
 
 
 def _unscored(batch: PairBatch) -> PairBatch:
@@ -158,8 +159,8 @@ def _count(router: Any, *args: Tensor) -> tuple[Tensor, ...]:
     else:
         p_NE = logits.float().softmax(-1)
     p_E = (p_NE * mask_N[:, None]).sum(0)
-    each = mask_N.repeat_interleave(chosen_NK.shape[1])
-    choices_E = torch.zeros_like(p_E).scatter_add(0, chosen_NK.flatten(), each)
+    mask_NK = mask_N.repeat_interleave(chosen_NK.shape[1])
+    choices_E = torch.zeros_like(p_E).scatter_add(0, chosen_NK.flatten(), mask_NK)
     scores = torch.ops.rather.balance(scores, p_E, choices_E, record, balance.slope)
     return (scores, logits) if len(outputs) == 2 else (logits, scores, chosen_NK)
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from rather.arithmetic import ceil_div
 from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.model.check import expert_blocks
 from rather.model.layers import layers_of
@@ -62,9 +63,10 @@ def shard(
     if (ep := mesh.size("ep")) > 1:
         # Scores of a router may be float32, next to rows in half precision.
         uncast = replace(options["mp_policy"], cast_forward_inputs=False)
-        own = {**options, "mp_policy": uncast, "mesh": mesh.plane(sharded=stage != "ddp", ep=ep)}
+        expert_plane = mesh.plane(sharded=stage != "ddp", ep=ep)
+        expert_options = {**options, "mp_policy": uncast, "mesh": expert_plane}
         for _, block in expert_blocks(policy):
-            fully_shard(block.experts, **own)
+            fully_shard(block.experts, **expert_options)
     for module in (*layers_of(policy), policy):
         fully_shard(module, mesh=plane, **options)
     for unit in units(policy):
@@ -113,26 +115,26 @@ def settle(policy: PolicyModel) -> None:
 
 def places(policy: PolicyModel | Stages, mesh: Mesh) -> dict[str, ShardSpec]:
     """Return which part of each parameter of the undivided model this rank holds."""
-    found = {}
+    specs = {}
     for name, parameter in policy.named_parameters():
-        dim, whole = policy.tp_dims.get(name), list(parameter.shape)
+        dim, shape = policy.tp_dims.get(name), list(parameter.shape)
         if dim is None:
-            place = ShardSpec.full(whole)
+            spec = ShardSpec.full(shape)
         else:
-            whole[dim] = policy.tp_sizes[name]
-            own = part(whole[dim], mesh.rank("tp"), mesh.size("tp"))
-            place = ShardSpec.full(whole).narrow(dim, *own)
+            shape[dim] = policy.tp_sizes[name]
+            span = part(shape[dim], mesh.rank("tp"), mesh.size("tp"))
+            spec = ShardSpec.full(shape).narrow(dim, *span)
         if (count := policy.experts.get(name)) is not None:  # of all ranks; here is a part
-            place = ShardSpec.full([count, *whole[1:]])
-            place = place.narrow(0, mesh.rank("ep") * whole[0], whole[0])
+            spec = ShardSpec.full([count, *shape[1:]])
+            spec = spec.narrow(0, mesh.rank("ep") * shape[0], shape[0])
         if isinstance(parameter, DTensor) and parameter.placements[1] == Shard(0):
             plane, rows = parameter.device_mesh, parameter.shape[0]
-            each = -(-rows // plane.size(1))  # FSDP2 cuts as torch.chunk does
-            first = min(plane.get_local_rank("shards") * each, rows)
-            place = place.narrow(0, first, min(each, rows - first))
-        assert tuple(local(parameter).shape) == place.sizes, (name, place)
-        found[name] = place
-    return found
+            rows_per_rank = ceil_div(rows, plane.size(1))  # FSDP2 cuts as torch.chunk does
+            first = min(plane.get_local_rank("shards") * rows_per_rank, rows)
+            spec = spec.narrow(0, first, min(rows_per_rank, rows - first))
+        assert tuple(local(parameter).shape) == spec.sizes, (name, spec)
+        specs[name] = spec
+    return specs
 
 
 def counted(policy: PolicyModel | Stages, mesh: Mesh) -> set[str]:

@@ -98,8 +98,8 @@ class Stage(PolicyModel):
             is_entrance = index == 0 and not self.first
             base.layers[index] = _Entrance(self._inbox) if is_entrance else _PassThrough()
         if not self.first:
-            kept = embedding.weight if self.tied and self.last else None
-            setattr(base, before, _Entrance(self._inbox, kept))
+            weight = embedding.weight if self.tied and self.last else None
+            setattr(base, before, _Entrance(self._inbox, weight))
         if not self.last:
             setattr(base, after, _PassThrough())
             if self.is_reward:
@@ -134,10 +134,10 @@ def _ends(causal_lm: Any) -> tuple[str, str]:
     if count := shared_keys(config):
         raise _refused(config, f"its last {count} layers attend with the keys of earlier layers")
     before, after = names[0], names[-1]
-    parts = (getattr(base, before), base.layers, getattr(base, after), head)
-    known = {id(parameter) for part in parts for parameter in part.parameters()}
+    modules = (getattr(base, before), base.layers, getattr(base, after), head)
+    with_stage = {id(parameter) for module in modules for parameter in module.parameters()}
     for name, parameter in causal_lm.named_parameters():
-        if id(parameter) not in known:
+        if id(parameter) not in with_stage:
             raise _refused(config, f"{name} belongs to no stage")
     return before, after
 
@@ -177,7 +177,7 @@ def check_cut(config: Any) -> None:
     """Refuse a family whose stages differ from the whole, on a twin with a stage per layer."""
     try:
         twin, batch = packed_twin(config)
-        whole = pair_columns(twin, batch)["sum"]
+        expected = pair_columns(twin, batch)["sum"]
         _ends(twin.causal_lm)
         layers = len(decoder_of(twin.causal_lm).layers)
         received: tuple[Tensor, ...] = ()
@@ -185,7 +185,7 @@ def check_cut(config: Any) -> None:
             (stage,) = cut(twin, Pipeline(layers), number)
             stage.batches = [batch]
             received = (stage(*received, where=torch.tensor([0])),)
-        worst = float((received[0][0] - whole).abs().max())
+        worst = float((received[0][0] - expected).abs().max())
     except ConfigError:
         raise
     except Exception as error:
@@ -302,7 +302,7 @@ class Stages(nn.Module):
             ends[1].causal_lm.get_output_embeddings().weight = weight
         if not weight.requires_grad or self._first_rank == self._last_rank:
             return None
-        return next(name for name, each in ends[0].named_parameters() if each is weight)
+        return next(name for name, parameter in ends[0].named_parameters() if parameter is weight)
 
     @property
     def holds_last(self) -> bool:
@@ -324,24 +324,24 @@ class Stages(nn.Module):
     ) -> list[dict[str, Tensor]] | None:
         """Return columns without gradients; None on ranks without the last stage."""
         at_once = EVALUATED * self.pipeline.multiple
-        found: list[dict[str, Tensor]] = []
+        columns: list[dict[str, Tensor]] = []
         for start in range(0, len(batches), at_once):
-            part = batches[start : start + at_once]
-            self.backward(part, wanted, None)
-            found += [self._columns[i] for i in range(len(part)) if self._columns]
-        return found if self.holds_last else None
+            group = batches[start : start + at_once]
+            self.backward(group, wanted, None)
+            columns += [self._columns[i] for i in range(len(group)) if self._columns]
+        return columns if self.holds_last else None
 
     def sum_copies(self, gradient_of: Callable[[str], Tensor | None]) -> None:
         """Sum the gradients of a tied embedding at both ends. A collective of the two ranks."""
         if self.tied is None:
             return
-        other = self._last_rank if self._rank == self._first_rank else self._first_rank
+        peer = self._last_rank if self._rank == self._first_rank else self._first_rank
         gradient = gradient_of(self.tied)
         assert gradient is not None
         theirs = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         exchange = [
-            dist.P2POp(dist.isend, gradient.contiguous(), group=self._group, group_peer=other),
-            dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=other),
+            dist.P2POp(dist.isend, gradient.contiguous(), group=self._group, group_peer=peer),
+            dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=peer),
         ]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
@@ -392,19 +392,19 @@ class Stages(nn.Module):
             stages = [
                 _Stage(
                     stage,
-                    place,
+                    index,
                     self.pipeline.stages,
                     self._device,
                     input_args=first if stage.first else hidden,
                     output_args=hidden,
                     group=self._group,
                 )
-                for stage, place in zip(self._own, self.pipeline.stages_of(self._rank), strict=True)
+                for stage, index in zip(self._own, self.pipeline.stages_of(self._rank), strict=True)
             ]
             make = SCHEDULES[self.pipeline.schedule]
-            own = stages[0] if self.pipeline.rule.most_virtual == 1 else stages
-            made = make(own, number, loss_fn=self._loss, scale_grads=False)
-            self._schedule = (number, tokens), made
+            stages_of_rank = stages[0] if self.pipeline.rule.most_virtual == 1 else stages
+            schedule = make(stages_of_rank, number, loss_fn=self._loss, scale_grads=False)
+            self._schedule = (number, tokens), schedule
         return self._schedule[1]
 
 

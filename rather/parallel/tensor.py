@@ -12,9 +12,9 @@ nothing has to be summed. A module whose plan only gathers columns (Qwen3.5's li
 not a region: between its projections every rank computes the same on all tokens.
 
 With sequence parallel the ranks divide the tokens there, and a replicated weight's gradient is a
-part of a sum over tp; so it is for a norm inside a region, which sees the heads of one rank, and for
-keys and values if there are fewer heads of them than ranks: each rank computes all and takes the one
-it needs. PolicyModel.tp_partial names them.
+part of a sum over tp; so it is for a norm inside a region, which sees the heads of one rank, and
+for keys and values if there are fewer heads of them than ranks: each rank computes all and takes
+the one it needs. PolicyModel.tp_partial names them.
 """
 
 from __future__ import annotations
@@ -173,26 +173,27 @@ def check_split(config: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> 
     if group is None:
         return
     try:
-        (whole, batch), (divided, _) = (packed_twin(config, max(2, tp)) for _ in range(2))
+        (twin, batch), (divided, _) = (packed_twin(config, max(2, tp)) for _ in range(2))
     except Exception:  # a config that cannot be shrunk
         return
     # A caller's process group may be of NCCL alone, which moves no tensor of a CPU.
-    whole, divided, batch = whole.to(mesh.device), divided.to(mesh.device), batch.to(mesh.device)
+    twin, divided, batch = twin.to(mesh.device), divided.to(mesh.device), batch.to(mesh.device)
     split_model(divided, mesh, sequence_parallel=sequence_parallel)
     refused = f"tp_size: {tp}: model family '{config.model_type}' cannot be divided"
     if sequence_parallel:
         refused += " with sequence_parallel: true"
     try:
-        expected = _with_gradients(whole, batch)
-        found = _with_gradients(divided, filled_up(batch, divided.token_parts))
-        all_reduce_([found[name] for name in sorted(divided.tp_partial & found.keys())], group)
+        expected = _with_gradients(twin, batch)
+        computed = _with_gradients(divided, filled_up(batch, divided.token_parts))
+        partial_names = sorted(divided.tp_partial & computed.keys())
+        all_reduce_([computed[name] for name in partial_names], group)
     except RuntimeError as error:
         raise ConfigError(f"{refused} ({error})") from error
     off = []
-    for name, one in expected.items():
+    for name, correct in expected.items():
         if (dim := divided.tp_dims.get(name)) is not None:
-            one = one.narrow(dim, *part(one.shape[dim], mesh.rank("tp"), tp))
-        off.append((found[name] - one).abs().max() / (1e-6 + one.abs().max()))
+            correct = correct.narrow(dim, *part(correct.shape[dim], mesh.rank("tp"), tp))
+        off.append((computed[name] - correct).abs().max() / (1e-6 + correct.abs().max()))
     worst = float(gather_ranks(torch.stack(off), group.group_name).max())
     if not worst < TOLERANCE:
         raise ConfigError(
@@ -261,10 +262,11 @@ def _is_shared(counts: dict[str, int], tp: int) -> bool:
 
 
 def _refuse_uneven(counts: dict[str, int], tp: int, family: str) -> None:
-    for what, count in counts.items():
+    for dimension, count in counts.items():
         if count % tp:
             raise ConfigError(
-                f"tp_size: {tp} does not divide {what}: {count} of {family}; set it to a divisor"
+                f"tp_size: {tp} does not divide {dimension}: {count} of {family}; set it to a "
+                "divisor"
             )
 
 
@@ -296,13 +298,13 @@ class _Cutter:
         self.names = {id(parameter): name for name, parameter in policy.named_parameters()}
 
     def cut(self, module: nn.Module, key: str, dim: int) -> None:
-        whole: nn.Parameter | None = getattr(module, key)
-        if whole is None:
+        parameter: nn.Parameter | None = getattr(module, key)
+        if parameter is None:
             return
-        policy, name = self.policy, self.names[id(whole)]
-        policy.tp_dims[name], policy.tp_sizes[name] = dim, whole.shape[dim]
-        own = self.ranks.own(whole.detach(), dim)
-        setattr(module, key, nn.Parameter(own, whole.requires_grad))
+        policy, name = self.policy, self.names[id(parameter)]
+        policy.tp_dims[name], policy.tp_sizes[name] = dim, parameter.shape[dim]
+        shard = self.ranks.own(parameter.detach(), dim)
+        setattr(module, key, nn.Parameter(shard, parameter.requires_grad))
         if name in policy.exact:
             policy.exact[name] = self.ranks.own(policy.exact[name], dim)
 
@@ -312,10 +314,10 @@ class _Cutter:
         A low-rank product is cut where the weight next to it is; the gradient of its other half
         is a part of a sum.
         """
-        cut, other, dim = ("lora_A", "lora_B", 1) if style in ROW else ("lora_B", "lora_A", 0)
+        cut, uncut, dim = ("lora_A", "lora_B", 1) if style in ROW else ("lora_B", "lora_A", 0)
         for matrix in getattr(module, cut, {}).values():
             self.cut(matrix, "weight", dim)
-        self.sum_gradients(matrix.weight for matrix in getattr(module, other, {}).values())
+        self.sum_gradients(matrix.weight for matrix in getattr(module, uncut, {}).values())
         linear = getattr(module, "base_layer", module)
         self.cut(linear, "weight", dim)
         if style in COLUMN:
@@ -402,8 +404,8 @@ class _RowLinear(nn.Linear):
 
 
 def _sum(ranks: _Ranks, linear: _RowLinear, _module: Any, _args: Any, output: Tensor) -> Tensor:
-    out = ranks.end(output)
-    return out if linear.bias is None else out + linear.bias
+    summed = ranks.end(output)
+    return summed if linear.bias is None else summed + linear.bias
 
 
 def _restrict(embedding: nn.Embedding, words: int, ranks: _Ranks) -> None:
@@ -415,9 +417,9 @@ def _restrict(embedding: nn.Embedding, words: int, ranks: _Ranks) -> None:
         embedding.padding_idx = silent - first if 0 <= silent - first < count else None
 
     def forward(input_ids: Tensor) -> Tensor:
-        places = input_ids - first
-        outside = (places < 0) | (places >= count)
-        found = look_up(places.masked_fill(outside, 0))
-        return ranks.end(found.masked_fill(outside[..., None], 0))
+        rows = input_ids - first
+        outside = (rows < 0) | (rows >= count)
+        vectors = look_up(rows.masked_fill(outside, 0))
+        return ranks.end(vectors.masked_fill(outside[..., None], 0))
 
     embedding.forward = forward  # type: ignore[assignment, method-assign]
