@@ -210,7 +210,7 @@ MUTATIONS = (
     Mutation(
         "reward: an end token such as <|endoftext|> becomes the padding",
         "rather/model/reward.py",
-        'ends = {tokenizer.eos_token, *(token for token in own if token and "end" in token)}',
+        'ends = {tokenizer.eos_token, *(token for token in tokens if token and "end" in token)}',
         "ends = {tokenizer.eos_token}",
         ("tests/model/test_reward.py::test_a_token_that_ends_texts_is_not_the_padding_of_a_reward_model",),
     ),

@@ -84,8 +84,8 @@ class AdaptedProjections(SharedInput):
 
     def product(self, x: Tensor) -> Tensor:
         layers: Any = self.layers
-        parts = [(layer.base_layer.weight, layer.active[1]) for layer in layers]
-        flat = [tensor for w, b in parts for tensor in (w, b.weight, b.total)]
+        weights_and_b = [(layer.base_layer.weight, layer.active[1]) for layer in layers]
+        flat = [tensor for w, b in weights_and_b for tensor in (w, b.weight, b.total)]
         scale = layers[0].active[2]
         y: Tensor = _Joined.apply(x, scale, self.inner.weight, self.inner.total, *flat)
         return y
@@ -120,8 +120,8 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, inner, a, total, *parts = ctx.saved_tensors
-        ws, bs, totals = parts[::3], parts[1::3], parts[2::3]
+        x, inner, a, total, *per_layer = ctx.saved_tensors
+        ws, bs, totals = per_layer[::3], per_layer[1::3], per_layer[2::3]
         rows, x_rows, inner = grads[0].flatten(0, -2), x.flatten(0, -2), inner.flatten(0, -2)
         sizes, ranks = [len(w) for w in ws], [b.shape[1] for b in bs]
         if sum(sizes) > x.shape[-1]:
@@ -133,7 +133,9 @@ class _Joined(torch.autograd.Function):
             d_x = torch.cat([rows, d_inner], -1) @ torch.cat([*ws, a])
         d_a = _weight_gradient(total, d_inner, x_rows)
         of_layers = zip(totals, rows.split(sizes, -1), inner.split(ranks, -1), strict=True)
-        d_parts = [grad for each in of_layers for grad in (None, _weight_gradient(*each), None)]
+        d_parts = [
+            grad for tensors in of_layers for grad in (None, _weight_gradient(*tensors), None)
+        ]
         return d_x.view(x.shape), None, d_a, None, *d_parts
 
 

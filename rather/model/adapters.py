@@ -138,12 +138,12 @@ def saved_config(folder: Path) -> LoraConfig:
             f"adapter_name_or_path: {folder} has {', '.join(odd)}; only LoRA and its variants are "
             "supported"
         )
-    own = {key: values[key] for key in KNOWN[:6] if values.get(key) is not None}
-    if isinstance(own.get("target_modules"), str):
+    settings = {key: values[key] for key in KNOWN[:6] if values.get(key) is not None}
+    if isinstance(settings.get("target_modules"), str):
         # A stranger's regular expression may never end; the file has the names that it matched.
         names = (name.removeprefix(_PEFT).partition(".lora_") for name in _open(folder))
-        own["target_modules"] = sorted({module for module, found, _ in names if found})
-    return LoraConfig(**own, init_lora_weights=True, task_type="CAUSAL_LM")
+        settings["target_modules"] = sorted({module for module, is_lora, _ in names if is_lora})
+    return LoraConfig(**settings, init_lora_weights=True, task_type="CAUSAL_LM")
 
 
 class Base(NamedTuple):
@@ -190,10 +190,7 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
     `AdapterWeights` has its values. PiSSA's start is always kept: the export subtracts it.
     """
     config = adapter_config(args)
-    layers = [each for each in causal_lm.modules() if isinstance(each, nn.Linear)]
-    width = max((max(each.in_features, each.out_features) for each in layers), default=0)
-    if config.r > width:  # a run folder's config could fill the memory with it
-        raise ConfigError(f"lora_rank: {config.r} must be at most {width}, the widest layer")
+    _refuse_large_rank(causal_lm, config.r)
     has_experts = any(True for _ in expert_blocks(causal_lm))
     if config.target_modules == ALL_LINEAR and (names := _linear_names(causal_lm)) is not None:
         config.target_modules = sorted(names)
@@ -242,30 +239,28 @@ def _is_pissa(init: Any) -> bool:
     return bool(PISSA.fullmatch(str(init)))
 
 
+def _refuse_large_rank(causal_lm: Any, rank: int) -> None:
+    """Refuse a rank above the widest layer: a run folder's config could fill the memory with it."""
+    layers = [module for module in causal_lm.modules() if isinstance(module, nn.Linear)]
+    width = max((max(layer.in_features, layer.out_features) for layer in layers), default=0)
+    if rank > width:
+        raise ConfigError(f"lora_rank: {rank} must be at most {width}, the widest layer")
+
+
 def _refuse_unsupported(causal_lm: Any, config: LoraConfig) -> None:
     """Refuse names that PEFT silently ignores, and modules that could not be merged or called."""
-    inside = {id(module) for layer in layers_of(causal_lm) for module in layer.modules()}
     tuned = tuned_layers(causal_lm)
-    for name, module in tuned.items():
-        if isinstance(module, BaseTunerLayer) and not (
-            id(module) in inside and isinstance(module.get_base_layer(), nn.Linear)
-        ):
-            raise ConfigError(
-                f"lora_target: {name} is not a linear layer inside the decoder layers, and only "
-                "those can have an adapter; to train it whole, add it to modules_to_save"
-                + "; of a mixture of experts, name layers of attention"
-                * name.endswith(".experts")
-            )
+    _refuse_nonlinear(causal_lm, tuned)
     # PEFT has replaced all-linear by the names.
     targets = config.target_modules if not isinstance(config.target_modules, str) else ()
     for key, names, kind in (
         ("lora_target", targets, BaseTunerLayer),
         ("modules_to_save", config.modules_to_save, ModulesToSaveWrapper),
     ):
-        found = [f".{name}" for name, module in tuned.items() if isinstance(module, kind)]
-        for wanted in sorted(names or ()):
-            if not any(name.endswith(f".{wanted}") for name in found):
-                raise ConfigError(f"{key}: the model has no module named {wanted}")
+        names_of_kind = [f".{name}" for name, module in tuned.items() if isinstance(module, kind)]
+        for target in sorted(names or ()):
+            if not any(name.endswith(f".{target}") for name in names_of_kind):
+                raise ConfigError(f"{key}: the model has no module named {target}")
     ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     text = causal_lm.config.get_text_config()
     tied = getattr(text, "tie_word_embeddings", causal_lm.config.tie_word_embeddings)
@@ -276,9 +271,26 @@ def _refuse_unsupported(causal_lm: Any, config: LoraConfig) -> None:
         )
 
 
+def _refuse_nonlinear(causal_lm: Any, tuned: Mapping[str, Any]) -> None:
+    """Refuse adapters of anything but linear layers inside the decoder layers."""
+    inside = {id(module) for layer in layers_of(causal_lm) for module in layer.modules()}
+    for name, module in tuned.items():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        if id(module) in inside and isinstance(module.get_base_layer(), nn.Linear):
+            continue
+        problem = (
+            f"lora_target: {name} is not a linear layer inside the decoder layers, and only those "
+            "can have an adapter; to train it whole, add it to modules_to_save"
+        )
+        if name.endswith(".experts"):
+            problem += "; of a mixture of experts, name layers of attention"
+        raise ConfigError(problem)
+
+
 def tuned_layers(model: nn.Module) -> dict[str, Any]:
     kinds = (BaseTunerLayer, ModulesToSaveWrapper)
-    return {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 # The layers of each model, and whether they keep the start of their adapter: a GPU would wait while
@@ -293,14 +305,14 @@ def as_reference(model: nn.Module) -> Iterator[None]:
     PEFT's own switches also turn gradients off and on, and FSDP2 would keep them off.
     """
     if model not in _switched:
-        kept = any(f".{START}." in name for name, _ in model.named_parameters())
-        _switched[model] = list(tuned_layers(model).values()), kept
-    layers, kept = _switched[model]
+        keeps_start = any(f".{START}." in name for name, _ in model.named_parameters())
+        _switched[model] = list(tuned_layers(model).values()), keeps_start
+    layers, keeps_start = _switched[model]
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
     for layer in layers:
-        if kept:
+        if keeps_start:
             layer._active_adapter = [START]
-        layer._disable_adapters = not kept
+        layer._disable_adapters = not keeps_start
     try:
         yield
     finally:
@@ -326,9 +338,9 @@ class AdapterWeights:
 
     def _stored(self, name: str) -> tuple[ShardedFiles, str]:
         """Return where a weight is stored and its name there; for a new matrix, its layer's."""
-        own = _adapter_name(name)
-        if self.saved is not None and own:
-            return self.saved, own
+        stored_name = _adapter_name(name)
+        if self.saved is not None and stored_name:
+            return self.saved, stored_name
         return self.base, _base_name(name)
 
     def __contains__(self, name: str) -> bool:
@@ -357,10 +369,10 @@ class AdapterWeights:
 
     def _initialize(self, name: str) -> dict[str, Tensor]:
         """Return PEFT's own start of the layer with this weight, on the CPU in float32."""
-        out, inner = self.base.shape(name)
-        linear = nn.Linear(inner, out, bias=False, device="meta")
+        outer, inner = self.base.shape(name)
+        linear = nn.Linear(inner, outer, bias=False, device="meta")
         asks = self.changes_base or self.config.use_dora
-        weight = self.base[name].float() if asks else torch.empty(out, inner)
+        weight = self.base[name].float() if asks else torch.empty(outer, inner)
         linear.weight = nn.Parameter(weight, requires_grad=False)
         text = f"{self.seed} {name.removesuffix('.weight')}"
         seed = int.from_bytes(sha256(text.encode()).digest()[:7], "big")
@@ -381,16 +393,17 @@ class AdapterWeights:
 
 
 def _base_name(name: str) -> str:
-    """Return the base's name of a weight; for an adapter's matrix, that of the weight it changes."""
+    """Return the base's name of a weight; of an adapter's matrix, that of the weight it changes."""
     name = re.sub(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.)", "", name)
     return re.sub(r"\.lora_.*", ".weight", name)
 
 
 def _adapter_name(name: str) -> str | None:
     """Return the name in an adapter's file of a weight that it trains, else None."""
-    own = re.sub(rf"\.({TRAINED}|{START})(?=\.)", "", name).replace(".modules_to_save.", ".")
-    own = own.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
-    return None if own == name else _PEFT + own
+    stored_name = re.sub(rf"\.({TRAINED}|{START})(?=\.)", "", name)
+    stored_name = stored_name.replace(".modules_to_save.", ".")
+    stored_name = stored_name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+    return None if stored_name == name else _PEFT + stored_name
 
 
 # --- onto the disk ---
@@ -467,8 +480,8 @@ def merge(base: ShardedFiles, adapter: Path, cast: Cast) -> dict[str, TensorStre
         if _PEFT + name in saved:
             streams[name] = saved.stream(_PEFT + name, cast)
         elif f"{module}.lora_A.weight" in saved:
-            parts = partial(merged, name, module)
-            streams[name] = TensorStream(cast.dtype, base.shape(name), parts)
+            chunks = partial(merged, name, module)
+            streams[name] = TensorStream(cast.dtype, base.shape(name), chunks)
         elif name.endswith(CORRECTION):
             streams[name] = TensorStream.of(base[name])
         else:

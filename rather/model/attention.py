@@ -55,8 +55,8 @@ def segment_attention(
 ) -> tuple[Tensor, None]:
     """query [1, H, N, D], key [1, Hkv, N, D], value [1, Hkv, N, V] -> [1, N, H, V]."""
     if isinstance(segments, SpreadSegments):  # one message; backward sums the ranks' gradients
-        both = gather(torch.cat([key, value], dim=-1), 2, segments.group)
-        key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        keys_and_values = gather(torch.cat([key, value], dim=-1), 2, segments.group)
+        key, value = keys_and_values.split([key.shape[-1], value.shape[-1]], dim=-1)
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = _scaled_by_position(module, query, segments)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -96,11 +96,13 @@ def _one_by_one(
     cap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    parts = [query.split(segments.q_lens, dim=2)]
+    by_segment = [query.split(segments.q_lens, dim=2)]
     for gathered in (key, value):
-        parts.append(gathered.index_select(2, segments.key_index_K).split(segments.k_lens, dim=2))
-    out = [_attend(q, k, v, scale, window, cap, sinks) for q, k, v in zip(*parts, strict=True)]
-    return torch.cat(out, dim=2).transpose(1, 2)
+        of_keys = gathered.index_select(2, segments.key_index_K)
+        by_segment.append(of_keys.split(segments.k_lens, dim=2))
+    tensors = zip(*by_segment, strict=True)
+    attended = [_attend(q, k, v, scale, window, cap, sinks) for q, k, v in tensors]
+    return torch.cat(attended, dim=2).transpose(1, 2)
 
 
 def _attend(
@@ -112,7 +114,7 @@ def _attend(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with one segment. `sinks` [H] are scores of a key without a value, one for each head."""
+    """Attend with one segment. `sinks` [H] are scores of a key without a value, one per head."""
     queries, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     is_plain = not cap and sinks is None
     if is_plain and queries == keys and (window is None or window >= keys):
@@ -154,11 +156,11 @@ def _varlen(
     # than values. Zeros add nothing to a score, and further columns of the output are cut off.
     width = max(query.shape[-1], value.shape[-1])
     by_token = [_widened(x[0].transpose(0, 1), width) for x in (query, key, value)]
-    places = (s.key_index_K, s.order_K, s.start_N, s.cu_q, s.cu_k, s.max_q, s.max_k)
-    left = -1 if window is None else window - 1
-    out: Tensor = _SegmentAttention.apply(*by_token, sinks, *places, scale, left)
+    layout = (s.key_index_K, s.order_K, s.start_N, s.cu_q, s.cu_k, s.max_q, s.max_k)
+    window_left = -1 if window is None else window - 1
+    attended: Tensor = _SegmentAttention.apply(*by_token, sinks, *layout, scale, window_left)
     own_width = value.shape[-1]
-    return (out if own_width == width else out[..., :own_width])[None]
+    return (attended if own_width == width else attended[..., :own_width])[None]
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
@@ -197,12 +199,12 @@ def _forward(
 
     tensors = query.contiguous(), *gather_by_key(key, value, key_index)
     if flash4 := _newest(query, *rest):
-        out, lse, *_ = flash4._flash_attn_fwd(*tensors, return_lse=True, **_options_4(*rest))
+        attended, lse, *_ = flash4._flash_attn_fwd(*tensors, return_lse=True, **_options_4(*rest))
     else:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        attended, lse, *_ = torch.ops.aten._flash_attention_forward(
             *tensors, *_arguments(*rest), **_options(*rest)
         )
-    return out, lse
+    return attended, lse
 
 
 def _backward(
@@ -225,9 +227,9 @@ def _backward(
             *tensors, out, grad.contiguous(), lse, **_options_4(*rest)
         )
     else:
-        places = (*_arguments(*rest)[:-1], *[_no_dropout(grad.device)] * 2)
+        arguments = (*_arguments(*rest)[:-1], *[_no_dropout(grad.device)] * 2)
         d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), *tensors, out, lse, *places, **_options(*rest)
+            grad.contiguous(), *tensors, out, lse, *arguments, **_options(*rest)
         )
     return d_query, *sum_by_key(d_key, d_value, order, start)
 
@@ -285,12 +287,13 @@ def _arguments(
     cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, _scale: float, left: int
 ) -> tuple[Any, ...]:
     """Return the arguments behind the tensors: without dropout, causal, no debug mask."""
-    return cu_q, cu_k, max_q, max_k, 0.0, left < 0, False  # with a window, its right end of 0 is
+    # With a sliding window, window_size_right=0 makes it causal.
+    return cu_q, cu_k, max_q, max_k, 0.0, left < 0, False
 
 
 def _options(*numbers: Any) -> dict[str, Any]:
-    *_, scale, left = numbers
-    return {"scale": scale, "window_size_left": left, "window_size_right": 0}
+    *_, scale, window_left = numbers
+    return {"scale": scale, "window_size_left": window_left, "window_size_right": 0}
 
 
 def _fake_forward(query: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
@@ -321,25 +324,25 @@ class _SegmentAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *places: Any
     ) -> Tensor:
-        out, lse = torch.ops.rather.segment_attention(query, key, value, *places)
+        attended, lse = torch.ops.rather.segment_attention(query, key, value, *places)
         if sinks is not None:
             score = sinks.float()[:, None]
             share = torch.sigmoid(lse - score)
-            out = (out.float() * share.t()[..., None]).to(out.dtype)
+            attended = (attended.float() * share.t()[..., None]).to(attended.dtype)
             lse = torch.logaddexp(lse, score)
-        ctx.save_for_backward(query, key, value, out, lse, sinks, *places[:5])
+        ctx.save_for_backward(query, key, value, attended, lse, sinks, *places[:5])
         ctx.numbers = places[5:]
-        return out  # type: ignore[no-any-return]
+        return attended  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        query, key, value, out, lse, sinks, *places = ctx.saved_tensors
+        query, key, value, attended, lse, sinks, *layout = ctx.saved_tensors
         gradients = torch.ops.rather.segment_attention_backward(
-            grads[0], query, key, value, out, lse, *places, *ctx.numbers
+            grads[0], query, key, value, attended, lse, *layout, *ctx.numbers
         )
         of_sinks = None
         if sinks is not None:
-            along = (grads[0].float() * out.float()).sum(-1).t()
+            along = (grads[0].float() * attended.float()).sum(-1).t()
             weight = torch.exp(sinks.float()[:, None] - lse)
             of_sinks = -(weight * along).sum(1).to(sinks.dtype)
         return (*gradients, of_sinks, *[None] * 9)

@@ -75,23 +75,23 @@ def choose_budget(
     `make_room` frees memory at a lower cost than recomputing, and returns whether it did.
     """
     device = policy.causal_lm.device.type
-    wanted = tokens or TOKENS[device]
+    most_tokens = tokens or TOKENS[device]
     if device == "cpu":
         arrange_layers(policy, recompute=recompute or "none", offload=offload, compiled=compiled)
-        return Budget(wanted, recompute or "none")
-    least = max(min(LEAST, wanted), largest_pair)
+        return Budget(most_tokens, recompute or "none")
+    least = max(min(LEAST, most_tokens), largest_pair)
     needed = max(tokens or least, largest_pair)
     for level in (recompute,) if recompute else LEVELS[LEVELS.index(at_least) :]:
         arrange_layers(policy, recompute=level, offload=offload, compiled=compiled, alone=True)
-        fitting, each = (
-            (wanted, None) if tokens and recompute else _tokens_that_fit(policy, trainer)
+        fitting, bytes_per_token = (
+            (most_tokens, None) if tokens and recompute else _tokens_that_fit(policy, trainer)
         )
         if fitting < needed and make_room and make_room():
-            fitting, each = _tokens_that_fit(policy, trainer)
+            fitting, bytes_per_token = _tokens_that_fit(policy, trainer)
         if fitting >= needed and (
-            tried := _largest_tried(policy, trainer, min(wanted, fitting), least, largest_pair)
+            tried := _largest_tried(policy, trainer, min(most_tokens, fitting), least, largest_pair)
         ):
-            return Budget(tried, level, each)
+            return Budget(tried, level, bytes_per_token)
     raise NoRoom(fitting, needed, largest_pair)
 
 
@@ -112,25 +112,25 @@ def agree_on_budget(
     A rank that ran out of memory would leave the others waiting. So the level that needs least is
     measured first, and the others only if it leaves room for their trial passes.
     """
-    wanted = tokens or TOKENS["cuda"]
-    needed = max(tokens or min(LEAST, wanted), largest_pair)
+    most_tokens = tokens or TOKENS["cuda"]
+    needed = max(tokens or min(LEAST, most_tokens), largest_pair)
 
     def measure(level: Recompute, *, compiled: bool) -> tuple[int, float | None]:
         arrange_layers(policy, recompute=level, offload=offload, compiled=compiled)
-        fitting, each = _tokens_that_fit(policy, trainer, SHARED)
-        return least(fitting), each
+        fitting, bytes_per_token = _tokens_that_fit(policy, trainer, SHARED)
+        return least(fitting), bytes_per_token
 
     level: Recompute = recompute or "full"
-    fitting, each = measure(level, compiled=False)
+    fitting, bytes_per_token = measure(level, compiled=False)
     if fitting < needed:
         raise NoRoom(fitting, needed, largest_pair)
     if recompute is None and fitting >= ROOMY * REHEARSED[1]:
-        for other in LEVELS[LEVELS.index(at_least) : -1]:
-            room, of_token = measure(other, compiled=compiled)
+        for cheaper in LEVELS[LEVELS.index(at_least) : -1]:
+            room, of_token = measure(cheaper, compiled=compiled)
             if room >= needed:
-                return Budget(min(wanted, room), other, of_token)
+                return Budget(min(most_tokens, room), cheaper, of_token)
     arrange_layers(policy, recompute=level, offload=offload, compiled=compiled)
-    return Budget(min(wanted, fitting), level, each)
+    return Budget(min(most_tokens, fitting), level, bytes_per_token)
 
 
 def _largest_tried(
@@ -181,9 +181,9 @@ def _tokens_that_fit(
     finally:
         trainer.forget()
         torch.cuda.empty_cache()
-    each = max(1.0, (peaks[1] - peaks[0]) / (REHEARSED[1] - REHEARSED[0]))
-    fitting = int((room - peaks[0]) / each) + REHEARSED[0]
-    return max(0, fitting // LADDER["cuda"] * LADDER["cuda"]), each
+    bytes_per_token = max(1.0, (peaks[1] - peaks[0]) / (REHEARSED[1] - REHEARSED[0]))
+    fitting = int((room - peaks[0]) / bytes_per_token) + REHEARSED[0]
+    return max(0, fitting // LADDER["cuda"] * LADDER["cuda"]), bytes_per_token
 
 
 def _rehearsal(policy: PolicyModel, tokens: int, largest_pair: int) -> list[PairBatch]:

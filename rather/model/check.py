@@ -28,7 +28,8 @@ from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
 from rather.model.towers import leave_tower_out, set_attention, tower_class
 
-# Each text is logged once: policy and reference may be the same model, and the API checks each step.
+# Each text is logged once: policy and reference may be the same model, and the API checks at each
+# step.
 _warn = cache(logging.getLogger(__name__).warning)
 
 TOLERANCE = {
@@ -66,13 +67,15 @@ def _check_family(config: PretrainedConfig) -> bool:
         )
     try:
         twin = twin_of(config)
-        seen: list[tuple[Any, Any]] = []
+        routed_outputs: list[tuple[Any, Any]] = []
         if has_experts:
             (_, router), *_ = routers_of(twin)
-            router.register_forward_hook(lambda module, _inputs, out: seen.append((module, out)))
+            router.register_forward_hook(
+                lambda module, _inputs, output: routed_outputs.append((module, output))
+            )
         _padded(twin, two_pairs(twin.config.get_text_config().vocab_size)[0])
         if has_experts:
-            routed(*seen[0])
+            routed(*routed_outputs[0])
     except Exception as error:
         if has_experts:
             raise ConfigError(
@@ -200,15 +203,15 @@ def check_length(config: PretrainedConfig, tokens: int) -> None:
 
 def agrees_beyond(config: PretrainedConfig, key: str) -> bool:
     """Return whether a family's packed log-probs are right beyond a length that switches code."""
-    known = f"{type(config)} {key}"
-    if known not in _families:
+    family = f"{type(config)} {key}"
+    if family not in _families:
         try:
             twin = twin_of(config, **{key: 8})
             check_model(PolicyModel(twin), longest=LONGEST)
-            _families[known] = True
+            _families[family] = True
         except ConfigError:
-            _families[known] = False
-    return _families[known]
+            _families[family] = False
+    return _families[family]
 
 
 def refuse_tower(config: PretrainedConfig) -> None:
@@ -247,13 +250,14 @@ def _padded(model: Any, pair: TokenPair) -> Tensor:
     """Return the token log-probs of both answers by the model's own forward."""
     logps = []
     for response in (pair.chosen, pair.rejected):
-        whole = np.concatenate([pair.prompt, response]).astype(np.int64)
-        ids = torch.from_numpy(whole).to(model.device)[None]
-        out = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        tokens = np.concatenate([pair.prompt, response]).astype(np.int64)
+        ids = torch.from_numpy(tokens).to(model.device)[None]
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         if hasattr(model, "score"):
-            logps.append(out.logits[0].double())
+            logps.append(output.logits[0].double())
             continue
-        scored = torch.log_softmax(out.logits[0, :-1].float(), dim=-1).gather(1, ids[0, 1:, None])
+        log_softmax = torch.log_softmax(output.logits[0, :-1].float(), dim=-1)
+        scored = log_softmax.gather(1, ids[0, 1:, None])
         logps.append(scored[len(pair.prompt) - 1 :, 0].double())
     return torch.cat(logps)
 
@@ -263,17 +267,18 @@ def twin_of(config: PretrainedConfig, kv_heads: int = 2, **changes: int) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)  # the CPU's only: fork_rng restores no GPU's
         small = _shrunken(config.get_text_config(), kv_heads)
-        for key, value in changes.items():
-            setattr(small, key, value)
+        for key, number in changes.items():
+            setattr(small, key, number)
         options: dict[str, Any] = {
             "dtype": torch.float32,
             "attn_implementation": "eager",  # the config's own choice may be a kernel from a hub
-            # Without an answer transformers asks on the console. A config of remote code is trusted.
+            # Without an answer transformers asks on the console. A config of remote code is
+            # trusted.
             "trust_remote_code": type(config).__module__.startswith("transformers_modules."),
         }
         causal: Any = AutoModelForCausalLM
-        if (whole := tower_class(config)) and type(small) not in causal._model_mapping:
-            twin = _text_of(whole, config, small)
+        if (full_class := tower_class(config)) and type(small) not in causal._model_mapping:
+            twin = _text_of(full_class, config, small)
         else:
             twin = causal.from_config(small, **options)
         twin = twin.eval()
@@ -285,12 +290,12 @@ def twin_of(config: PretrainedConfig, kv_heads: int = 2, **changes: int) -> Any:
 
 def _text_of(whole: Any, config: PretrainedConfig, text: PretrainedConfig) -> Any:
     """Return the language model of a checkpoint whose language model has no class of its own."""
-    both = copy.deepcopy(config)
-    both.text_config = text
+    full_config = copy.deepcopy(config)
+    full_config.text_config = text
     for key in ("depth", "num_hidden_layers"):
-        if getattr(both.vision_config, key, None):
-            setattr(both.vision_config, key, 1)
-    return leave_tower_out(whole._from_config(both, attn_implementation="eager"))
+        if getattr(full_config.vision_config, key, None):
+            setattr(full_config.vision_config, key, 1)
+    return leave_tower_out(whole._from_config(full_config, attn_implementation="eager"))
 
 
 def packed_twin(config: PretrainedConfig, kv_heads: int = 2) -> tuple[PolicyModel, PairBatch]:
@@ -304,15 +309,41 @@ def packed_twin(config: PretrainedConfig, kv_heads: int = 2) -> tuple[PolicyMode
 def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
     """Return a small config of the family: a layer of each kind, few heads, a window of 8."""
     small = copy.deepcopy(config)
-    layers, lists = _kept_layers(config), _per_layer_lists(config)
+    layers = _kept_layers(config)
     differing = small.to_dict().get("per_layer_config") or {}
     if differing:
         small.per_layer_config = None  # until the fewer layers have their own
+    old_head_dim = getattr(small, "head_dim", None)
+    if not old_head_dim:
+        old_head_dim = small.hidden_size // small.num_attention_heads
+    for key, size in _small_sizes(config, small, layers, few).items():
+        if getattr(small, key, None) is not None:
+            with suppress(AttributeError):  # falcon computes its head_dim from the others
+                setattr(small, key, size)
+    if isinstance(getattr(config, "intermediate_size", None), list):  # one number for each layer
+        small.intermediate_size = [96] * len(layers)
+    _shrink_rope(small, old_head_dim)
+    if differing:
+        by_layer = {int(layer): values for layer, values in differing.items()}
+        small.per_layer_config = {
+            number: _shrunken_layer(by_layer[layer], old_head_dim, few)
+            for number, layer in enumerate(layers)
+            if layer in by_layer
+        }
+    return small
+
+
+def _small_sizes(
+    config: PretrainedConfig, small: PretrainedConfig, layers: Sequence[int], few: int
+) -> dict[str, Any]:
+    """Return the sizes of a twin. `small` is a copy of the config without settings per layer."""
     heads, kv_heads = small.num_attention_heads, getattr(small, "num_key_value_heads", None)
-    old_head_dim = getattr(small, "head_dim", None) or small.hidden_size // heads
-    changes = {
+    return {
         "num_hidden_layers": len(layers),
-        **{key: [values[layer] for layer in layers] for key, values in lists.items()},
+        **{
+            key: [values[layer] for layer in layers]
+            for key, values in _per_layer_lists(config).items()
+        },
         "hidden_size": 32 * few,
         "num_attention_heads": 2 * few,
         "num_key_value_heads": 2 * few if kv_heads == heads else few,
@@ -342,21 +373,6 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
         "floor_scale": 8,
         **{key: max(LONGEST, getattr(config, key, None) or 0) for key in SWITCHES},
     }
-    for key, value in changes.items():
-        if getattr(small, key, None) is not None:
-            with suppress(AttributeError):  # falcon computes its head_dim from the others
-                setattr(small, key, value)
-    if isinstance(getattr(config, "intermediate_size", None), list):  # one number for each layer
-        small.intermediate_size = [96] * len(layers)
-    _shrink_rope(small, old_head_dim)
-    if differing:
-        by_layer = {int(layer): values for layer, values in differing.items()}
-        small.per_layer_config = {
-            number: _shrunken_layer(by_layer[layer], old_head_dim, few)
-            for number, layer in enumerate(layers)
-            if layer in by_layer
-        }
-    return small
 
 
 def _expert_sizes(config: PretrainedConfig, layers: Sequence[int]) -> dict[str, Any]:
@@ -382,7 +398,7 @@ def _expert_sizes(config: PretrainedConfig, layers: Sequence[int]) -> dict[str, 
 
 
 def _scan_sizes(few: int) -> dict[str, int]:
-    """Return sizes of linear attention (Qwen3.5, OLMo hybrid) and Mamba-2 (Nemotron-H, Granite 4)."""
+    """Return sizes of linear attention (Qwen3.5, OLMo hybrid) and Mamba-2 (Nemotron-H, Granite)."""
     return {
         "linear_num_key_heads": few,
         "linear_num_value_heads": 2 * few,
@@ -403,22 +419,22 @@ def _scan_sizes(few: int) -> dict[str, int]:
 
 def shorten(config: PretrainedConfig, layers: Sequence[int]) -> None:
     """Reduce a config to some of its layers."""
-    kept = {key: [all_[n] for n in layers] for key, all_ in _per_layer_lists(config).items()}
+    lists = {key: [all_[n] for n in layers] for key, all_ in _per_layer_lists(config).items()}
     differing = config.to_dict().get("per_layer_config") or {}
     by_layer = {int(layer): values for layer, values in differing.items()}
     shared = sum(_shares_keys(config, layer) for layer in layers)
     if by_layer:
         config.per_layer_config = None
-    for key, values in {**kept, "num_hidden_layers": len(layers)}.items():
+    for key, values in {**lists, "num_hidden_layers": len(layers)}.items():
         with suppress(AttributeError):  # nemotron_h counts its list
             setattr(config, key, values)
     if shared_keys(config):
         config.num_kv_shared_layers = shared
     if by_layer:
-        own: dict[int | str, dict[str, Any]] = {
+        differing_layers: dict[int | str, dict[str, Any]] = {
             n: by_layer[layer] for n, layer in enumerate(layers) if layer in by_layer
         }
-        config.per_layer_config = own or None
+        config.per_layer_config = differing_layers or None
 
 
 def _shrunken_layer(values: dict[str, Any], head_dim: int, few: int) -> dict[str, Any]:
@@ -439,11 +455,11 @@ def _shrink_rope(small: PretrainedConfig, old_head_dim: int) -> None:
 
 def _per_layer_lists(config: PretrainedConfig) -> dict[str, list[Any]]:
     """Return the settings that have an entry for each layer."""
-    fields = {key: value for key, value in vars(config).items() if key != "moe_layers"}
+    fields = {key: entries for key, entries in vars(config).items() if key != "moe_layers"}
     return {
-        key: value
-        for key, value in fields.items()
-        if isinstance(value, list) and len(value) == config.num_hidden_layers
+        key: entries
+        for key, entries in fields.items()
+        if isinstance(entries, list) and len(entries) == config.num_hidden_layers
     }
 
 
@@ -462,8 +478,8 @@ def _kept_layers(config: PretrainedConfig) -> list[int]:
     if len(first) > MOST_LAYERS:
         raise ValueError(f"its {len(first)} layers differ from one another")
     layers = sorted(first.values())
-    others = [layer for layer in range(config.num_hidden_layers) if layer not in layers]
-    return sorted(layers + others[: max(0, 2 - len(layers))])
+    unused = [layer for layer in range(config.num_hidden_layers) if layer not in layers]
+    return sorted(layers + unused[: max(0, 2 - len(layers))])
 
 
 def shared_keys(config: PretrainedConfig) -> int:
@@ -489,4 +505,4 @@ def over_layers(config: PretrainedConfig, key: str) -> list[int]:
         values = [getattr(layer, key, None) for layer in config.per_layer_config]
     else:
         values = [getattr(config, key, None)]
-    return sorted({int(value) for value in values if value})
+    return sorted({int(number) for number in values if number})

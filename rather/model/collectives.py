@@ -50,14 +50,14 @@ def _sum(x: Tensor, _dim: int, group: Group) -> Tensor:
 
 def _concatenate(x: Tensor, dim: int, group: Group) -> Tensor:
     first = x.movedim(dim, 0).contiguous()
-    whole = _functional.all_gather_into_tensor(first, ranks_of(group).size(), group)
-    return wait_tensor(whole).movedim(0, dim)
+    gathered = _functional.all_gather_into_tensor(first, ranks_of(group).size(), group)
+    return wait_tensor(gathered).movedim(0, dim)
 
 
 def _part_of_sum(x: Tensor, dim: int, group: Group) -> Tensor:
     first = x.movedim(dim, 0).contiguous()
-    part = _functional.reduce_scatter_tensor(first, "sum", ranks_of(group).size(), group)
-    return wait_tensor(part).movedim(0, dim)
+    summed = _functional.reduce_scatter_tensor(first, "sum", ranks_of(group).size(), group)
+    return wait_tensor(summed).movedim(0, dim)
 
 
 def _part(x: Tensor, dim: int, group: Group) -> Tensor:

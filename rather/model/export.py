@@ -66,11 +66,11 @@ class Kept:
     def as_json(self) -> dict[str, float]:
         """Return what is known, under the names of rather.tracking.outcome."""
         counts = {"changed_masters": self.changed, "changed_file": self.written}
-        known = {name: count / self.weights for name, count in counts.items() if self.weights}
+        numbers = {name: count / self.weights for name, count in counts.items() if self.weights}
         squares = {"weight_size_before": self.square_before, "weight_size": self.square_after}
         for name, square in squares.items() if self.in_matrices else ():
-            known[name] = math.sqrt(square / self.in_matrices)
-        return known if self.share is None else known | {"kept_share": self.share}
+            numbers[name] = math.sqrt(square / self.in_matrices)
+        return numbers if self.share is None else numbers | {"kept_share": self.share}
 
     def __str__(self) -> str:
         if not self.weights:
@@ -120,17 +120,17 @@ class FileCast:
         return f"{lost:,} of {total:,} weights became 0 in float16" if lost else ""
 
     def _compare(self, before: Tensor, value: Tensor, cast: Tensor, *, is_matrix: bool) -> None:
-        before, kept = before.to(value.device).float(), self.kept
+        before, totals = before.to(value.device).float(), self.kept
         true, written = value.float() - before, cast.float() - before
-        kept.dot += float((true * written).sum(dtype=torch.float64))
-        kept.square += float(true.square().sum(dtype=torch.float64))
-        kept.changed += int(true.count_nonzero())
-        kept.written += int(written.count_nonzero())
-        kept.weights += true.numel()
+        totals.dot += float((true * written).sum(dtype=torch.float64))
+        totals.square += float(true.square().sum(dtype=torch.float64))
+        totals.changed += int(true.count_nonzero())
+        totals.written += int(written.count_nonzero())
+        totals.weights += true.numel()
         if is_matrix:
-            kept.in_matrices += true.numel()
-            kept.square_before += float(before.square().sum(dtype=torch.float64))
-            kept.square_after += float(cast.float().square().sum(dtype=torch.float64))
+            totals.in_matrices += true.numel()
+            totals.square_before += float(before.square().sum(dtype=torch.float64))
+            totals.square_after += float(cast.float().square().sum(dtype=torch.float64))
 
 
 def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -155,15 +155,15 @@ def export_run(
 
     Export an adapter for PEFT next to `folder`, and the merged model in `folder`.
     """
-    place, model, (name, args) = (tokenizer, folder, card), policy.causal_lm, source
+    target, model, (name, args) = (tokenizer, folder, card), policy.causal_lm, source
     if policy.is_reward:
         set_padding(model.config, tokenizer)
     base = source_files(name, args.revision)
     if not args.has_adapter and not isinstance(weights, ShardedFiles):
-        return export_model(policy, weights, *place, base)
+        return export_model(policy, weights, *target, base)
     cast = FileCast(model.config.dtype, policy.rounding, base)
     if isinstance(weights, ShardedFiles) and not args.has_adapter:
-        return export_stored(model, weights, *place, cast)
+        return export_stored(model, weights, *target, cast)
     from rather.model.adapters import merge  # PEFT takes seconds to import
 
     assert base is not None
@@ -213,10 +213,10 @@ def export_stored(
     source: Mapping[str, Tensor] = cast.source or {}
     state = model.state_dict()
     weights = file_streams(stored, cast, model.config.model_type, source)
-    buffers = {name: value for name, value in model.named_buffers() if name in state}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
     # A pipeline stage lacks those of the other layers.
     buffers |= {name: source[name] for name in source if name.endswith(CORRECTION)}
-    weights |= {name: TensorStream.of(value) for name, value in buffers.items()}
+    weights |= {name: TensorStream.of(buffer) for name, buffer in buffers.items()}
     temporary = write_model(model, weights, tokenizer, folder, source=cast.source)
     publish(temporary, folder, _with_share(card, cast.kept))
     return cast.kept
@@ -237,13 +237,13 @@ def _as_in_source(
             f"the tower of '{model.config.model_type}' was not trained and is copied from the "
             "model that the run started from, which is not on this machine; restore its folder."
         )
-    whole = {names.get(name, name): weight for name, weight in weights.items()}
+    renamed = {names.get(name, name): weight for name, weight in weights.items()}
     for name in source:
         # A head that is not among the weights is the trained embedding.
         is_head = name == "lm_head.weight"
         if name in source.tower or (name not in weights and not is_head):
-            whole[names.get(name, name)] = source.unchanged(name)
-    return whole
+            renamed[names.get(name, name)] = source.unchanged(name)
+    return renamed
 
 
 def _with_share(card: str, kept: Kept) -> str:
@@ -269,16 +269,17 @@ def whole_model(
             for name, parameter in policy.named_parameters()
         }
         return write_model(model, streams, tokenizer, folder, largest, source or cast.source)
-    own = (model.config.dtype, getattr(model, "generation_config", None))
+    dtype, generation_config = model.config.dtype, getattr(model, "generation_config", None)
     with _new_folder(folder, tokenizer) as temporary:
-        if own[1] is not None:
-            model.generation_config = type(own[1])()  # save_pretrained refuses many valid ones
+        if generation_config is not None:
+            # save_pretrained refuses many valid ones
+            model.generation_config = type(generation_config)()
         try:
             state = _state(policy, weights, cast)
             limit = largest or LARGEST_FILE
             model.save_pretrained(temporary, state_dict=state, max_shard_size=limit)
         finally:  # save_pretrained sets the dtype to that of the training
-            model.config.dtype, model.generation_config = own
+            model.config.dtype, model.generation_config = dtype, generation_config
         _write_configs(model, temporary)
     return temporary
 
@@ -290,8 +291,10 @@ def _state(policy: PolicyModel, weights: Mapping[str, Tensor], cast: FileCast) -
         id(parameter): cast(name, weights.get(name, parameter).detach()).cpu()
         for name, parameter in policy.named_parameters()
     }
-    named = model.named_parameters(remove_duplicate=False)
-    return dict(model.state_dict()) | {name: trained[id(parameter)] for name, parameter in named}
+    state = dict(model.state_dict())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        state[name] = trained[id(parameter)]
+    return state
 
 
 def whole_adapter(
@@ -332,8 +335,8 @@ def write_model(
     with _new_folder(folder, tokenizer) as temporary:
         _write_configs(model, temporary)
         for file, names in split.filename_to_tensors.items():
-            with open(temporary / file, "xb") as out:
-                out.writelines(safetensors_file({name: weights[name] for name in names}, {}))
+            with open(temporary / file, "xb") as target:
+                target.writelines(safetensors_file({name: weights[name] for name in names}, {}))
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             text = json.dumps(index, indent=2) + "\n"
@@ -422,13 +425,15 @@ def model_card(config: DPOConfig, step: int, pairs: int, *, with_reference: bool
     numbers = ", ".join(f"{key} {value}" for key, value in settings.items())
     reference = f"`{config.reference.model_path}`" if with_reference else "none"
     adapter = config.actor_train.model_args.adapter_settings or {}
-    said = ", ".join(f"{key} {value}" for key, value in adapter.items() if value)
-    row = f"\n| adapter | {said} |" if said else ""
+    adapter_text = ", ".join(f"{key} {value}" for key, value in adapter.items() if value)
+    row = f"\n| adapter | {adapter_text} |" if adapter_text else ""
     kind = "text-classification" if config.task == "reward" else "text-generation"
+    task = "preference-alignment" if config.task == "preference" else config.task
+    tags = ["rather", task, *config.loss_names]
     card = f"""---
 library_name: transformers
 pipeline_tag: {kind}
-tags: [rather, {config.task if config.task != "preference" else "preference-alignment"}, {", ".join(config.loss_names)}]
+tags: [{", ".join(tags)}]
 ---
 
 # {config.exp_name}

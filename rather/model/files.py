@@ -70,11 +70,11 @@ def model_folder(name: str, revision: str | None) -> Path | None:
     if is_local(name):
         return Path(name).expanduser()
     try:
-        wanted = [*CONTENT, "*.json"]
-        found = snapshot_download(
-            name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]
+        patterns = [*CONTENT, "*.json"]
+        snapshot = snapshot_download(
+            name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
         )
-        return Path(found)
+        return Path(snapshot)
     except (OSError, ValueError):  # loading the model will report why
         return None
 
@@ -155,11 +155,11 @@ class ModelFiles(ShardedFiles):
             )
         rows, width = self.shape(next(iter(matrices.values())))
         experts, blocks = (max(numbers) + 1 for numbers in zip(*matrices, strict=True))
-        whole = (experts, blocks * rows, width)
+        shape = (experts, blocks * rows, width)
         self._shards[stack] = {
             (expert, block * rows, 0): (
                 _Renamed(next(iter(self._shards[name].values()))[0], name, stacked=True),
-                ShardSpec(whole, (expert, block * rows, 0), (1, *self.shape(name))),
+                ShardSpec(shape, (expert, block * rows, 0), (1, *self.shape(name))),
             )
             for (expert, block), name in matrices.items()
         }
@@ -167,8 +167,8 @@ class ModelFiles(ShardedFiles):
     def _rename_language_model(self) -> None:
         for name in set(self._shards) - set(self.tower):
             prefix = next((prefix for prefix in OLDER if name.startswith(prefix)), "")
-            rest = name.removeprefix(prefix)
-            current = rest if rest.startswith("lm_head.") else LANGUAGE_MODEL + rest
+            plain = name.removeprefix(prefix)
+            current = plain if plain.startswith("lm_head.") else LANGUAGE_MODEL + plain
             if prefix and current != name:
                 self._rename(name, current)
 
@@ -194,8 +194,8 @@ class LoadedWeights(ModelFiles):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__([])
         for name, tensor in tensors.items():
-            whole = ShardSpec.full(tensor.shape)
-            self._shards[name] = {whole.offsets: (InMemory(tensor), whole)}
+            spec = ShardSpec.full(tensor.shape)
+            self._shards[name] = {spec.offsets: (InMemory(tensor), spec)}
         self._stored = list(self._shards)
 
 
@@ -241,27 +241,29 @@ def file_streams(
     Experts are unstacked, and rounded as parts of their stack. At most some rows of one weight are
     in memory.
     """
-    known = set(source)
-    mixtral = any(".block_sparse_moe." in n for n in known) if known else family == "mixtral"
+    source_names = set(source)
+    mixtral = family == "mixtral"
+    if source_names:
+        mixtral = any(".block_sparse_moe." in name for name in source_names)
     block = "block_sparse_moe" if mixtral else "mlp"
-    found: dict[str, TensorStream] = {}
+    streams: dict[str, TensorStream] = {}
     for name in sorted(stored):
         plain = name.removeprefix("causal_lm.")
         match = STACK.fullmatch(plain)
-        if match is None or plain in known:
-            found[plain.replace(".mlp.", f".{block}.")] = stored.stream(name, cast)
+        if match is None or plain in source_names:
+            streams[plain.replace(".mlp.", f".{block}.")] = stored.stream(name, cast)
             continue
         keys = [key for key, (stack, _) in PARTS.items() if stack == match[2]]
         keys = [key for key in keys if key.startswith("w") == mixtral]
-        whole = ShardSpec.full(stored.shape(name))
-        experts, height, width = whole.whole
+        full_spec = ShardSpec.full(stored.shape(name))
+        experts, height, width = full_spec.whole
         rows = height // len(keys)
         for expert, key in product(range(experts), keys):
-            spec = whole.narrow(0, expert, 1).narrow(1, PARTS[key][1] * rows, rows)
-            parts = partial(_one_expert, stored, cast, name, spec)
+            spec = full_spec.narrow(0, expert, 1).narrow(1, PARTS[key][1] * rows, rows)
+            chunks = partial(_one_expert, stored, cast, name, spec)
             plain = f"{match[1]}.{block}.experts.{expert}.{key}.weight"
-            found[plain] = TensorStream(cast.dtype, (rows, width), parts)
-    return found
+            streams[plain] = TensorStream(cast.dtype, (rows, width), chunks)
+    return streams
 
 
 def _one_expert(stored: ShardedFiles, cast: Cast, name: str, spec: ShardSpec) -> Iterator[Tensor]:
@@ -271,7 +273,8 @@ def _one_expert(stored: ShardedFiles, cast: Cast, name: str, spec: ShardSpec) ->
 def model_digest(folder: Path, sha: Callable[[Path], str]) -> str | None:
     """Return a digest of all that decides the log-probs: weights, code, and config fields.
 
-    `sha` hashes a file. A tower, which text never reaches, is left out. None if there are no weights or the files cannot be read.
+    `sha` hashes a file. A tower, which text never reaches, is left out. Return None if there are no
+    weights or the files cannot be read.
     """
     try:
         files = sorted(file for pattern in CONTENT for file in folder.glob(pattern))
@@ -288,7 +291,9 @@ def model_digest(folder: Path, sha: Callable[[Path], str]) -> str | None:
 
 
 def weights_digest(folder: Path) -> str | None:
-    """Return a digest of a model's weights, however they are divided into files; None if unreadable.
+    """Return a digest of a model's weights, however they are divided into files.
+
+    None if they cannot be read.
 
     It notices that the base of an adapter was replaced or mixed up. It covers name, dtype and shape
     of every tensor, and all bytes of a model up to 1 GiB. Of a larger one, whose files cannot be
@@ -333,14 +338,14 @@ def _header(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _blocks(file: Path, start: int, end: int, spots: int | None) -> Iterator[bytes]:
     """Yield the bytes of a span: all of them, or so many evenly spread blocks."""
-    places, length = [*range(start, end, BLOCK)], BLOCK
+    offsets, length = [*range(start, end, BLOCK)], BLOCK
     if spots and end - start > spots * SPOT:
-        places = [start + (end - start - SPOT) * i // (spots - 1) for i in range(spots)]
+        offsets = [start + (end - start - SPOT) * i // (spots - 1) for i in range(spots)]
         length = SPOT
     with open(file, "rb", opener=regular) as opened:
-        for place in places:
-            opened.seek(place)
-            yield opened.read(min(length, end - place))
+        for offset in offsets:
+            opened.seek(offset)
+            yield opened.read(min(length, end - offset))
 
 
 def has_other_weights(base: str, revision: str | None, trained_on: str | None) -> bool:
@@ -376,11 +381,11 @@ def _forward_fields(folder: Path) -> object:
     def select(config: object) -> object:
         if not isinstance(config, dict):
             return config
-        return {key: select(value) for key, value in config.items() if key not in NOT_IN_A_FORWARD}
+        return {key: select(inner) for key, inner in config.items() if key not in NOT_IN_A_FORWARD}
 
     config = read_json(folder / "config.json")
     if isinstance(config, dict) and "text_config" in config:
-        config = {key: value for key, value in config.items() if key not in TOWER_CONFIGS}
+        config = {key: inner for key, inner in config.items() if key not in TOWER_CONFIGS}
     return select(config)
 
 

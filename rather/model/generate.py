@@ -42,8 +42,10 @@ class GeneratedAnswer(NamedTuple):
 
 def end_tokens(causal_lm: Any, tokenizer: Any, more: Iterable[int | None] = ()) -> list[int]:
     """Return the tokens that end an answer: of the tokenizer, of the model, and others."""
-    own = causal_lm.generation_config.eos_token_id
-    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own]), *more]
+    ends_of_model = causal_lm.generation_config.eos_token_id
+    if not isinstance(ends_of_model, list):
+        ends_of_model = [ends_of_model]
+    ends = [tokenizer.eos_token_id, *ends_of_model, *more]
     return list(dict.fromkeys(token for token in ends if token is not None))
 
 
@@ -67,7 +69,7 @@ def generate(
     padding = ends[0] if ends else 0
     rows = [torch.tensor(prompt) for prompt in prompts]
     ids = pad_sequence(rows, True, padding, "left").to(causal_lm.device)
-    seen = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left").to(ids.device)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left").to(ids.device)
     sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
     own_rule = GenerationConfig(
         max_new_tokens=decoding.max_new_tokens,
@@ -83,10 +85,10 @@ def generate(
     causal_lm.generation_config = GenerationConfig()  # none of the model's defaults
     try:
         with torch.no_grad():
-            cache = _prefilled(causal_lm, ids, seen, answers) if answers > 1 else None
-            out: Tensor = causal_lm.generate(
+            cache = _prefilled(causal_lm, ids, mask, answers) if answers > 1 else None
+            generated: Tensor = causal_lm.generate(
                 input_ids=ids.repeat_interleave(answers, 0),
-                attention_mask=seen.repeat_interleave(answers, 0),
+                attention_mask=mask.repeat_interleave(answers, 0),
                 generation_config=own_rule,
                 stopping_criteria=stop,
                 streamer=_Streamer(on_tokens) if on_tokens else None,
@@ -95,11 +97,11 @@ def generate(
     finally:
         set_attention(causal_lm, attention)
         causal_lm.generation_config = settings
-    found = []
-    for tokens in out[:, ids.shape[1] :].tolist():
-        end = next((place for place, token in enumerate(tokens) if token in ends), None)
-        found.append(GeneratedAnswer(tokens[:end], end is not None))
-    return found
+    generated_answers = []
+    for tokens in generated[:, ids.shape[1] :].tolist():
+        end = next((index for index, token in enumerate(tokens) if token in ends), None)
+        generated_answers.append(GeneratedAnswer(tokens[:end], end is not None))
+    return generated_answers
 
 
 def _prefilled(causal_lm: Any, ids: Tensor, seen: Tensor, answers: int) -> DynamicCache | None:
@@ -153,8 +155,8 @@ class _StopTexts(StoppingCriteria):
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         first = max(self.start, input_ids.shape[1] - self.window)
         tails = self.tokenizer.batch_decode(input_ids[:, first:], skip_special_tokens=True)
-        found = [any(text in tail for text in self.texts) for tail in tails]
-        return torch.tensor(found, device=input_ids.device)
+        has_stop = [any(text in tail for text in self.texts) for tail in tails]
+        return torch.tensor(has_stop, device=input_ids.device)
 
 
 class _Streamer(BaseStreamer):

@@ -99,20 +99,20 @@ class _TokenLogps(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         d_weight: Tensor | None = None
         d_bias = torch.zeros_like(bias, dtype=numbers.dtype) if bias is not None else None
-        kept: list[Tensor] = ctx.kept[::-1]
+        kept_logits: list[Tensor] = ctx.kept[::-1]
         ctx.kept = []
-        for rows in _chunks(len(hidden), weight, whole=bool(kept) and hidden.is_cuda):
-            known = (numbers[:, rows], targets[rows], grad[rows])
-            if kept:
-                d_logits = ctx.treatment.gradient_(kept.pop(), *known, kept=True)
+        for rows in _chunks(len(hidden), weight, whole=bool(kept_logits) and hidden.is_cuda):
+            of_rows = (numbers[:, rows], targets[rows], grad[rows])
+            if kept_logits:
+                d_logits = ctx.treatment.gradient_(kept_logits.pop(), *of_rows, kept=True)
             else:
                 logits = ctx.treatment.logits(hidden[rows], weight, bias)
-                d_logits = ctx.treatment.gradient_(logits, *known, kept=False)
+                d_logits = ctx.treatment.gradient_(logits, *of_rows, kept=False)
             torch.mm(d_logits, weight, out=d_hidden[rows])
             if ctx.needs_input_grad[1]:
-                whole = len(d_logits) == len(hidden)
+                is_all = len(d_logits) == len(hidden)
                 d_weight = _add_weight_gradient(
-                    d_weight, d_logits, hidden[rows], numbers.dtype, whole=whole
+                    d_weight, d_logits, hidden[rows], numbers.dtype, whole=is_all
                 )
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
@@ -216,8 +216,8 @@ def _add_weight_gradient(
 def _combine(numbers: Tensor, outside: Tensor, group: Group) -> None:
     """Combine each row's numbers over this rank's words to those over the vocabulary, in place."""
     logps, lse, _, *squared = numbers
-    own = torch.stack([logps.masked_fill(outside, float("-inf")), lse, *squared])
-    ranks_3T = gather_ranks(own, group)
+    local = torch.stack([logps.masked_fill(outside, float("-inf")), lse, *squared])
+    ranks_3T = gather_ranks(local, group)
     torch.logsumexp(ranks_3T[:, 1], dim=0, out=lse)
     share = ranks_3T[:, 1] - lse  # of each rank's words in the probability, as a logarithm
     torch.amax(ranks_3T[:, 0] + share, dim=0, out=logps)

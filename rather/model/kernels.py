@@ -3,7 +3,8 @@
 Imported only for CUDA tensors. The same arithmetic in plain torch is in head.py, for the CPU.
 """
 
-# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="untyped-decorator, misc"
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ def gather_by_key(keys_N: Tensor, values_N: Tensor, index_K: Tensor) -> tuple[Te
     """Return the keys and values of these tokens; `index_select` is slow for short rows."""
     assert keys_N.shape[1:] == values_N.shape[1:], "one width for both, or rows would overlap"
     keys_N, values_N = (x if x[0].is_contiguous() else x.contiguous() for x in (keys_N, values_N))
-    places, width = len(index_K), keys_N[0].numel()
-    keys_K, values_K = (x.new_empty((places, *x.shape[1:])) for x in (keys_N, values_N))
+    count, width = len(index_K), keys_N[0].numel()
+    keys_K, values_K = (x.new_empty((count, *x.shape[1:])) for x in (keys_N, values_N))
     block = triton.next_power_of_2(width)
     rows = max(1, 4096 // block)
-    if places:
-        _gather_kernel[(triton.cdiv(places, rows),)](
+    if count:
+        _gather_kernel[(triton.cdiv(count, rows),)](
             keys_N, values_N, keys_N.stride(0), values_N.stride(0), index_K, keys_K, values_K,
-            places, WIDTH=width, BLOCK=block, ROWS=rows,
+            count, WIDTH=width, BLOCK=block, ROWS=rows,
         )  # fmt: skip
     return keys_K, values_K
 
@@ -53,8 +54,8 @@ def _sum_by_key_kernel(
     inside = columns < WIDTH
     of_keys = tl.zeros((BLOCK,), tl.float32)
     of_values = tl.zeros((BLOCK,), tl.float32)
-    for place in range(tl.load(start + token), tl.load(start + token + 1)):
-        at = tl.load(order + place).to(tl.int64) * WIDTH + columns
+    for index in range(tl.load(start + token), tl.load(start + token + 1)):
+        at = tl.load(order + index).to(tl.int64) * WIDTH + columns
         of_keys += tl.load(keys + at, mask=inside, other=0.0).to(tl.float32)
         of_values += tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
     at = token.to(tl.int64) * WIDTH + columns

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy as Choice
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rather.arithmetic import round_up
 from rather.errors import ConfigError
 from rather.model.check import experts_of
 from rather.model.policy import PolicyModel
@@ -80,8 +81,8 @@ def arrange_layers(
 def _group_size(policy: PolicyModel, layers: Sequence[nn.Module]) -> int:
     """Return how many layers are compiled as one: a divisor of their number, so groups are equal.
 
-    Layers with adapters gain too little from it; with experts it was not tried. A layer that returns
-    more than a tensor cannot wait for the last of its group.
+    Layers with adapters gain too little from it; with experts it was not tried. A layer that
+    returns more than a tensor cannot wait for the last of its group.
     """
     if hasattr(policy.causal_lm, "peft_config") or experts_of(policy.causal_lm.config):
         return 1
@@ -100,16 +101,16 @@ class _Group:
         self.layers = tuple(layers)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.run = _run(_run_layers, "none", offload=False, compiled=True)
-        for place, layer in enumerate(layers):
-            layer.forward = partial(self.call, place)
+        for index, layer in enumerate(layers):
+            layer.forward = partial(self.call, index)
 
     def call(self, place: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.calls = [*self.calls[:place], (args, kwargs)]
         if len(self.calls) < len(self.layers):
             return hidden
         calls, self.calls = self.calls, []
-        result: Tensor = self.run(self.layers, hidden, calls)
-        return result
+        output: Tensor = self.run(self.layers, hidden, calls)
+        return output
 
 
 def _run_layers(layers: Iterable[Any], hidden: Tensor, calls: Iterable[Any]) -> Tensor:
@@ -164,7 +165,7 @@ def _keep_narrow_results(half_of_the_wide: bool) -> Any:
     The wide ones open the MLP: most of the memory, and the cheapest to recompute per byte. Every
     second one may be kept as well.
     """
-    seen = {False: 0, True: 0}  # wide products in the first run, and in the recomputation
+    wide_products = {False: 0, True: 0}  # in the first run, and in the recomputation
 
     def choose(context: Any, operator: Any, *args: Any, **_kwargs: Any) -> Choice:
         if operator == torch.ops.rather.segment_attention.default:
@@ -174,8 +175,8 @@ def _keep_narrow_results(half_of_the_wide: bool) -> Any:
         inner, outer = args[-1].shape
         if outer <= 2 * inner:
             return Choice.MUST_SAVE
-        seen[context.is_recompute] += 1
-        keep = half_of_the_wide and seen[context.is_recompute] % 2 == 1
+        wide_products[context.is_recompute] += 1
+        keep = half_of_the_wide and wide_products[context.is_recompute] % 2 == 1
         return Choice.MUST_SAVE if keep else Choice.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(choose)
@@ -199,12 +200,12 @@ class HostOffloaded:
             self.groups.append((arrived, weights))
         # Pinned by hand: torch's own pinned memory is rounded up to a power of two.
         parameters = list(policy.parameters())
-        starts = list(accumulate((-(-p.nbytes // 256) * 256 for p in parameters), initial=0))
+        starts = list(accumulate((round_up(p.nbytes, 256) for p in parameters), initial=0))
         buffer = torch.empty(starts[-1], dtype=torch.uint8)
         self.host: dict[nn.Parameter, Tensor] = {}
         for start, parameter in zip(starts[:-1], parameters, strict=True):
-            own = buffer[start : start + parameter.nbytes].view(parameter.dtype)
-            self.host[parameter] = own.view(parameter.shape).copy_(parameter.detach())
+            host_copy = buffer[start : start + parameter.nbytes].view(parameter.dtype)
+            self.host[parameter] = host_copy.view(parameter.shape).copy_(parameter.detach())
         pinned = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
         torch.cuda.check_error(pinned)
         weakref.finalize(self, _unpin, buffer)  # freed while pinned, it could not be used again
@@ -242,13 +243,13 @@ def _in_order(policy: PolicyModel) -> Iterator[tuple[nn.Module, list[nn.Paramete
     The head is not called as a module, so its weights come before the last layer.
     """
     layers = layers_of(policy)
-    taken: set[nn.Parameter] = set()
+    yielded: set[nn.Parameter] = set()
     for module in (policy.causal_lm.get_input_embeddings(), *layers[:-1]):
-        own = [parameter for parameter in module.parameters() if parameter not in taken]
-        taken.update(own)
-        yield module, own
-    rest = [parameter for parameter in policy.parameters() if parameter not in taken]
-    yield layers[-1] if layers else policy, rest
+        weights = [parameter for parameter in module.parameters() if parameter not in yielded]
+        yielded.update(weights)
+        yield module, weights
+    remaining = [parameter for parameter in policy.parameters() if parameter not in yielded]
+    yield layers[-1] if layers else policy, remaining
 
 
 def _unpin(buffer: Tensor) -> None:

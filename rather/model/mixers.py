@@ -39,7 +39,7 @@ WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 1))
 
 @dataclass(frozen=True)
 class _Scan:
-    """A function of transformers that mixes tokens: its time dimension and its tensors over time."""
+    """A function of transformers that mixes tokens: its time dimension and tensors over time."""
 
     time: int
     places: tuple[int, ...]  # of tensors over time among the positional arguments
@@ -52,10 +52,10 @@ def _delta_rule(
 ) -> Tensor:
     normed = bool(options.get("use_qk_l2norm_in_kernel"))
     rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    out: Tensor = rule(
+    mixed: Tensor = rule(
         *paths, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, cu_seqlens=cu.long()
     )[0]
-    return out
+    return mixed
 
 
 SCANS = {
@@ -131,13 +131,13 @@ def _scans_of(module: Any) -> list[str]:
 
 
 def _over_paths(function: Callable[..., Any], scan: _Scan) -> Callable[..., Any]:
-    own = unwrap(function)  # transformers takes other packages' kernels even on a CPU
+    plain_function = unwrap(function)  # transformers takes other packages' kernels even on a CPU
 
     @wraps(function)
     def mixer(*args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
         if segments is None:
             return function(*args, **kwargs)
-        return _run(own, scan, args, kwargs, segments)
+        return _run(plain_function, scan, args, kwargs, segments)
 
     mixer.over_paths = True  # type: ignore[attr-defined]
     return mixer
@@ -154,22 +154,22 @@ def _run(
     segments: Segments,
 ) -> Any:
     # The functions return (output, state) if they can return a state at all.
-    values = [args[place] for place in scan.places]
+    values = [args[index] for index in scan.places]
     names = [name for name in scan.names if isinstance(kwargs.get(name), Tensor)]
     values += [kwargs[name] for name in names]
     count = len(scan.places)
     if scan.fused and values[0].is_cuda and not fused_problem(values[0].device):
-        paths = [value.index_select(scan.time, segments.key_index_K) for value in values]
-        named = dict(zip(names, paths[count:], strict=True))
-        out = scan.fused(paths[:count], segments.cu_k, **{**kwargs, **named})
-        return out.index_select(scan.time, _own_places(segments)), None
+        paths = [tensor.index_select(scan.time, segments.key_index_K) for tensor in values]
+        by_name = dict(zip(names, paths[count:], strict=True))
+        output = scan.fused(paths[:count], segments.cu_k, **{**kwargs, **by_name})
+        return output.index_select(scan.time, _own_places(segments)), None
 
     def one_batch(paths: list[Tensor]) -> Any:
         mixed = list(args)
-        for place, path in zip(scan.places, paths[:count], strict=True):
-            mixed[place] = path
-        named = dict(zip(names, paths[count:], strict=True))
-        return function(*mixed, **{**kwargs, **named})
+        for index, path in zip(scan.places, paths[:count], strict=True):
+            mixed[index] = path
+        by_name = dict(zip(names, paths[count:], strict=True))
+        return function(*mixed, **{**kwargs, **by_name})
 
     return _in_batches(one_batch, scan.time, values, segments)
 
@@ -193,14 +193,14 @@ def _in_batches(
     has_state = False
     for numbers in batches.values():
         index = nn.utils.rnn.pad_sequence([paths[number] for number in numbers], batch_first=True)
-        out = run([_gathered(value, time, index) for value in values])
-        if isinstance(out, tuple):
-            has_state, out = True, out[0]
-        for place, number in enumerate(numbers):
-            own, end = segments.q_lens[number], segments.k_lens[number]
-            rows[number] = out[place : place + 1].narrow(time, end - own, own)
-    whole = torch.cat([rows[number] for number in range(len(paths))], dim=time)
-    return (whole, None) if has_state else whole
+        mixed = run([_gathered(tensor, time, index) for tensor in values])
+        if isinstance(mixed, tuple):
+            has_state, mixed = True, mixed[0]
+        for row, number in enumerate(numbers):
+            length, end = segments.q_lens[number], segments.k_lens[number]
+            rows[number] = mixed[row : row + 1].narrow(time, end - length, length)
+    joined = torch.cat([rows[number] for number in range(len(paths))], dim=time)
+    return (joined, None) if has_state else joined
 
 
 def _gathered(value: Tensor, time: int, index: Tensor) -> Tensor:

@@ -128,8 +128,8 @@ class PolicyModel(nn.Module):
         if self.context is None:
             return columns
         # Each rank then has the loss of whole responses, and its own tokens get their gradient.
-        whole = leave(torch.stack(list(columns.values())), self.context)
-        return dict(zip(columns, whole.unbind(), strict=True))
+        summed = leave(torch.stack(list(columns.values())), self.context)
+        return dict(zip(columns, summed.unbind(), strict=True))
 
 
 def pair_columns(
@@ -139,11 +139,11 @@ def pair_columns(
 
     "shared" is the sum within the length of the shorter response.
     """
-    own = policy.share(batch)
-    if own is not batch:
-        own = own.to(str(next(policy.parameters()).device))
-    logps_U, squared_U = policy(own, squares="squares" in wanted)
-    return policy.pair_sums(logps_U, squared_U, own, wanted)
+    share = policy.share(batch)
+    if share is not batch:
+        share = share.to(str(next(policy.parameters()).device))
+    logps_U, squared_U = policy(share, squares="squares" in wanted)
+    return policy.pair_sums(logps_U, squared_U, share, wanted)
 
 
 def _per_pair(values_T: Tensor, batch: PairBatch) -> Tensor:

@@ -40,8 +40,8 @@ def auto_class(config: Any, *, reward: bool) -> Any:
         return tower_class(config) or AutoModelForCausalLM
     if tower_class(config):
         raise ConfigError(
-            f"task: a checkpoint of '{config.model_type}' with a vision or audio tower cannot become "
-            "a reward model; use its language model alone"
+            f"task: a checkpoint of '{config.model_type}' with a vision or audio tower cannot "
+            "become a reward model; use its language model alone"
         )
     classes: Any = AutoModelForSequenceClassification._model_mapping
     if type(config) not in classes:
@@ -67,8 +67,8 @@ class RewardFiles(ModelFiles):
         self._stored = [name for name in self._stored if name != "lm_head.weight"]
         if HEAD not in self._shards:
             head = new_head(width, seed)
-            whole = ShardSpec.full(head.shape)
-            self._shards[HEAD] = {whole.offsets: (InMemory(head), whole)}
+            spec = ShardSpec.full(head.shape)
+            self._shards[HEAD] = {spec.offsets: (InMemory(head), spec)}
             self._stored.append(HEAD)
 
 
@@ -84,9 +84,9 @@ def set_padding(config: Any, tokenizer: Any) -> None:
     padded text would be scored one token earlier than it was trained.
     """
     names = ("pad_token", "bos_token", "unk_token")
-    own = [getattr(tokenizer, name) for name in names] + list(tokenizer.all_special_tokens)
-    ends = {tokenizer.eos_token, *(token for token in own if token and "end" in token)}
-    free = [token for token in own if token and token not in ends]
+    tokens = [getattr(tokenizer, name) for name in names] + list(tokenizer.all_special_tokens)
+    ends = {tokenizer.eos_token, *(token for token in tokens if token and "end" in token)}
+    free = [token for token in tokens if token and token not in ends]
     if not free:
         raise ConfigError(
             "task: reward: the tokenizer has no special token besides its end token, which cannot "

@@ -180,30 +180,26 @@ def few_layers(name: str, args: ModelArgs, layers: int, device: str, dtype: torc
 
 def model_problems(name: str, role: RoleConfig) -> Iterator[str]:
     """Yield why a model cannot be trained or divided as wanted; loading reports a bad config."""
-    wanted = layout(role)
+    degrees = layout(role)
     try:
         config = _config(role.model_path, role.model_args)
         text = config.get_text_config()
     except Exception:  # a config.json may be anything
         return
-    plan = getattr(text, "base_model_tp_plan", None) or {}
-    if any(style in BY_HEADS and "att" in module for module, style in plan.items()):
-        for key in ("num_attention_heads", "num_key_value_heads"):
-            count = min(over_layers(text, key), default=wanted.tp)
-            if count % wanted.tp and (key == "num_attention_heads" or wanted.tp % count):
-                yield (
-                    f"{name}.strategy_args.tp_size: {wanted.tp} does not divide {key}: {count} of "
-                    f"{role.model_path}"
-                )
-    if wanted.ep > 1 and (experts_of(config) % wanted.ep or not experts_of(config)):
+    for key, count in _undivided_heads(text, degrees.tp):
         yield (
-            f"{name}.strategy_args.ep_size: {wanted.ep} does not divide the {experts_of(config)} "
+            f"{name}.strategy_args.tp_size: {degrees.tp} does not divide {key}: {count} of "
+            f"{role.model_path}"
+        )
+    if degrees.ep > 1 and (experts_of(config) % degrees.ep or not experts_of(config)):
+        yield (
+            f"{name}.strategy_args.ep_size: {degrees.ep} does not divide the {experts_of(config)} "
             f"experts of a layer of {role.model_path}"
         )
-    stages = wanted.pipeline.stages if wanted.pp > 1 else 1
+    stages = degrees.pipeline.stages if degrees.pp > 1 else 1
     if (layers := getattr(text, "num_hidden_layers", None)) and stages > layers:
         yield (
-            f"{name}.strategy_args.pp_size: {wanted.pp} ranks x {wanted.virtual} = {stages} "
+            f"{name}.strategy_args.pp_size: {degrees.pp} ranks x {degrees.virtual} = {stages} "
             f"stages, but {role.model_path} has only {layers} layers"
         )
 
@@ -213,3 +209,14 @@ def _config(name: str, args: ModelArgs, **options: bool) -> Any:
     inspect_folder(path, args.revision, local_files_only=options.get("local_files_only", False))
     options["trust_remote_code"] = args.trust_remote_code
     return AutoConfig.from_pretrained(path, revision=args.revision, **options)  # nosec B615
+
+
+def _undivided_heads(config: Any, tp: int) -> Iterator[tuple[str, int]]:
+    """Yield the numbers of heads that this many ranks cannot divide, by key."""
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    if not any(style in BY_HEADS and "att" in module for module, style in plan.items()):
+        return
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        count = min(over_layers(config, key), default=tp)
+        if count % tp and (key == "num_attention_heads" or tp % count):
+            yield key, count

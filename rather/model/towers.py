@@ -30,9 +30,9 @@ def tower_class(config: PretrainedConfig) -> Any:
     for name in config.architectures or ():
         if name.endswith("ForCausalLM"):
             return None
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            return found
+        model_class = getattr(transformers, name, None)
+        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+            return model_class
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
 
 
@@ -51,13 +51,13 @@ def leave_tower_out(model: Any) -> Any:
         return model
     path = next(name for name, module in model.named_modules() if module is decoder)
     head, holder, count = model.get_output_embeddings(), model, 0
-    for part in path.split("."):
+    for child_name in path.split("."):
         for name, child in list(holder.named_children()):
             size = sum(parameter.numel() for parameter in child.parameters())
-            if name != part and child is not head and size:
+            if name != child_name and child is not head and size:
                 setattr(holder, name, _LeftOut())
                 count += size
-        holder = getattr(holder, part)
+        holder = getattr(holder, child_name)
     model.left_out = count  # the parameters of the tower
     return model
 

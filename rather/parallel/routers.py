@@ -100,7 +100,7 @@ class Balance:
         choices, probabilities = self.step.sum(0)
         rows = probabilities.sum().clamp(min=1)
         slope = scale * self.coefficient * len(choices) * choices / rows.square()
-        # `data`: a graph that has saved the slopes for backward shall see the new ones.
+        # Written through `data`, so that graphs which saved the slopes see the update.
         self.slope.data.copy_(slope)
 
     def metrics(self) -> dict[str, float]:
