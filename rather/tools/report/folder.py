@@ -49,8 +49,8 @@ def newest_records(path: Path, most: int = 1 << 16) -> tuple[list[JsonObject], i
         size = file.seek(0, 2)
         file.seek(max(0, size - most))
         lines = file.read(most).split(b"\n")
-    found = [parse_object(line) for line in reversed(lines[1 if size > most else 0 : -1])]
-    return [record for record in found if record is not None], found.count(None)
+    records = [parse_object(line) for line in reversed(lines[1 if size > most else 0 : -1])]
+    return [record for record in records if record is not None], records.count(None)
 
 
 class MetricColumn(NamedTuple):
@@ -85,9 +85,10 @@ class MetricsReader:
                     continue
                 # A value that JSON cannot hold is null, and its text is in `nonfinite`.
                 record |= nonfinite if isinstance(nonfinite, dict) else {}
-                for name, value in record.items():
+                for name, number in record.items():
                     with suppress(TypeError, ValueError, OverflowError):
-                        self._add(current_name(name), step, nan if value is None else float(value))
+                        number = nan if number is None else float(number)
+                        self._add(current_name(name), step, number)
         return self.columns
 
     def _add(self, name: str, step: int, value: float) -> None:
@@ -122,12 +123,12 @@ class Folder:
 
         try:
             texts = PairTexts.of(self.path)
-            known = [digest for digest in digests if digest in texts.places]
-            shown = [texts.shortened(texts.places[digest]) for digest in known]
+            listed = [digest for digest in digests if digest in texts.places]
+            shown = [texts.shortened(texts.places[digest]) for digest in listed]
         except Exception:  # the page is worth more than these texts
             log.debug("the texts of the pairs cannot be read", exc_info=True)
             return {}
-        return dict(zip(known, without_secrets(shown), strict=True))
+        return dict(zip(listed, without_secrets(shown), strict=True))
 
     @property
     def total_steps(self) -> int | None:
@@ -150,5 +151,5 @@ def _each_text(value: Any, change: Callable[[str], Any]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: _each_text(each, change) for key, each in value.items()}
-    return [_each_text(each, change) for each in value] if isinstance(value, list) else value
+        return {key: _each_text(inner, change) for key, inner in value.items()}
+    return [_each_text(inner, change) for inner in value] if isinstance(value, list) else value

@@ -121,21 +121,21 @@ def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]
     """Return a table with escaped cells; the first cell of a row is its heading."""
     rows = [list(row) for row in rows]
     sides = [
-        NUMBER if place and any(_is_number(row[place]) for row in rows) else ""
-        for place in range(len(headings))
+        NUMBER if column and any(_is_number(row[column]) for row in rows) else ""
+        for column in range(len(headings))
     ]
     names = zip(headings, sides, strict=True)
-    head = "".join(f'<th scope="col"{side}>{escape(each)}</th>' for each, side in names)
+    head = "".join(f'<th scope="col"{side}>{escape(heading)}</th>' for heading, side in names)
     body = ""
-    for first, *rest in rows:
-        cells = zip(rest, sides[1:], strict=True)
+    for first, *other_cells in rows:
+        cells = zip(other_cells, sides[1:], strict=True)
         body += f'<tr><th scope="row">{_cell(first)}</th>'
         body += "".join(f"<td{side}>{_cell(cell)}</td>" for cell, side in cells) + "</tr>"
     # A region that scrolls must be reachable by keyboard.
     return (
         f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table>'
-        f"<caption><span>{escape(caption)}</span></caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-        "</table></div>"
+        f"<caption><span>{escape(caption)}</span></caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 
@@ -188,7 +188,8 @@ def chart(figure: JsonObject, name: str, description: str) -> str:
 
 def _numbers(figure: JsonObject, name: str) -> str:
     """Return all points if they are few and share their x values, else a summary of each line."""
-    traces = {str(one.get("name", "value")): one for one in figure["data"] if len(one.get("x", ()))}
+    drawn = [trace for trace in figure["data"] if len(trace.get("x", ()))]
+    traces = {str(trace.get("name", "value")): trace for trace in drawn}
     columns = [list(trace["x"]) for trace in traces.values()]
     if columns and len(columns[0]) <= WHOLE and columns.count(columns[0]) == len(columns):
         heading = figure["layout"]["xaxis"]["title"]["text"]
@@ -196,9 +197,9 @@ def _numbers(figure: JsonObject, name: str) -> str:
         return table(f"{name}: all points", [heading, *traces], rows)
     summary = []
     for label, trace in traces.items():
-        known = [y for y in trace["y"] if y is not None and y == y]
-        ends = [known[0], known[-1], min(known), max(known)] if known else [None] * 4
-        summary.append([label, len(known), *ends])
+        heights = [y for y in trace["y"] if y is not None and y == y]
+        ends = [heights[0], heights[-1], min(heights), max(heights)] if heights else [None] * 4
+        summary.append([label, len(heights), *ends])
     headings = ["line", "points", "first", "last", "lowest", "highest"]
     return table(f"{name}: summary", headings, summary)
 
@@ -224,12 +225,12 @@ def downsample(
     if len(x) <= most:
         return list(x), list(y)
     values = np.asarray(y, dtype=np.float64)
-    kept = {0, len(x) - 1}
+    chosen = {0, len(x) - 1}
     for stretch in np.array_split(np.arange(len(x)), max(1, (most - 2) // 3)):
         finite = np.isfinite(values[stretch])
-        kept.update(stretch[~finite][:1].tolist())
+        chosen.update(stretch[~finite][:1].tolist())
         if finite.any():
-            known = stretch[finite]
-            kept |= {int(known[values[known].argmin()]), int(known[values[known].argmax()])}
-    places = sorted(kept)
-    return [x[place] for place in places], [y[place] for place in places]
+            valid = stretch[finite]
+            chosen |= {int(valid[values[valid].argmin()]), int(valid[values[valid].argmax()])}
+    indices = sorted(chosen)
+    return [x[index] for index in indices], [y[index] for index in indices]

@@ -23,8 +23,10 @@ Flags = NDArray[np.bool_]
 CALIBRATED = ("auc", "chance", "precision", "recall")
 CALIBRATION = "pairs.json"  # in the run folder, from flips that `rather pairs --plant` made
 MEANINGS = {
-    "likely_flipped": "the label is probably wrong: the model contradicts it too surely to be in error",
-    "disagrees": "the model prefers the rejected answer, as it also does on hard pairs with right labels",
+    "likely_flipped": "the label is probably wrong: the model contradicts it too surely to be in "
+    "error",
+    "disagrees": "the model prefers the rejected answer, as it also does on hard pairs with right "
+    "labels",
     "never_learned": "the margin was never above 0",
     "unlearned": "the margin was above 0, and ended at 0 or below",
     "chosen_falls": "the chosen answer became less likely",
@@ -57,7 +59,8 @@ def read_ledgers(run_dir: Path) -> tuple[Any, Any]:
         return table.filter(pa.compute.invert(is_held_out)), table.filter(is_held_out)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{file}: cannot be read ({error}). Runs with task: preference write it unless pair_ledger is false."
+            f"{file}: cannot be read ({error}). Runs with task: preference write it unless "
+            "pair_ledger is false."
         ) from error
 
 
@@ -105,7 +108,7 @@ class PairHistory:
 
     @property
     def findings(self) -> dict[str, Flags]:
-        """Return which pairs were never learned, were unlearned, or have a falling chosen answer."""
+        """Return which pairs were never learned, or unlearned, or have a falling chosen answer."""
         again = self.visits > 1
         return {
             "never_learned": again & (self.highest <= 0) & (self.last <= 0),
@@ -124,8 +127,8 @@ class PairHistory:
 def _doubt(margin: Floats, start: NDArray[np.int64], visits: NDArray[np.int64]) -> Floats:
     """Return how little training believes the labels, from 0 to 1; 0.5 is undecided.
 
-    The mean over visits of sigmoid(-margin), in units of the spread of first-seen margins, so that it does not
-    depend on beta or the loss, and one extreme margin cannot outweigh the others.
+    The mean over visits of sigmoid(-margin), in units of the spread of first-seen margins, so that
+    it does not depend on beta or the loss, and one extreme margin cannot outweigh the others.
     """
     unit = float(margin[start].std()) or 1.0
     visit = np.arange(len(margin)) - np.repeat(start, visits)
@@ -136,11 +139,11 @@ def _doubt(margin: Floats, start: NDArray[np.int64], visits: NDArray[np.int64]) 
 
 def auc(score: Floats, positive: Flags) -> float:
     """Return the chance that a positive has a higher score than a negative; ties count half."""
-    others = np.sort(score[~positive])
-    if not len(others) or len(others) == len(score):
+    negatives = np.sort(score[~positive])
+    if not len(negatives) or len(negatives) == len(score):
         raise ValueError("both positives and negatives are needed")
-    below, up_to = (np.searchsorted(others, score[positive], side) for side in ("left", "right"))
-    return float((below + up_to).mean() / (2 * len(others)))
+    below, up_to = (np.searchsorted(negatives, score[positive], side) for side in ("left", "right"))
+    return float((below + up_to).mean() / (2 * len(negatives)))
 
 
 # --- which labels are wrong, and which pairs are only hard ---
@@ -222,13 +225,13 @@ def calibrate(history: PairHistory, planted: NDArray[np.uint64]) -> dict[str, fl
     precision = right / np.arange(1, len(order) + 1)
     is_last_of_ties = np.append(np.diff(chance[order]) < 0, True)  # a cut takes all of them
     good = np.flatnonzero((precision >= PRECISION) & is_last_of_ties)
-    known = {"auc": auc(score, flipped), "chance": 1.0, "precision": 0.0, "recall": 0.0}
+    calibration = {"auc": auc(score, flipped), "chance": 1.0, "precision": 0.0, "recall": 0.0}
     if len(good):
         last = int(good[-1])
-        known["chance"] = float(chance[order[last]])
-        known["precision"] = float(precision[last])
-        known["recall"] = float(right[last] / flipped.sum())
-    return known
+        calibration["chance"] = float(chance[order[last]])
+        calibration["precision"] = float(precision[last])
+        calibration["recall"] = float(right[last] / flipped.sum())
+    return calibration
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ class HeldOut:
             for name in record:
                 if name.startswith("eval/") and name.endswith("rewards/accuracies"):
                     values = [record.get(name + end) for end in ("", "_low", "_high")]
-                    numbers = [float(value) for value in values if isinstance(value, float | int)]
+                    numbers = [float(x) for x in values if isinstance(x, float | int)]
                     if len(numbers) == len(values):
                         accuracy, low, high = numbers
                         return HeldOut(accuracy, low, high, _last_noise(ledger))
@@ -278,10 +281,10 @@ class Doctor:
     @staticmethod
     def of(run_dir: Path) -> Doctor:
         training, held_out = read_ledgers(run_dir)
-        known = read_object(run_dir / CALIBRATION)  # may be a stranger's
-        is_whole = all(isinstance(known.get(name), float) for name in CALIBRATED)
+        calibration = read_object(run_dir / CALIBRATION)  # may be a stranger's
+        is_whole = all(isinstance(calibration.get(name), float) for name in CALIBRATED)
         history = PairHistory.of(training)
-        return Doctor(history, known if is_whole else {}, HeldOut.of(run_dir, held_out))
+        return Doctor(history, calibration if is_whole else {}, HeldOut.of(run_dir, held_out))
 
     @cached_property
     def noise(self) -> LabelNoise:
@@ -321,10 +324,10 @@ class Doctor:
         if self.why_none:
             return f"No pair is called likely flipped: {self.why_none}."
         errors = self.held_out.noise if self.held_out else None
-        known = f", but only {errors.share:.1%} of the held-out labels" if errors else ""
+        held_out_errors = f", but only {errors.share:.1%} of the held-out labels" if errors else ""
         return (
             f"The model contradicts about {self.noise.share:.1%} of the labels however sure it is"
-            f"{known}. Where it is less sure and disagrees, it may be wrong itself."
+            f"{held_out_errors}. Where it is less sure and disagrees, it may be wrong itself."
         )
 
     @cached_property
@@ -377,10 +380,10 @@ class Doctor:
     def ids_of(self, finding: str) -> list[int]:
         """Return the digests of the pairs of a finding, the most suspicious first."""
         order = np.argsort(-self.history.flip_score, kind="stable")
-        return [int(each) for each in self.history.ids[order][self.findings[finding][order]]]
+        return [int(digest) for digest in self.history.ids[order][self.findings[finding][order]]]
 
     def summary(self) -> JsonObject:
         counts = {name: int(flags.sum()) for name, flags in self.findings.items()}
         visits = int(self.history.visits.max())
-        found = {"pairs": len(self.history.ids), "epochs": visits, **counts}
-        return found | {"explained_by_length": round(self.history.explained_by_length, 4)}
+        counted = {"pairs": len(self.history.ids), "epochs": visits, **counts}
+        return counted | {"explained_by_length": round(self.history.explained_by_length, 4)}

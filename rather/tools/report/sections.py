@@ -104,10 +104,11 @@ def verdict(run: Folder, state: str) -> str:
     if judged is None:
         return ""
     answer, reason = judge_accuracy(run, judged)
-    serious = sorted({one["name"] for one in run.health if one["severity"] == "serious"})
+    serious_findings = [entry for entry in run.health if entry["severity"] == "serious"]
+    serious = sorted({entry["name"] for entry in serious_findings})
     if serious:
-        many = "finding" if len(serious) == 1 else "findings"
-        reason += f" Health has {len(serious)} serious {many}: "
+        noun = "finding" if len(serious) == 1 else "findings"
+        reason += f" Health has {len(serious)} serious {noun}: "
         reason += f"{', '.join(serious)}."
         answer = "Perhaps" if answer == "Yes" else answer
     level = {"Yes": "good", "Perhaps": "warn", "Not shown": "warn"}.get(answer, "bad")
@@ -162,23 +163,23 @@ def tiles(run: Folder, state: str) -> str:
     shown = {"State": (state, ""), "Steps": (f"{run.step}{total}", "")}
     for prefix, name in list(held_out_sets(run.metrics).items())[:3]:
         ties = run.metrics.get(prefix + "rewards/ties")
-        for metric, what, form in TILES:
+        for metric, metric_name, form in TILES:
             if column := run.metrics.get(prefix + metric):
-                first, last = (f"{value:{form}}" for value in (column.values[0], column.values[-1]))
+                first, last = f"{column.values[0]:{form}}", f"{column.values[-1]:{form}}"
                 notes = []
-                if what == "accuracy":
+                if metric_name == "accuracy":
                     _, _, low, high = _accuracy(run, prefix)
                     notes.append(f"95 %: {low:.1%} to {high:.1%}")
                     if ties and ties.values[0] == 1:
                         first = "all ties"  # policy and reference are equal before the first step
                 if len(column.values) > 1:
                     notes.append(f"before: {first}")
-                shown[f"{name.capitalize()} {what}"] = (last, "; ".join(notes))
+                shown[f"{name.capitalize()} {metric_name}"] = (last, "; ".join(notes))
     shown[f"{unit_of(run.data).capitalize()} trained on"] = (f"{run.total('pairs'):,.0f}", "")
     shown["Time in steps"] = (_time(sum(seconds for _, seconds in _timed(run))), "")
     items = ""
-    for key, (value, note) in shown.items():
-        items += f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd>"
+    for key, (text, note) in shown.items():
+        items += f"<div><dt>{escape(key)}</dt><dd>{escape(text)}</dd>"
         items += f'<dd class="note">{escape(note)}</dd></div>' if note else "</div>"
     return f"{verdict(run, state)}<dl class='tiles'>{items}</dl>"
 
@@ -195,7 +196,9 @@ def curves(run: Folder) -> str:
         text = texts.get(name, text).format(unit=unit_of(run.data))
         series, styles = {}, []
         for number, (prefix, label) in enumerate(sets.items()):
-            for metric in (each for each in metrics.split() if prefix + each in run.metrics):
+            for metric in metrics.split():
+                if prefix + metric not in run.metrics:
+                    continue
                 side = metric.rpartition("/")[2]
                 line_name = f"{label}, {sides[side]}" if side in sides else label
                 series[line_name] = run.metrics[prefix + metric]
@@ -234,16 +237,17 @@ def health(run: Folder) -> str:
     cards = f"<p>Outcome: {escape(outcome)}.</p>" if outcome else ""
     if not run.health:
         return f"{cards}<p>No problems found.</p>"
-    found = []
-    for one in sorted(run.health, key=lambda one: urgency(one["name"], one["severity"])):
-        fields = {name: escape(one[name]) for name in ("step", "name", "text", "advice")}
-        severity = escape(one["severity"])
+    finding_cards = []
+    findings = sorted(run.health, key=lambda entry: urgency(entry["name"], entry["severity"]))
+    for finding in findings:
+        fields = {name: escape(finding[name]) for name in ("step", "name", "text", "advice")}
+        severity = escape(finding["severity"])
         card = (
             '<div class="card"><h3><span class="{level}">{severity}</span>: {name}, from step '
             '{step}</h3><p class="finding">{text}</p><p class="muted">{advice}</p></div>'
         ).format(level=LEVELS.get(severity, "muted"), severity=severity, **fields)
-        found.append(card)
-    return cards + _grid(found)
+        finding_cards.append(card)
+    return cards + _grid(finding_cards)
 
 
 def answers(run: Folder) -> str:
@@ -255,21 +259,22 @@ def answers(run: Folder) -> str:
         names = {who: f"eval/answers/{who}/{metric}" for who in ("policy", "reference")}
         series = {who: run.metrics[key] for who, key in names.items() if key in run.metrics}
         charts += [chart(lines(series), name, text)] if series else []
-    newest = list({each["prompt"]: each for each in run.answers}.values())
+    newest = list({answer["prompt"]: answer for answer in run.answers}.values())
     cards = ""
-    for each in newest[:MOST_ANSWERS]:
-        after, sides = f"After: the policy at step {each['step']}", []
+    for answer in newest[:MOST_ANSWERS]:
+        after, sides = f"After: the policy at step {answer['step']}", []
         for side, name in (("reference", "Before: the reference"), ("policy", after)):
-            stats = each[f"{side}_stats"]
+            stats = answer[f"{side}_stats"]
             ended = "ended by itself" if stats["ended"] else "cut at the limit"
             about = f"{stats['tokens']} tokens, {ended}, repetition {stats['repetition']:.2f}"
             sides.append(
-                f'<div><h4>{escape(name)}</h4><p class="answer">{escape(each[side])}</p>'
+                f'<div><h4>{escape(name)}</h4><p class="answer">{escape(answer[side])}</p>'
                 f'<p class="muted">{escape(about)}</p></div>'
             )
-        cards += f'<article class="card"><h3>{escape(each["prompt"])}</h3>{_grid(sides)}</article>'
-    if (more := len(newest) - MOST_ANSWERS) > 0:
-        cards += f"<p class='muted'>{more} more prompts are in {ANSWERS}.</p>"
+        heading = f"<h3>{escape(answer['prompt'])}</h3>"
+        cards += f'<article class="card">{heading}{_grid(sides)}</article>'
+    if (hidden := len(newest) - MOST_ANSWERS) > 0:
+        cards += f"<p class='muted'>{hidden} more prompts are in {ANSWERS}.</p>"
     return cards + _grid(charts)
 
 
@@ -290,14 +295,14 @@ def time_and_cost(run: Folder) -> str:
         rows.append(("Peak memory of the driver's device", f"{memory / 2**30:.2f} GiB"))
     caption = "Cost of all steps in metrics.jsonl; a shared prompt counts once"
     text = table(caption, ["what", "amount"], rows) + _forecast(run.plan)
-    parts, whole = run.times.get("parts", {}), run.times.get("seconds", 0.0)
-    if parts and whole:  # they follow one another
-        parts = {**parts, "everything else": max(0.0, whole - sum(parts.values()))}
-        rows = [(name, _time(each), f"{each / whole:.1%}") for name, each in parts.items()]
-        caption = f"The last start took {_time(whole)} from its first step"
+    phases, total = run.times.get("parts", {}), run.times.get("seconds", 0.0)
+    if phases and total:  # they follow one another
+        phases = {**phases, "everything else": max(0.0, total - sum(phases.values()))}
+        rows = [(name, _time(spent), f"{spent / total:.1%}") for name, spent in phases.items()]
+        caption = f"The last start took {_time(total)} from its first step"
         text += table(caption, ["part", "time", "share"], rows)
-    if known := {name: run.metrics[key] for key, name in TIMES.items() if key in run.metrics}:
-        figure = lines(known)
+    if series := {name: run.metrics[key] for key, name in TIMES.items() if key in run.metrics}:
+        figure = lines(series)
         figure["layout"]["yaxis"] = {"title": {"text": "seconds per step"}}
         for trace in figure["data"]:
             trace |= {"stackgroup": "parts", "line": {"width": 0.5}}
@@ -313,8 +318,10 @@ def _forecast(plan: JsonObject) -> str:
     measured, error = plan["measured"], plan["error"]
     memory = (plan["memory_bytes"]["total"] / 2**30, measured["memory_bytes"] / 2**30)
     time = (plan["seconds_per_step"], measured["seconds_per_step"])
-    both = {"memory": ("memory in GiB", *memory), "time": ("seconds per step", *time)}
-    rows = [(*row, f"{error[key]:+.0%}") for key, row in both.items() if error[key] is not None]
+    forecasts = {"memory": ("memory in GiB", *memory), "time": ("seconds per step", *time)}
+    rows = [
+        (*row, f"{error[key]:+.0%}") for key, row in forecasts.items() if error[key] is not None
+    ]
     headings = ["what", "forecast", "measured", "off by"]
     return table("Forecast and measurement", headings, rows) if rows else ""
 
@@ -325,8 +332,8 @@ def incidents(run: Folder) -> str:
     rows = []
     for facts in run.incidents[-MOST_INCIDENTS:]:
         usual = {name: str(facts.get(name, "")) for name in ("time", "kind", "step")}
-        others = [f"{name}: {_text(fact)}" for name, fact in facts.items() if name not in usual]
-        rows.append([*usual.values(), ", ".join(others)])
+        facts_left = [f"{name}: {_text(fact)}" for name, fact in facts.items() if name not in usual]
+        rows.append([*usual.values(), ", ".join(facts_left)])
     caption = f"Problems that the run survived: the last {len(rows)} of {len(run.incidents)}"
     return table(caption, ["time", "what", "step", "facts"], rows)
 
@@ -335,8 +342,8 @@ def settings(run: Folder) -> str:
     if not run.starts:
         return MISSING
     rows = [
-        (path, _text(each["value"]), _text(each["default"]), each["from"])
-        for path, each in run.starts[-1]["settings"].items()
+        (path, _text(setting["value"]), _text(setting["default"]), setting["from"])
+        for path, setting in run.starts[-1]["settings"].items()
     ]
     return table("Keys that differ from their defaults", ["key", "value", "default", "from"], rows)
 
@@ -344,8 +351,8 @@ def settings(run: Folder) -> str:
 def machine(run: Folder) -> str:
     if not run.starts:
         return MISSING
-    newest = [(name, str(value)) for name, value in run.starts[-1]["environment"].items()]
-    rows = [(each["time"], str(each["step"]), each["command"]) for each in run.starts]
+    newest = [(name, str(fact)) for name, fact in run.starts[-1]["environment"].items()]
+    rows = [(start["time"], str(start["step"]), start["command"]) for start in run.starts]
     return table("The last start", ["what", "found"], newest) + table(
         "Starts of this run", ["time", "steps done before", "command"], rows
     )
@@ -368,9 +375,9 @@ def reproduce(run: Folder) -> str:
     values = [{key: x["value"] for key, x in start["settings"].items()} for start in run.starts]
     changed = {
         key
-        for each in values
-        for key in {**each, **values[-1]}
-        if each.get(key) != values[-1].get(key)
+        for values_of_start in values
+        for key in {**values_of_start, **values[-1]}
+        if values_of_start.get(key) != values[-1].get(key)
     }
     if changed:
         return text + (
@@ -396,8 +403,8 @@ def _timed(run: Folder) -> Iterator[tuple[int, float]]:
 def _devices(run: Folder, step: int | None = None) -> int:
     """Return the devices of the last start, or of the one that did a step: they may differ."""
     fitting = [start for start in run.starts if step is None or start["step"] < step]
-    found = fitting[-1:] or run.starts[:1]
-    return int(found[0]["environment"]["devices"]) if found else 1
+    starts = fitting[-1:] or run.starts[:1]
+    return int(starts[0]["environment"]["devices"]) if starts else 1
 
 
 def _time(seconds: float) -> str:
@@ -427,15 +434,17 @@ def data_section(report: JsonObject) -> str:
     if look := report.get("look"):
         lengths = look["sets"]["train"]["lengths"]
         unit, prompts = unit_of(report), {"prompts": lengths["prompt"]}
-        both = {side_name(side, unit): each for side, each in lengths.items() if side != "prompt"}
+        sides = {side_name(side, unit): lengths[side] for side in lengths if side != "prompt"}
         text += _data_findings(look["findings"], report["warnings"]) + "<h3>Lengths</h3>"
         charts = (
             ("Prompt lengths", "the tokens of their prompt", prompts),
-            ("Answer lengths", "the tokens of each answer", both),
+            ("Answer lengths", "the tokens of each answer", sides),
         )
-        text += _grid(_bar_chart(unit, *each) for each in charts)
+        text += _grid(_bar_chart(unit, *chart_parts) for chart_parts in charts)
         text += _inference(look["inference"])
-    rows = [(f"{name}: {what}", count, note) for name, what, count, note, _ in report_rows(report)]
+    rows = []
+    for set_name, label, count, note, _ in report_rows(report):
+        rows.append((f"{set_name}: {label}", count, note))
     text += "<h3>Rows</h3>" + table("What became of the rows", ["what", "count", "detail"], rows)
     return text + _pairs(report.get("shown", []), unit_of(report))
 
@@ -443,7 +452,7 @@ def data_section(report: JsonObject) -> str:
 def _data_findings(findings: Sequence[JsonObject], warnings: Sequence[str]) -> str:
     if not findings and not warnings:
         return "<p>No problems found.</p>"
-    items = [(one["severity"], one["text"], one["advice"]) for one in findings]
+    items = [(finding["severity"], finding["text"], finding["advice"]) for finding in findings]
     items += [("warning", text, "") for text in warnings]
     lines = "".join(
         f'<li><strong class="{LEVELS[severity]}">{escape(severity)}</strong> {escape(text)} '
@@ -455,8 +464,8 @@ def _data_findings(findings: Sequence[JsonObject], warnings: Sequence[str]) -> s
 
 def _bar_chart(unit: str, name: str, what: str, spreads: Mapping[str, JsonObject]) -> str:
     traces = [
-        {"type": "bar", "name": each, "x": bar_labels(spread), "y": spread["counts"]}
-        for each, spread in spreads.items()
+        {"type": "bar", "name": trace_name, "x": bar_labels(spread), "y": spread["counts"]}
+        for trace_name, spread in spreads.items()
     ]
     layout = {
         "xaxis": {"title": {"text": "tokens"}, "type": "category"},
@@ -473,10 +482,12 @@ def _inference(check: JsonObject) -> str:
     tags = {"before": "span", "training": "del", "inference": "ins", "after": "span"}
     same = f"{check['compared'] - check['different']} of {check['compared']} compared prompts"
     text = f"<p>{same} begin as {escape(check['by'])} writes them at inference.</p>"
-    for one in check["examples"]:
-        tokens = "".join(_mark(token, tag) for part, tag in tags.items() for token in one[part])
+    for example in check["examples"]:
+        tokens = ""
+        for section, tag in tags.items():
+            tokens += "".join(_mark(token, tag) for token in example[section])
         text += (
-            f'<p class="muted">{escape(short(one["place"]))}: <del>training</del> and '
+            f'<p class="muted">{escape(short(example["place"]))}: <del>training</del> and '
             f'<ins>inference</ins></p><pre class="tokens">{tokens}</pre>'
         )
     return f'<h3>Prompts at inference</h3><div class="tokens">{text}</div>'
@@ -491,12 +502,12 @@ def _pairs(pairs: Sequence[JsonObject], unit: str) -> str:
     text = f"{title}<p>Scored tokens are <mark>marked</mark>.</p>" if pairs else ""
     for pair in pairs:
         sides = []
-        for name, one in pair["sides"].items():
-            shown, left = one["shown"], one["tokens"] - len(one["shown"])
+        for name, side in pair["sides"].items():
+            shown, hidden = side["shown"], side["tokens"] - len(side["shown"])
             tokens = "".join(_mark(token, "mark" if marked else "span") for token, marked in shown)
-            more = f" and {left} more tokens" if left else ""
-            heading = f"{escape(name)}: {one['tokens']} tokens, {one['scored']} scored"
-            sides.append(f'<div><h5>{heading}</h5><pre class="tokens">{tokens}{more}</pre></div>')
+            suffix = f" and {hidden} more tokens" if hidden else ""
+            heading = f"{escape(name)}: {side['tokens']} tokens, {side['scored']} scored"
+            sides.append(f'<div><h5>{heading}</h5><pre class="tokens">{tokens}{suffix}</pre></div>')
         text += f'<article class="card"><h4>{escape(pair["name"])}</h4>{_grid(sides)}</article>'
     return text
 
@@ -508,14 +519,15 @@ def pairs(run: Folder) -> str:
     if not (run.path / LEDGER).exists():
         return ""
     doctor = Doctor.of(run.path)
-    found = doctor.summary()
-    counts = [(name.replace("_", " "), found[name], text) for name, text in MEANINGS.items()]
-    counts.append(("explained by length", f"{found['explained_by_length']:.0%}", "R^2 of margins"))
+    numbers = doctor.summary()
+    counts = [(name.replace("_", " "), numbers[name], text) for name, text in MEANINGS.items()]
+    by_length = f"{numbers['explained_by_length']:.0%}"
+    counts.append(("explained by length", by_length, "R^2 of margins"))
     text = f"<p>{escape(doctor.conclusion)}</p>"
-    if known := doctor.calibration:
+    if calibration := doctor.calibration:
         text += (
-            f"<p>Planted flips: AUC {known['auc']:.2f}; the cut finds {known['recall']:.0%} of "
-            f"them, and at least {known['precision']:.0%} of what it finds is wrong.</p>"
+            f"<p>Planted flips: AUC {calibration['auc']:.2f}; the cut finds "
+            f"{calibration['recall']:.0%} of them, and at least {calibration['precision']:.0%} of what it finds is wrong.</p>"
         )
     summary = table("What training says about its pairs", ["finding", "pairs", "meaning"], counts)
     text += _grid([summary, _margins_chart(doctor.history)])
@@ -531,22 +543,22 @@ def pairs(run: Folder) -> str:
 
 def _margins_chart(history: PairHistory) -> str:
     """Return a histogram of margins; after one epoch, first and last seen are the same."""
-    seen = {"first seen": history.first}
+    margins = {"first seen": history.first}
     about = "Pairs by their margin when first seen."
     if history.visits.max() > 1:
-        seen["last seen"] = history.last
+        margins["last seen"] = history.last
         about = "Pairs by their margin when first seen, and when last seen."
-    edges = np.histogram_bin_edges(np.concatenate([*seen.values()]), BARS)
-    middles = [float(f"{each:.3g}") for each in (edges[1:] + edges[:-1]) / 2]
+    edges = np.histogram_bin_edges(np.concatenate([*margins.values()]), BARS)
+    middles = [float(f"{middle:.3g}") for middle in (edges[1:] + edges[:-1]) / 2]
     traces = [
         {"type": "bar", "name": name, "x": middles, "y": np.histogram(values, edges)[0].tolist()}
-        for name, values in seen.items()
+        for name, values in margins.items()
     ]
     layout = {
         "xaxis": {"title": {"text": "margin, without beta"}},
         "yaxis": {"title": {"text": "pairs"}},
         "barmode": "group",
-        "showlegend": len(seen) > 1,
+        "showlegend": len(margins) > 1,
     }
     return chart({"data": traces, "layout": layout}, "Margins of the pairs", about)
 
