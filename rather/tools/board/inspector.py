@@ -59,18 +59,18 @@ class Inspector:
                 self._current = question
                 Thread(target=self._compute, args=(question,), daemon=True).start()
             doing = self._session.doing if self._session else "opening the run"
-            own = self._current == question
-            return {"state": "working", "doing": doing if own else "waiting for its turn"}
+            is_current = self._current == question
+            return {"state": "working", "doing": doing if is_current else "waiting for its turn"}
 
     def _compute(self, question: Question) -> None:
         began = monotonic()
         try:
             session = self._session_of(question.run_dir)
             if question.search is None:
-                found = session.pair(question.dataset, question.place)
+                contents = session.pair(question.dataset, question.place)
             else:
-                found = session.search(question.dataset, question.search, question.place)
-            answer = {"state": "done", **found, "seconds": monotonic() - began}
+                contents = session.search(question.dataset, question.search, question.place)
+            answer = {"state": "done", **contents, "seconds": monotonic() - began}
         except Exception as error:  # libraries raise anything on a folder that they cannot use
             why = str(error)
             if not isinstance(error, RatherError):

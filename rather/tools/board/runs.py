@@ -61,8 +61,8 @@ class RunList:
     def rows(self) -> list[JsonObject]:
         """Return all runs as they are now, by name."""
         with self._lock:
-            found = sorted(_runs_in(self.folder, DEPTH))
-            self._found = {digest(path.relative_to(self.folder)): path for path in found}
+            folders = sorted(_runs_in(self.folder, DEPTH))
+            self._found = {digest(path.relative_to(self.folder)): path for path in folders}
             return [self._row(run, path) for run, path in self._found.items()]
 
     def path(self, run: str) -> Path | None:
@@ -86,29 +86,29 @@ class RunList:
     def curves(self, run: str, path: Path, metrics: Sequence[str]) -> JsonObject:
         """Return the requested metrics, training and held-out, and the names of all metrics."""
         with self._lock:
-            known = self._curves.setdefault(run, MetricsReader(path / METRICS))
+            reader = self._curves.setdefault(run, MetricsReader(path / METRICS))
             self._curves.move_to_end(run)
-            points = {name: each.points for name, each in self._curves.items()}
+            points = {name: metrics_reader.points for name, metrics_reader in self._curves.items()}
             while len(points) > 1 and sum(points.values()) > MOST_KEPT:
                 del points[self._curves.popitem(last=False)[0]]  # the least recently used
-        with known.lock:
-            columns = known.update()
+        with reader.lock:
+            columns = reader.update()
             lines: JsonObject = {}
             for metric in metrics:
                 held_out = re.compile(rf"eval/([^/]+/)?{re.escape(metric)}")
                 sets = sorted(filter(held_out.fullmatch, columns))
                 names = [metric, *(name for name in sets if not name.startswith(FORGETTING))]
-                found = {name: columns[name] for name in names if name in columns}
-                lines[metric] = {name: downsample(*each, POINTS) for name, each in found.items()}
+                logged = [name for name in names if name in columns]
+                lines[metric] = {name: downsample(*columns[name], POINTS) for name in logged}
             names = sorted(name for name in columns if not name.startswith("eval/"))
-            return {"lines": lines, "metrics": names, "damaged": known.file.damaged}
+            return {"lines": lines, "metrics": names, "damaged": reader.file.damaged}
 
     def details(self, path: Path) -> JsonObject:
         """Return config and events of a run, and what is wrong with its folder."""
         problems = []
-        found: JsonObject = {"folder": str(path), "config": {}}
+        details: JsonObject = {"folder": str(path), "config": {}}
         try:
-            found["config"] = read_config(path)
+            details["config"] = read_config(path)
         except FolderProblem as problem:
             problems.append(str(problem))
         for name in EVENTS:
@@ -117,10 +117,10 @@ class RunList:
                 lines.sort(key=lambda one: urgency(str(one.get("name")), str(one.get("severity"))))
             left_out = max(0, len(lines) - LAST_EVENTS)
             shown = lines[:LAST_EVENTS] if name == HEALTH else lines[left_out:]
-            found[name.removesuffix(".jsonl")] = {"lines": shown, "left_out": left_out}
+            details[name.removesuffix(".jsonl")] = {"lines": shown, "left_out": left_out}
             if damaged:
                 problems.append(f"{name}: {damaged} damaged lines are left out")
-        return {**found, "problems": problems}
+        return {**details, "problems": problems}
 
 
 def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
@@ -155,9 +155,9 @@ def stamp(file: Path) -> tuple[int, int] | None:
 def _row_of(path: Path) -> JsonObject:
     row: JsonObject = dict.fromkeys(("step", "total", "loss", "accuracy", "held_out"))
     problems = []
-    for part in (_newest_numbers, _model_and_loss):
+    for read in (_newest_numbers, _model_and_loss):
         try:
-            row |= part(path)
+            row |= read(path)
         except FolderProblem as problem:
             problems.append(str(problem))
     row |= {name.removesuffix(".jsonl"): len(_events(path / name)[0]) for name in EVENTS[:2]}
@@ -194,16 +194,16 @@ def _events(file: Path) -> tuple[list[JsonObject], int]:
 
 def _newest_numbers(path: Path) -> JsonObject:
     try:
-        found, damaged = newest_records(path / METRICS)
+        records, damaged = newest_records(path / METRICS)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise FolderProblem(f"{METRICS} cannot be read ({error.strerror})") from error
     if damaged:
         raise FolderProblem(f"{METRICS}: {damaged} of its last lines are damaged")
-    trained = next((record for record in found if "loss" in record), {})
-    held_out = next((record for record in found if "eval/loss" in record), {})
-    step = _number(found[0], "step") if found else None
+    trained = next((record for record in records if "loss" in record), {})
+    held_out = next((record for record in records if "eval/loss" in record), {})
+    step = _number(records[0], "step") if records else None
     return {
         "step": step if isinstance(step, int) else None,
         "loss": _number(trained, "loss"),
@@ -213,18 +213,20 @@ def _newest_numbers(path: Path) -> JsonObject:
 
 
 def _number(record: JsonObject, name: str) -> float | None:
-    value = record.get(name)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    number = record.get(name)
+    return number if isinstance(number, int | float) and not isinstance(number, bool) else None
 
 
 def _model_and_loss(path: Path) -> JsonObject:
     """Parse only the lines of these keys: all of 200 configs would take seconds."""
     text = _config_text(path)
-    found = _settings("".join(f"{block}\n" for block in LISTED.findall(text)))
-    model = found.get("pretrain")
+    settings = _settings("".join(f"{block}\n" for block in LISTED.findall(text)))
+    model = settings.get("pretrain")
     if model is None:
         model = _settings(text).get("actor_train.model_args.model_name_or_path")
-    loss = found.get("loss_type") or ("ipo" if found.get("ipo") else found.get("pref_loss"))
+    loss = settings.get("loss_type")
+    if not loss:
+        loss = "ipo" if settings.get("ipo") else settings.get("pref_loss")
     names = loss if isinstance(loss, list) else [loss or ""]
     return {"model": str(model or ""), "loss_type": " + ".join(map(str, names))}
 
@@ -266,12 +268,12 @@ def _config_text(path: Path) -> str:
 
 def _settings(text: str) -> JsonObject:
     try:
-        found = parse_yaml(text) if text else {}
+        settings = parse_yaml(text) if text else {}
     except ValueError as error:
         raise FolderProblem(f"{CONFIG} is not YAML ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise FolderProblem(f"{CONFIG} contains no settings")
-    return flatten(found)
+    return flatten(settings)
 
 
 def differences(configs: Sequence[JsonObject]) -> list[tuple[str, list[str | None]]]:

@@ -95,10 +95,10 @@ class Board(ThreadingHTTPServer):
     def requested(self, query: Query) -> dict[str, Path]:
         """Return the runs whose ids are in a request."""
         ids = dict.fromkeys(query.get("run", [])[:MOST_RUNS])
-        found = {run: path for run in ids if (path := self.runs.path(run))}
-        if not found or len(found) < len(ids):
+        runs = {run: path for run in ids if (path := self.runs.path(run))}
+        if not runs or len(runs) < len(ids):
             raise RequestRefused(404, "There is no such run; it may have been removed.")
-        return found
+        return runs
 
     def one(self, query: Query) -> Path:
         return next(iter(self.requested(query).values()))
@@ -117,8 +117,8 @@ class Handler(BaseHTTPRequestHandler):
             # A stranger's page whose name points to 127.0.0.1 (DNS rebinding) sends that name.
             hosts = self.headers.get_all("Host") or []
             if len(hosts) != 1 or hosts[0].lower() not in self.server.hosts:
-                own = self.server.hosts[0]
-                raise RequestRefused(421, f"This is {own}, and the request names another host.")
+                host = self.server.hosts[0]
+                raise RequestRefused(421, f"This is {host}, and the request names another host.")
             path, _, text = self.path.partition("?")
             if text.count("&") > 100:
                 raise RequestRefused(400, "The address has too many parts.")
@@ -126,8 +126,8 @@ class Handler(BaseHTTPRequestHandler):
             with_token = self._check_token(query)
             if path not in ROUTES:
                 raise RequestRefused(404, "There is nothing at this address.")
-            found = ROUTES[path](self.server, query)
-            reply = found if isinstance(found, Reply) else Reply(as_json(found).encode())
+            contents = ROUTES[path](self.server, query)
+            reply = contents if isinstance(contents, Reply) else Reply(as_json(contents).encode())
         except RequestRefused as refused:
             self._refuse(refused.status, str(refused))
         except Exception as error:  # of whatever is in a folder: the board itself keeps working
@@ -148,10 +148,10 @@ class Handler(BaseHTTPRequestHandler):
         """Require the token in address, header or cookie; return whether it is in the address."""
         in_address = any(map(self.server.knows, query.get("token", [])))
         # Other programs on this host set cookies too; SimpleCookie stops at `a={"b":1}`.
-        pairs = (each.strip().partition("=") for each in self.headers.get("Cookie", "").split(";"))
-        others = [value for name, _, value in pairs if name == self.server.cookie]
-        others.append(self.headers.get("Authorization", "").removeprefix("Bearer "))
-        if not in_address and not any(map(self.server.knows, others)):
+        pairs = (text.strip().partition("=") for text in self.headers.get("Cookie", "").split(";"))
+        tokens = [value for name, _, value in pairs if name == self.server.cookie]
+        tokens.append(self.headers.get("Authorization", "").removeprefix("Bearer "))
+        if not in_address and not any(map(self.server.knows, tokens)):
             text = "Open the address that `rather board` printed: it carries the token."
             raise RequestRefused(403, text)
         return in_address
@@ -162,8 +162,8 @@ class Handler(BaseHTTPRequestHandler):
         if with_token:
             cookie = f"{self.server.cookie}={self.server.token}"
             headers["Set-Cookie"] = f"{cookie}; HttpOnly; SameSite=Strict; Path=/"
-        for name, value in {**headers, "Content-Length": str(len(reply.body))}.items():
-            self.send_header(name, value)
+        for name, header in {**headers, "Content-Length": str(len(reply.body))}.items():
+            self.send_header(name, header)
         self.end_headers()
         self.wfile.write(reply.body)
 
@@ -193,16 +193,16 @@ def _script(name: str) -> Reply:
 def _page(board: Board) -> Reply:
     linked = [f"/{name}?{digest(asset(name))}" for name in ("plotly.js", "board.js")]
     body = f"<style>{asset('board.css').decode()}</style>{BODY}"
-    data = {"folder": str(board.runs.folder), "most": MOST_RUNS, "charts": MOST_CHARTS}
-    document = page("Rather board", body, data=data, linked=linked)
+    settings = {"folder": str(board.runs.folder), "most": MOST_RUNS, "charts": MOST_CHARTS}
+    document = page("Rather board", body, data=settings, linked=linked)
     policy = document.partition('"Content-Security-Policy" content="')[2].partition('"')[0]
     headers = {"Content-Security-Policy": f"{policy}; {FRAMED}"}
     return Reply(document.encode(), "text/html", headers)
 
 
 def _curves(board: Board, query: Query) -> Any:
-    metrics, found = query.get("metric", [])[:MOST_CHARTS], board.requested(query)
-    return {run: board.runs.curves(run, path, metrics) for run, path in found.items()}
+    metrics, runs = query.get("metric", [])[:MOST_CHARTS], board.requested(query)
+    return {run: board.runs.curves(run, path, metrics) for run, path in runs.items()}
 
 
 def _differences(board: Board, query: Query) -> Any:

@@ -64,9 +64,9 @@ class Session:
     @cached_property
     def sets(self) -> dict[str, PairDataset]:
         self.doing = "opening the pairs"
-        data = prepare(self.config, console=Console(quiet=True))
-        held_out = {f"held-out {name}".strip(): pairs for name, pairs in data.evals.items()}
-        return {"train": data.train, **held_out}
+        prepared = prepare(self.config, console=Console(quiet=True))
+        held_out = {f"held-out {name}".strip(): pairs for name, pairs in prepared.evals.items()}
+        return {"train": prepared.train, **held_out}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -87,27 +87,29 @@ class Session:
 
         A finding of `rather pairs`, such as likely_flipped, lists its pairs, the worst first.
         """
-        pairs, wanted, hits = self.dataset(name), text.casefold(), list[JsonObject]()
-        until, place = monotonic() + SEARCH_SECONDS, max(0, start)
+        pairs, folded, hits = self.dataset(name), text.casefold(), list[JsonObject]()
+        until, index = monotonic() + SEARCH_SECONDS, max(0, start)
         self.doing = "searching"
         order: Sequence[int] = range(len(pairs))
         if is_finding := name == "train" and text in MEANINGS:
             order = self._pairs_of(text, pairs)
-        while place < len(order) and len(hits) < HITS and (monotonic() < until or place == start):
-            (pair,) = pairs.take([order[place]])
+        while index < len(order) and len(hits) < HITS and (monotonic() < until or index == start):
+            (pair,) = pairs.take([order[index]])
             prompt, chosen, rejected = map(self.decode, (pair.prompt, pair.chosen, pair.rejected))
-            whole = f"{prompt}{chosen}\n{prompt}{rejected}".casefold()
-            if is_finding or wanted in whole or (text and text in (pair.id, hex_id(pair.digest))):
+            pair_text = f"{prompt}{chosen}\n{prompt}{rejected}".casefold()
+            has_id = text and text in (pair.id, hex_id(pair.digest))
+            if is_finding or has_id or folded in pair_text:
                 shown = {"prompt": prompt[-160:], "chosen": chosen[:120]}
-                hits.append({"index": order[place], "id": pair.id, **shown})
-            place += 1
-        following = place if place < len(order) else None
+                hits.append({"index": order[index], "id": pair.id, **shown})
+            index += 1
+        following = index if index < len(order) else None
         total = len(order) if is_finding else None  # a search counts what it has passed
         return {"sets": self.sizes, "hits": hits, "next": following, "total": total}
 
     def _pairs_of(self, finding: str, pairs: PairDataset) -> list[int]:
-        places = {digest: i for i, digest in enumerate(pairs.column("pair_hash").tolist())}
-        return [places[each] for each in Doctor.of(self.run_dir).ids_of(finding) if each in places]
+        index_of = {digest: i for i, digest in enumerate(pairs.column("pair_hash").tolist())}
+        digests = Doctor.of(self.run_dir).ids_of(finding)
+        return [index_of[digest] for digest in digests if digest in index_of]
 
     def decode(self, ids: Any) -> str:
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
@@ -144,8 +146,8 @@ class Session:
         folder, finished = self.run_dir / "model", self.run_dir / FINISHED
         if finished.exists() and folder.is_dir():
             step = read_bytes(finished, 20, own).decode("utf-8", "replace").strip()
-            other = args.of_other_weights()
-            after = Weights(f"model/ of step {step}", str(folder), "", other, **rounds)
+            exported_args = args.of_other_weights()
+            after = Weights(f"model/ of step {step}", str(folder), "", exported_args, **rounds)
         elif newest:
             if args.has_adapter:
                 refuse_other_base(newest.path, path, args.revision, base_of_checkpoint(newest))
@@ -165,7 +167,7 @@ class Session:
     @cached_property
     def models(self) -> dict[str, tuple[str, PolicyModel]]:
         """The models by role, each with its name."""
-        sources, found, free = self.sources(), {}, free_memory()
+        sources, models, free = self.sources(), {}, free_memory()
         source, count = sources["reference"], len(sources)
         shapes = known_shapes(source.model, source.args) or {}
         weights = sum(map(prod, shapes.values()))
@@ -178,8 +180,8 @@ class Session:
             )
         for role, source in sources.items():
             self.doing = f"loading {source.name}"
-            found[role] = source.name, source.load(self.device)
-        return found
+            models[role] = source.name, source.load(self.device)
+        return models
 
     @torch.no_grad()
     def pair(self, name: str, index: int) -> JsonObject:
@@ -193,29 +195,29 @@ class Session:
             raise DataError(f"pair {index}: '{name}' has {len(pairs)} pairs, counted from 0.")
         (pair,) = pairs.take([index])
         (batch,) = pack([pair], budget=pair.tokens)
-        models, own = self.models, batch.to(self.device)
+        models, device_batch = self.models, batch.to(self.device)
         self.doing = "computing log-probs"
         tokens, columns = {}, {}
         for role, (_, policy) in models.items():
-            logps_U, squared_U = policy(own, squares=True)
-            found = policy.pair_sums(logps_U, squared_U, own, ("shared", "squares"))
-            columns[role] = {column: values.cpu() for column, values in found.items()}
-            tokens[role] = logps_U[own.token_T].double().cpu()
+            logps_U, squared_U = policy(device_batch, squares=True)
+            sums = policy.pair_sums(logps_U, squared_U, device_batch, ("shared", "squares"))
+            columns[role] = {column: values.cpu() for column, values in sums.items()}
+            tokens[role] = logps_U[device_batch.token_T].double().cpu()
         names = {"before": "the reference itself"} | {
-            role: each for role, (each, _) in models.items()
+            role: model_name for role, (model_name, _) in models.items()
         }
         tokens.setdefault("before", tokens["reference"])
         columns.setdefault("before", columns["reference"])
         sides, facts = {}, PairFacts.of(batch)
         names_of = SIDES if len(pair.rejected) else (LABELS.get(pair.soft_label, "trained"),)
-        for place, (side, shown) in enumerate(zip(SIDES, names_of, strict=False)):
+        for side_index, (side, shown) in enumerate(zip(SIDES, names_of, strict=False)):
             ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
-            spans, counted = getattr(pair, f"{side}_scored"), batch.cell_T == place
+            spans, counted = getattr(pair, f"{side}_scored"), batch.cell_T == side_index
             sides[shown] = {
                 "texts": token_texts(ids, self.tokenizer),
                 "scored": [token for span in spans for token in range(*span)],
-                "logps": {role: each[counted].tolist() for role, each in tokens.items()},
-                "sums": {role: float(each["sum"][0, place]) for role, each in columns.items()},
+                "logps": {role: logps[counted].tolist() for role, logps in tokens.items()},
+                "sums": {role: float(x["sum"][0, side_index]) for role, x in columns.items()},
             }
         rewards = {}
         for when in ("before", "after"):
