@@ -99,12 +99,12 @@ class Peer:
     """Another trainer: its keys, its defaults, and how to recognise its files.
 
     The facts are those of `version`. `programs` are its scripts and subcommands that Rather can
-    replace, with the loss or task of each; None: another key says it. A default may be a function of the other settings. `aliases` are other names of keys. `marks`
-    and `words` are keys, and words of a command line, that only this tool has. `whole` are keys
-    whose value is a mapping. `reader` reads a file whose values refer to others, under the flags of
-    a command line; `config` is its place next to the program if the line names none. `secrets` are
-    keys whose text is a secret although their names do not say so. `always` are differences that no
-    key expresses.
+    replace, with the loss or task of each; None: another key says it. A default may be a function
+    of the other settings. `aliases` are other names of keys. `marks` and `words` are keys, and
+    words of a command line, that only this tool has. `whole` are keys whose value is a mapping.
+    `reader` reads a file whose values refer to others, under the flags of a command line; `config`
+    is its place next to the program if the line names none. `secrets` are keys whose text is a
+    secret although their names do not say so. `always` are differences that no key expresses.
     """
 
     name: str
@@ -126,21 +126,21 @@ class Peer:
         """Return all settings of the tool with their defaults, if its sources were listed."""
         file = KEYS / f"{self.name}.txt"
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        found: JsonObject = {}
+        settings: JsonObject = {}
         for line in lines:
             if not line.startswith("#"):
                 name, _, default = line.partition(" = ")
-                found[name] = json.loads(default) if default else UNSET
-        return found
+                settings[name] = json.loads(default) if default else UNSET
+        return settings
 
     def rule(self, key: str) -> Rule | None:
-        """Return the rule of a key, or of a section that it is in, such as `policy.generation.*`."""
+        """Return the rule of a key, or of a section it is in, such as `policy.generation.*`."""
         key = self.aliases.get(key, key)
-        found = algorithm(self.programs) if key == PROGRAM else self.rules.get(key)
-        while found is None and "." in key:
+        rule = algorithm(self.programs) if key == PROGRAM else self.rules.get(key)
+        while rule is None and "." in key:
             key = key.rpartition(".")[0]
-            found = self.rules.get(f"{key}.*")
-        return found
+            rule = self.rules.get(f"{key}.*")
+        return rule
 
 
 @dataclass(frozen=True)
@@ -186,9 +186,9 @@ def guess(source: SourceSettings, peers: Mapping[str, Peer]) -> Peer:
     line = f" {' '.join(source.words)} "
     best = [peer.name for peer in peers.values() if any(word in line for word in peer.words)]
     if not best:
-        found = {peer.name: len(keys.intersection(peer.marks.split())) for peer in peers.values()}
-        most = max(found.values())
-        best = [name for name, count in found.items() if count == most and most]
+        counts = {peer.name: len(keys.intersection(peer.marks.split())) for peer in peers.values()}
+        highest = max(counts.values())
+        best = [name for name, count in counts.items() if count == highest and highest]
     if len(best) == 1:
         return peers[best[0]]
     raise ConfigError(
@@ -200,8 +200,8 @@ def guess(source: SourceSettings, peers: Mapping[str, Peer]) -> Peer:
 def with_program(source: SourceSettings, peer: Peer, program: str) -> SourceSettings:
     """Return settings that a program of the tool reads, which the user names."""
     if program not in peer.programs:
-        known = ", ".join(peer.programs)
-        raise ConfigError(f"--trainer {program}: of {peer.name} Rather converts {known}.")
+        offered = ", ".join(peer.programs)
+        raise ConfigError(f"--trainer {program}: of {peer.name} Rather converts {offered}.")
     if source.program in peer.programs and source.program.split()[-1] != program.split()[-1]:
         raise ConfigError(f"--trainer {program}: {source.name} itself calls {source.program}.")
     return replace(source, program=program)
@@ -217,34 +217,42 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     count = devices or source.devices
     file = _file_of(source, peer)
     written = _written_keys(source, peer, file)
-    given = {
+    settings = {
         COUNT: count or 1,
         FOLDER: file.parent if file else source.folder,
         ALIASED: any(key in peer.aliases for key in written),
         NOT_READ: source.unknown,
-        **{peer.aliases.get(key, key): value for key, value in written.items()},
+        **{peer.aliases.get(key, key): setting for key, setting in written.items()},
     }
-    filled = _fill_defaults(peer, source, given)
-    rows = _launched(count) + [_row(peer, key, value, given) for key, value in written.items()]
+    filled = _fill_defaults(peer, source, settings)
+    rows = _launched(count)
+    rows += [_row(peer, key, setting, settings) for key, setting in written.items()]
     rows = _agreed(rows)
     stated = set(_values(rows))
     rows += [Outcome(LEFT_OUT, note=note, key=key) for key, note in source.left_out.items()]
-    rows += [_not_read(peer, key, note, given) for key, note in source.unknown.items()]
-    stated = stated.union(*(_paths(peer, key, given) for key in source.unknown))
-    fallbacks = [_row(peer, key, given[key], given) for key in filled]
-    rows += [row for fallback in fallbacks if (row := _default(fallback, stated))]
-    knows_devices = bool(count) or DEVICES in stated
-    if count == 0:
-        rows.append(Outcome(MISSING, note=UNSURE, key=COUNT))
-    elif not knows_devices and _needs_devices(_values(rows)):
-        rows.append(Outcome(MISSING, note=SHARDED, key=COUNT))
-    determined = stated.union(*(row.values for row in fallbacks))
+    rows += [_not_read(peer, key, note, settings) for key, note in source.unknown.items()]
+    stated = stated.union(*(_paths(peer, key, settings) for key in source.unknown))
+    defaults = [_row(peer, key, settings[key], settings) for key in filled]
+    rows += _differing_defaults(defaults, stated)
+    rows += _unknown_devices(count, stated, _values(rows))
+    determined = stated.union(*(row.values for row in defaults))
     rows += _places(peer, _values(rows), determined)
     rows, config = _judged(rows)
     rows += _missing(peer, rows, determined, config)
     rows += _refuse_model(source, config)
     rows.sort(key=lambda row: ORDER.index(row.status))
+    knows_devices = bool(count) or DEVICES in stated
     return Migrated(peer, source.name, nested(_values(rows)), rows, config, knows_devices)
+
+
+def _unknown_devices(count: int | None, stated: set[str], values: JsonObject) -> list[Outcome]:
+    """Return a row if the number of devices decides what is trained, and is not known."""
+    if count == 0:
+        return [Outcome(MISSING, note=UNSURE, key=COUNT)]
+    is_known = bool(count) or DEVICES in stated
+    if not is_known and _needs_devices(values):
+        return [Outcome(MISSING, note=SHARDED, key=COUNT)]
+    return []
 
 
 def _file_of(source: SourceSettings, peer: Peer) -> Path | None:
@@ -260,10 +268,10 @@ def _written_keys(source: SourceSettings, peer: Peer, file: Path | None) -> Json
     written: JsonObject = {}
     if source.program in peer.programs:
         written[PROGRAM] = source.program
-    for key, value in flatten(values, whole=peer.whole.split()).items():
+    for key, setting in flatten(values, whole=peer.whole.split()).items():
         name = key.removeprefix("no_")
-        turned = value is True and peer.rule(key) is None and peer.rule(name) is not None
-        written |= {name: False} if turned else {key: value}
+        turned = setting is True and peer.rule(key) is None and peer.rule(name) is not None
+        written |= {name: False} if turned else {key: setting}
     return written
 
 
@@ -272,10 +280,10 @@ def _fill_defaults(peer: Peer, source: SourceSettings, given: JsonObject) -> lis
     filled = []
     for key, default in peer.defaults.items():
         with suppress(TypeError, ValueError, ArithmeticError):  # it depends on senseless values
-            value = default(given) if callable(default) else default
+            filled_in = default(given) if callable(default) else default
             is_set = key in source.unknown or key in source.left_out or _says(peer, key, given)
-            if value is not UNSET and not is_set:
-                given[key] = value
+            if filled_in is not UNSET and not is_set:
+                given[key] = filled_in
                 filled.append(key)
     return filled
 
@@ -289,8 +297,8 @@ def _launched(count: int | None) -> list[Outcome]:
 def _not_read(peer: Peer, key: str, note: str, given: Given) -> Outcome:
     """Return the row of a key whose value only a run has."""
     paths = _paths(peer, key, given)
-    places = {path: place for path, place in PLACES.items() if path in paths}
-    return Outcome(MISSING, places, note, key)
+    placeholders = {path: placeholder for path, placeholder in PLACES.items() if path in paths}
+    return Outcome(MISSING, placeholders, note, key)
 
 
 def _places(peer: Peer, values: JsonObject, determined: set[str]) -> Iterator[Outcome]:
@@ -305,9 +313,9 @@ def _places(peer: Peer, values: JsonObject, determined: set[str]) -> Iterator[Ou
 def _refuse_model(source: SourceSettings, config: DPOConfig) -> list[Outcome]:
     """Raise for models and data of other kinds; return a row for quantised weights."""
     files = map(str, as_list(config.actor_train.data_args.file_name))
-    named = f"{config.pretrain} {' '.join(files)}"
-    if VISION.search(f"{source.program} {named}"):
-        raise ConfigError(f"{source.name}: {named}: Rather trains language models only.")
+    names = f"{config.pretrain} {' '.join(files)}"
+    if VISION.search(f"{source.program} {names}"):
+        raise ConfigError(f"{source.name}: {names}: Rather trains language models only.")
     if not ROUNDED.search(str(config.pretrain)):
         return []
     return [Outcome(IMPOSSIBLE, note=QUANTISED, key="(model)", value=config.pretrain)]
@@ -315,11 +323,11 @@ def _refuse_model(source: SourceSettings, config: DPOConfig) -> list[Outcome]:
 
 def _paths(peer: Peer, key: str, given: Given) -> set[str]:
     """Return the keys of Rather that a setting of the tool may set."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for example in (True, 1, "x"):
         with suppress(ConfigError):
-            found.update(_outcome(peer, key, example, given).values)
-    return found
+            paths.update(_outcome(peer, key, example, given).values)
+    return paths
 
 
 def _needs_devices(values: JsonObject) -> bool:
@@ -338,13 +346,13 @@ def _says(peer: Peer, key: str, given: Given) -> bool:
 def _agreed(rows: list[Outcome]) -> list[Outcome]:
     """Report keys that set the same key of Rather to different values."""
     first: dict[str, Outcome] = {}
-    result = []
+    checked = []
     for row in rows:
-        against = {first[path].key for path, value in row.values.items()
-                   if first.setdefault(path, row).values[path] != value}  # fmt: skip
+        against = {first[path].key for path, setting in row.values.items()
+                   if first.setdefault(path, row).values[path] != setting}  # fmt: skip
         note = f"contradicts {', '.join(sorted(against))}; remove one of them"
-        result.append(row.refused(IMPOSSIBLE, note) if against else row)
-    return result
+        checked.append(row.refused(IMPOSSIBLE, note) if against else row)
+    return checked
 
 
 def _missing(
@@ -374,10 +382,10 @@ def _unset(peer: Peer, path: str) -> str:
 
 def nested_keys(values: JsonObject) -> JsonObject:
     """Return dotted paths as nested mappings."""
-    result: JsonObject = {}
-    for path, value in values.items():
-        set_at(result, path, value)
-    return result
+    tree: JsonObject = {}
+    for path, setting in values.items():
+        set_at(tree, path, setting)
+    return tree
 
 
 def nested(values: JsonObject) -> JsonObject:
@@ -413,23 +421,32 @@ def _outcome(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
     if value == "":
         return Outcome(NEEDLESS, note="empty")
     try:
-        found = rule(value, given)
+        outcome = rule(value, given)
     except ConfigError as why:
         raise ConfigError(f"{key}: {why}") from None
     except Unsupported as why:
         return Outcome(IMPOSSIBLE, note=str(why))
     except (TypeError, ValueError, AttributeError, LookupError):
         return Outcome(IMPOSSIBLE, note=f"{short(value)} is not a value that {peer.name} accepts")
-    values = {full(path): v for path, v in found.values.items()}
+    return _in_schema(key, outcome)
+
+
+def _in_schema(key: str, outcome: Outcome) -> Outcome:
+    """Return the outcome of a key with the full names of Rather's keys, all of which must exist."""
+    values = {full(path): v for path, v in outcome.values.items()}
     if "${" in str(values):
         status = LEFT_OUT if set(values) <= FOLDERS else IMPOSSIBLE
         return Outcome(status, note="its value is only known when it runs")
-    is_known = {path: path in table() or any(map(path.__contains__, MAPPINGS)) for path in values}
-    if absent := [path for path in values if not is_known[path]]:
+    absent = [path for path in values if path not in table() and not _is_in_mapping(path)]
+    if absent:
         return Outcome(IMPOSSIBLE, note=f"this version has no {', '.join(absent)}")
     same = all(key in (path, path.rpartition(".")[2]) for path in values)
-    status = KEPT if same and found.status == RENAMED else found.status
-    return Outcome(status, values, found.note)
+    status = KEPT if same and outcome.status == RENAMED else outcome.status
+    return Outcome(status, values, outcome.note)
+
+
+def _is_in_mapping(path: str) -> bool:
+    return any(mapping in path for mapping in MAPPINGS)
 
 
 def _without_rule(peer: Peer, key: str, value: Any) -> Outcome:
@@ -447,23 +464,27 @@ def _without_rule(peer: Peer, key: str, value: Any) -> Outcome:
     return Outcome(UNKNOWN, note=f"{note}; did you mean {near[0]}?" if near else note)
 
 
-def _default(row: Outcome, said: set[str]) -> Outcome | None:
-    """Write a default of the tool if Rather's is another."""
-    if row.status in INCOMPLETE:
-        return row
-    known = table()
-    differ = {
-        path: value
-        for path, value in row.values.items()
-        if path not in said and (path not in known or value != known[path].default)
-    }
-    ours = ", ".join(short(known[path].default) for path in differ if path in known)
-    notes = "; ".join(filter(None, (f"Rather's default is {ours}" if ours else "", row.note)))
-    return row._replace(status=WRITTEN, values=differ, note=notes) if differ else None
+def _differing_defaults(rows: list[Outcome], stated: set[str]) -> Iterator[Outcome]:
+    """Yield the defaults of the tool that are not Rather's, and those that have no counterpart."""
+    schema = table()
+    for row in rows:
+        if row.status in INCOMPLETE:
+            yield row
+            continue
+        differing = {
+            path: setting
+            for path, setting in row.values.items()
+            if path not in stated and (path not in schema or setting != schema[path].default)
+        }
+        ours = ", ".join(short(schema[path].default) for path in differing if path in schema)
+        notes = [f"Rather's default is {ours}"] if ours else []
+        notes += [row.note] if row.note else []
+        if differing:
+            yield row._replace(status=WRITTEN, values=differing, note="; ".join(notes))
 
 
 def _values(rows: list[Outcome]) -> JsonObject:
-    return {path: value for row in rows for path, value in row.values.items()}
+    return {path: setting for row in rows for path, setting in row.values.items()}
 
 
 def _judged(rows: list[Outcome]) -> tuple[list[Outcome], DPOConfig]:
@@ -476,21 +497,22 @@ def _judged(rows: list[Outcome]) -> tuple[list[Outcome], DPOConfig]:
             from_config(config)
             return rows, config
         except ConfigError as error:
-            left = [_without(row, error.problems) for row in rows]
-            if left == rows:
+            remaining = [_without(row, error.problems) for row in rows]
+            if remaining == rows:
                 raise
-            rows = left
+            rows = remaining
 
 
 def _without(row: Outcome, problems: list[str]) -> Outcome:
     for problem in problems:
         keys, _, text = problem.partition(": ")
         rejected = tuple(f"{key}." for key in keys.split(", "))
-        kept = {path: v for path, v in row.values.items() if not f"{path}.".startswith(rejected)}
-        if len(kept) < len(row.values):
-            lost = (*row.rejected, *(path for path in row.values if path not in kept))
-            status = LEFT_OUT if lost == ("eval_steps",) else IMPOSSIBLE  # it trains the same
-            return Outcome(status, kept, text, row.key, row.value, lost)
+        lost = [path for path in row.values if f"{path}.".startswith(rejected)]
+        if lost:
+            accepted = {path: v for path, v in row.values.items() if path not in lost}
+            all_lost = (*row.rejected, *lost)
+            status = LEFT_OUT if all_lost == ("eval_steps",) else IMPOSSIBLE  # it trains the same
+            return Outcome(status, accepted, text, row.key, row.value, all_lost)
     return row
 
 

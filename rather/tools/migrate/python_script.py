@@ -25,8 +25,9 @@ from rather.tools.migrate.python_values import (
 )
 from rather.tools.migrate.settings import SourceSettings
 
-TRAINERS = {f"{name}Trainer": name.lower()
-            for name in ("DPO", "KTO", "ORPO", "CPO", "BCO", "SFT")} | {"RewardTrainer": "reward"}  # fmt: skip
+TRAINERS = {
+    f"{name}Trainer": name.lower() for name in ("DPO", "KTO", "ORPO", "CPO", "BCO", "SFT", "Reward")
+}
 WITH_REFERENCE = ("dpo", "kto", "bco")
 PARSERS = ("parse_args_and_config", "parse_args_into_dataclasses", "parse_yaml_file", "parse")
 TRANSFORMERS_DEFAULTS = {"learning_rate": 5e-5, "bf16": False, "logging_steps": 500}
@@ -36,8 +37,8 @@ OWN_CODE = ("data_collator", "optimizers", "formatting_func", "model_init", "com
 NEEDLESS = ("compute_metrics", "preprocess_logits_for_metrics")
 # Arguments of from_pretrained that change no result, and those with a key of TRL.
 LOADING = """
-    device_map use_cache low_cpu_mem_usage cache_dir token use_auth_token local_files_only return_dict max_memory
-    offload_folder num_labels attn_implementation use_flash_attention_2
+    device_map use_cache low_cpu_mem_usage cache_dir token use_auth_token local_files_only
+    return_dict max_memory offload_folder num_labels attn_implementation use_flash_attention_2
 """.split()  # noqa: SIM905 - a table of names
 MODEL = {"torch_dtype": "torch_dtype", "dtype": "torch_dtype", "revision": "model_revision",
          "trust_remote_code": "trust_remote_code", "load_in_4bit": "load_in_4bit",
@@ -50,22 +51,24 @@ LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8}
 HUB = ("cache_dir", "num_proc", "token", "trust_remote_code", "keep_in_memory", "verification_mode")
 # What a script may do to a model or a tokenizer without changing the training.
 HARMLESS = """
-    print_trainable_parameters gradient_checkpointing_enable enable_input_require_grads train eval to cuda
-    config.use_cache config.pretraining_tp config.pad_token_id pad_token pad_token_id padding_side save_pretrained
-    push_to_hub generate decode batch_decode apply_chat_template device config eos_token model_max_length
-    get_memory_footprint generation_config
+    print_trainable_parameters gradient_checkpointing_enable enable_input_require_grads train eval
+    to cuda config.use_cache config.pretraining_tp config.pad_token_id pad_token pad_token_id
+    padding_side save_pretrained push_to_hub generate decode batch_decode apply_chat_template device
+    config eos_token model_max_length get_memory_footprint generation_config
 """.split()  # noqa: SIM905 - a table of names
 # Settings that change what a run writes or how fast it is, and not what it trains.
 OUTPUT = """
-    output_dir overwrite_output_dir run_name project logging_dir logging_steps logging_strategy logging_first_step report_to
-    save_steps save_strategy save_total_limit save_only_model push_to_hub hub_model_id hub_token hub_strategy
-    hub_private_repo hub_revision eval_steps eval_strategy evaluation_strategy per_device_eval_batch_size do_eval do_train
-    dataset_num_proc dataloader_num_workers dataloader_pin_memory remove_unused_columns gradient_checkpointing
-    gradient_checkpointing_kwargs disable_tqdm log_level tf32 resume_from_checkpoint ddp_find_unused_parameters
+    output_dir overwrite_output_dir run_name project logging_dir logging_steps logging_strategy
+    logging_first_step report_to save_steps save_strategy save_total_limit save_only_model
+    push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_revision eval_steps
+    eval_strategy evaluation_strategy per_device_eval_batch_size do_eval do_train dataset_num_proc
+    dataloader_num_workers dataloader_pin_memory remove_unused_columns gradient_checkpointing
+    gradient_checkpointing_kwargs disable_tqdm log_level tf32 resume_from_checkpoint
+    ddp_find_unused_parameters
 """.split()  # noqa: SIM905 - a table of names
 # Arguments of a trainer that are read by themselves; the others are settings.
-OBJECTS = ("args", "model", "ref_model", "train_dataset", "eval_dataset", "peft_config", "tokenizer",
-           "processing_class")  # fmt: skip
+OBJECTS = ("args", "model", "ref_model", "train_dataset", "eval_dataset", "peft_config",
+           "tokenizer", "processing_class")  # fmt: skip
 SAVE_THEM = "save them to a file of their own"
 CHANGES_TRAINER = ("add_callback", "pop_callback", "remove_callback", "create_optimizer",
                    "create_scheduler", "create_optimizer_and_scheduler")  # fmt: skip
@@ -105,12 +108,12 @@ class Script(Module):
 
     def trainers(self) -> list[tuple[str, ast.Call]]:
         """Return the calls of trainers that are TRL's own."""
-        found = []
+        trainers = []
         for call in self.calls():
             module, _, name = self.origin(call.func).rpartition(".")
             if module.partition(".")[0] == "trl" and name in TRAINERS:
-                found.append((name, call))
-        return found
+                trainers.append((name, call))
+        return trainers
 
     def settings(self) -> SourceSettings:
         trainers = self.trainers()
@@ -120,8 +123,8 @@ class Script(Module):
                 "command line that trains, with --line."
             )
         if len(trainers) > 1:
-            places = ", ".join(f"{name} in line {call.lineno}" for name, call in trainers)
-            raise ConfigError(f"{self.path}: has several trainers ({places}); keep one of them.")
+            calls = ", ".join(f"{name} in line {call.lineno}" for name, call in trainers)
+            raise ConfigError(f"{self.path}: has several trainers ({calls}); keep one of them.")
         name, call = trainers[0]
         program = TRAINERS[name]
         arguments = self._trainer_arguments(call, program)
@@ -138,13 +141,13 @@ class Script(Module):
 
     def _keywords(self, call: ast.Call) -> dict[str, ast.expr]:
         """Return the named arguments of a call; those of `**mapping` are not known."""
-        named = {}
+        by_name = {}
         for keyword in call.keywords:
             if keyword.arg is None:
                 self.unknown[f"**{ast.unparse(keyword.value)}"] = self.note(keyword.value)
             else:
-                named[keyword.arg] = keyword.value
-        return named
+                by_name[keyword.arg] = keyword.value
+        return by_name
 
     def _set(self, key: str, node: ast.expr) -> None:
         try:
@@ -180,11 +183,11 @@ class Script(Module):
         """Return the arguments that say something, by name; None is the default of each."""
         arguments = self._keywords(call)
         order = ("model", "ref_model" if program in WITH_REFERENCE else "args")
-        for place, argument in enumerate(call.args):
-            if place < len(order) and not isinstance(argument, ast.Starred):
-                arguments[order[place]] = argument
+        for position, argument in enumerate(call.args):
+            if position < len(order) and not isinstance(argument, ast.Starred):
+                arguments[order[position]] = argument
             else:
-                self.unknown[f"(argument {place + 1})"] = self.note(argument)
+                self.unknown[f"(argument {position + 1})"] = self.note(argument)
         for name in ("tokenizer", "processing_class"):
             if name in arguments:  # it says something about TRL's version
                 self.values["(tokenizer_argument)"] = name
@@ -205,8 +208,8 @@ class Script(Module):
             keywords = self._keywords(config)
             if config.args:
                 keywords["output_dir"] = config.args[0]
-            for key, value in keywords.items():
-                self._set(key, value)
+            for key, expression in keywords.items():
+                self._set(key, expression)
             if isinstance(node, ast.Name):
                 self._changed_attributes(node.id)
         for key, node in arguments.items():
@@ -216,11 +219,11 @@ class Script(Module):
 
     def _constructor(self, node: ast.expr, what: str) -> ast.Call:
         """Return the call that makes a config."""
-        made = self._made(node)
-        if isinstance(made, ast.Call):
-            module = self.origin(made.func).partition(".")[0]
-            if module in ("trl", "transformers") and last_name(made.func) not in PARSERS:
-                return made
+        constructor = self._made(node)
+        if isinstance(constructor, ast.Call):
+            module = self.origin(constructor.func).partition(".")[0]
+            if module in ("trl", "transformers") and last_name(constructor.func) not in PARSERS:
+                return constructor
         parses = any(last_name(call.func) in PARSERS for call in self.calls())
         way = (
             "pass the command line that trains, with --line"
@@ -245,8 +248,12 @@ class Script(Module):
 
     def _later_changes(self, trainer: ast.Call) -> None:
         """Note what a script does to a trainer that it has made."""
-        names = [ast.unparse(name) for name, value in self.value_of.items() if value is trainer]
-        for use in [use for name in names for use in self.uses(name)]:
+        for name, expression in self.value_of.items():
+            if expression is trainer:
+                self._note_changes(ast.unparse(name))
+
+    def _note_changes(self, name: str) -> None:
+        for use in self.uses(name):
             if isinstance(use, ast.Attribute) and (is_stored(use) or use.attr in CHANGES_TRAINER):
                 self.unknown[ast.unparse(use)] = self.note(use, "it changes the trainer")
 
@@ -295,8 +302,8 @@ class Script(Module):
         if not kind.endswith(("ForCausalLM", "ForSequenceClassification")):
             raise NotKnown(call, f"{kind} is not a language model that Rather reads")
         keywords = self._keywords(call)
-        named = keywords.pop("pretrained_model_name_or_path", None)
-        name = call.args[0] if call.args else named
+        name_argument = keywords.pop("pretrained_model_name_or_path", None)
+        name = call.args[0] if call.args else name_argument
         if name is None:
             raise NotKnown(call)
         self._set("model_name_or_path", name)
@@ -312,43 +319,44 @@ class Script(Module):
     def _rounding(self, node: ast.expr) -> None:
         if is_none(node):
             return
-        made = self._made(node)
-        if not isinstance(made, ast.Call) or last_name(made.func) != "BitsAndBytesConfig":
+        constructor = self._made(node)
+        if not isinstance(constructor, ast.Call) or self._is_changed_object(node):
             raise NotKnown(node)
-        if self._is_changed_object(node):
+        if last_name(constructor.func) != "BitsAndBytesConfig":
             raise NotKnown(node)
-        for key, value in self._keywords(made).items():
+        for key, expression in self._keywords(constructor).items():
             if key in ROUNDED:
-                self._set(key, value)
+                self._set(key, expression)
 
     def _adapter(self, adapters: list[ast.expr]) -> None:
         if not adapters:
             self.values["use_peft"] = False
             return
         node = adapters[-1]
-        made = self._made(node)
+        constructor = self._made(node)
         is_one = len(adapters) == 1 and not self._is_changed_object(node)
-        if not (is_one and isinstance(made, ast.Call)
-                and self.origin(made.func).endswith("LoraConfig")):  # fmt: skip
+        if not (is_one and isinstance(constructor, ast.Call)
+                and self.origin(constructor.func).endswith("LoraConfig")):  # fmt: skip
             self.unknown["(adapter)"] = self.note(node)
             return
         self.values |= {"use_peft": True, **LORA_DEFAULTS}
-        for key, value in self._keywords(made).items():
+        for key, expression in self._keywords(constructor).items():
             if key in LORA:
-                self._set(LORA[key], value)
-            elif key == "bias" and ast.unparse(value) != "'none'":
-                is_literal = isinstance(value, ast.Constant)
+                self._set(LORA[key], expression)
+            elif key == "bias" and ast.unparse(expression) != "'none'":
+                is_literal = isinstance(expression, ast.Constant)
                 why = "an adapter that also trains biases" if is_literal else ""
-                self.unknown["bias"] = self.note(value, why)
-            elif key not in ("bias", "task_type", "inference_mode") and not is_none(value):
-                self.unknown[key] = self.note(value, f"LoraConfig({key}=...) has no counterpart")
+                self.unknown["bias"] = self.note(expression, why)
+            elif key not in ("bias", "task_type", "inference_mode") and not is_none(expression):
+                why = f"LoraConfig({key}=...) has no counterpart"
+                self.unknown[key] = self.note(expression, why)
 
     def _reference(self, node: ast.expr) -> None:
-        other = Script(self.tree, self.path)
-        other._loaded(node, [])
-        if other.unknown:
-            self.unknown["(reference)"] = "; ".join(other.unknown.values())
-        self._set_if_other("(reference)", other.values.get("model_name_or_path"))
+        reference_script = Script(self.tree, self.path)
+        reference_script._loaded(node, [])
+        if reference_script.unknown:
+            self.unknown["(reference)"] = "; ".join(reference_script.unknown.values())
+        self._set_if_other("(reference)", reference_script.values.get("model_name_or_path"))
 
     def _tokenizer(self, node: ast.expr) -> None:
         if isinstance(node, ast.Name):
@@ -410,8 +418,8 @@ class Script(Module):
                 return self._rows(inner, test=test)
             case ast.Call(func=ast.Attribute(value=inner, attr="train_test_split")):
                 rows = self._rows(inner, test=test)
-                named = {keyword.arg: keyword.value for keyword in node.keywords}
-                size = named.get("test_size") or (node.args[0] if node.args else None)
+                by_name = {keyword.arg: keyword.value for keyword in node.keywords}
+                size = by_name.get("test_size") or (node.args[0] if node.args else None)
                 if size is not None and "held_out" not in rows and rows["split"] is not None:
                     return {**rows, "held_out": self.value(size)}
             case ast.Call(func=ast.Attribute()):
@@ -420,12 +428,12 @@ class Script(Module):
 
     def _part(self, rows: JsonObject, node: ast.Subscript, *, test: bool) -> JsonObject:
         """Return a part of rows: `data["train"]`."""
-        part = self.value(node.slice)
-        if "held_out" in rows and part == ("test" if test else "train"):
+        split = self.value(node.slice)
+        if "held_out" in rows and split == ("test" if test else "train"):
             return rows
         if "held_out" in rows or rows["split"] is not None:
             raise NotKnown(node)
-        return self._file_of({**rows, "split": part}, node)
+        return self._file_of({**rows, "split": split}, node)
 
     def _check_rows(self, name: str) -> None:
         """Raise if rows are replaced or changed in place."""
@@ -437,18 +445,20 @@ class Script(Module):
 
     def _load_dataset(self, call: ast.Call) -> JsonObject:
         order = ("path", "name", "data_dir", "data_files", "split")
-        given = dict(zip(order, call.args, strict=False))
+        arguments = dict(zip(order, call.args, strict=False))
         for keyword in call.keywords:
             if keyword.arg not in (*order, *HUB, "revision"):
                 raise NotKnown(keyword.value)
-            given[keyword.arg or ""] = keyword.value
-        known = {key: self.value(node) for key, node in given.items() if key not in HUB}
-        if known.get("data_dir") or known.get("revision") or not isinstance(known.get("path"), str):
+            arguments[keyword.arg or ""] = keyword.value
+        settings = {key: self.value(node) for key, node in arguments.items() if key not in HUB}
+        if settings.get("data_dir") or settings.get("revision"):
             raise NotKnown(call)
-        rows = {"dataset_name": known["path"], "split": known.get("split"),
-                "files": known.get("data_files")}  # fmt: skip
-        if known.get("name"):
-            rows["dataset_config"] = known["name"]
+        if not isinstance(settings.get("path"), str):
+            raise NotKnown(call)
+        rows = {"dataset_name": settings["path"], "split": settings.get("split"),
+                "files": settings.get("data_files")}  # fmt: skip
+        if settings.get("name"):
+            rows["dataset_config"] = settings["name"]
         return self._file_of(rows, call) if rows["split"] is not None else rows
 
     def _file_of(self, rows: JsonObject, node: ast.AST) -> JsonObject:

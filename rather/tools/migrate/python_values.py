@@ -64,8 +64,8 @@ class Module:
         inner = scope
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             inner = node
-        for name, value in self._bound_names(node):
-            self._add(scope, name, Binding(node, value, in_branch))
+        for name, expression in self._bound_names(node):
+            self._add(scope, name, Binding(node, expression, in_branch))
         branches = isinstance(
             node, ast.If | ast.For | ast.AsyncFor | ast.While | ast.Try | ast.Match
         )
@@ -119,11 +119,11 @@ class Module:
     def assigned(self, name: ast.Name) -> ast.expr:
         """Return the expression that a name stands for where it is used."""
         scope = self.scope_of[name]
-        bound = [each for each in self.bindings.get((scope, name.id), ())
-                 if each.end <= place_of(name)]  # fmt: skip
+        bound = [binding for binding in self.bindings.get((scope, name.id), ())
+                 if binding.end <= place_of(name)]  # fmt: skip
         if (scope, name.id) not in self.bindings:
             bound = self._bound_outside(scope, name)
-        if not bound or any(each.in_branch for each in bound):
+        if not bound or any(binding.in_branch for binding in bound):
             raise NotKnown(name)
         last = bound[-1]
         if any(star > last.end for star in self.stars):
@@ -143,8 +143,8 @@ class Module:
 
     def origin(self, node: ast.expr) -> str:
         """Return the module and name of an imported thing, such as `trl.DPOTrainer`."""
-        first, dot, rest = ast.unparse(node).partition(".")
-        return self.imported.get(first, "") + dot + rest
+        first, dot, attributes = ast.unparse(node).partition(".")
+        return self.imported.get(first, "") + dot + attributes
 
     # ---- values
 
@@ -160,19 +160,17 @@ class Module:
             case ast.Constant(value=str() | int() | float() | None):
                 return node.value
             case ast.Name():
-                value = self.assigned(node)
-                if isinstance(value, ast.List | ast.Dict | ast.Set) and self._is_changed(node.id):
-                    raise NotKnown(node)
-                return self.value(value)
+                return self._value_of_name(node)
             case ast.List() | ast.Tuple() | ast.Set():
-                return [self.value(item) for item in node.elts]
+                return [self.value(element) for element in node.elts]
             case ast.Dict() if None not in node.keys:  # None: `**other`
-                items = zip(node.keys, node.values, strict=True)
-                return {self.value(key): self.value(item) for key, item in items if key}
+                entries = zip(node.keys, node.values, strict=True)
+                return {self.value(key): self.value(entry) for key, entry in entries if key}
             case ast.Call(func=ast.Name(id="dict"), args=[]):
-                return {item.arg: self.value(item.value) for item in node.keywords if item.arg}
+                with_name = [keyword for keyword in node.keywords if keyword.arg]
+                return {keyword.arg: self.value(keyword.value) for keyword in with_name}
             case ast.JoinedStr():
-                return "".join(str(self.value(part)) for part in node.values)
+                return "".join(str(self.value(piece)) for piece in node.values)
             case ast.FormattedValue(conversion=-1, format_spec=None):
                 return self.value(node.value)
             case ast.UnaryOp(op=ast.Not()):
@@ -185,16 +183,23 @@ class Module:
                 return node.attr
         raise NotKnown(node)
 
+    def _value_of_name(self, name: ast.Name) -> Any:
+        expression = self.assigned(name)
+        is_mutable = isinstance(expression, ast.List | ast.Dict | ast.Set)
+        if is_mutable and self._is_changed(name.id):
+            raise NotKnown(name)
+        return self.value(expression)
+
     def _computed(self, node: ast.BinOp) -> Any:
-        left, right = self.value(node.left), self.value(node.right)
+        first, second = self.value(node.left), self.value(node.right)
         kind = type(node.op)
-        are_texts = isinstance(left, str) and isinstance(right, str) and kind is ast.Add
-        are_numbers = all(isinstance(side, int | float) for side in (left, right))
+        are_texts = isinstance(first, str) and isinstance(second, str) and kind is ast.Add
+        are_numbers = all(isinstance(side, int | float) for side in (first, second))
         if kind not in OPERATORS or not (are_texts or are_numbers):
             raise NotKnown(node)
-        if are_numbers and max(abs(left), abs(right)) > (64 if kind is ast.Pow else MOST):
+        if are_numbers and max(abs(first), abs(second)) > (64 if kind is ast.Pow else MOST):
             raise NotKnown(node)
-        return OPERATORS[kind](left, right)
+        return OPERATORS[kind](first, second)
 
     def uses(self, name: str) -> Iterator[ast.Attribute | ast.Subscript]:
         """Yield attributes and parts of what a name stands for, such as `name.a` and `name[0]`."""
@@ -245,15 +250,16 @@ def is_none(node: ast.expr) -> bool:
 def code_of(node: ast.AST) -> str:
     """Return the code of a node in one short line, without secrets."""
     shown = copy.deepcopy(node)
-    for part in ast.walk(shown):
-        if not isinstance(part, ast.Call):
+    for call in ast.walk(shown):
+        if not isinstance(call, ast.Call):
             continue
-        for keyword in part.keywords:
+        for keyword in call.keywords:
             if looks_secret(keyword.arg or ""):
                 keyword.value = ast.Constant(HIDDEN)
-        texts = [each for each in part.args if isinstance(each, ast.Constant)]
-        if any(looks_secret(str(each.value)) for each in texts):  # getenv("HF_TOKEN", "...")
-            for other in texts[1:]:
-                other.value = HIDDEN
+        texts = [argument for argument in call.args if isinstance(argument, ast.Constant)]
+        # getenv("HF_TOKEN", "...")
+        if any(looks_secret(str(argument.value)) for argument in texts):
+            for argument in texts[1:]:
+                argument.value = HIDDEN
     text = " ".join(redact(ast.unparse(shown)).split())
     return text if len(text) <= 60 else text[:57] + "..."

@@ -24,8 +24,10 @@ INCOMPLETE = (MISSING, IMPOSSIBLE, UNKNOWN)
 UNSET: Any = object()  # a default that depends on something which the source does not say
 MACHINERY = "internal to that tool; no result depends on it"
 MIXTURE = re.compile(  # names of models that are mixtures of experts
-    r"(?i)(^|[^a-z])(\d+x\d+b|\d+b-?a\d|a\d+(\.\d+)?b|\w*moe|mixtral|deepseek-v[23]|gpt-oss)($|[^a-z])"
+    r"(?i)(^|[^a-z])(\d+x\d+b|\d+b-?a\d|a\d+(\.\d+)?b|\w*moe|mixtral|deepseek-v[23]|gpt-oss)"
+    r"($|[^a-z])"
 )
+SIGN = re.compile(r"(?:^|\s)([=~?@-]|!!?)(?:\s+|$)")  # of a line of a table
 SECTIONS = {  # short names that the tables use
     "training": "actor_train.training_args",
     "model": "actor_train.model_args",
@@ -99,22 +101,24 @@ def facts(text: str) -> Rules:
     `~ why`: not needed (nothing: internal to the tool). `! why`: not possible unless off.
     `? why`: left out unless off. `@ a b; why`: Rather always does this; no other value is possible.
     `- why`: no value is possible. `!! why`: Rather has no such training.
-    Names may fill several lines, and have conditions as well. Of several lines with a name, the
-    first counts whose conditions hold; if none does, the key is not needed.
+    Names may fill several lines, and have conditions as well. A backslash at the end of a line
+    continues it. Of several lines with a name, the first counts whose conditions hold; if none
+    does, the key is not needed.
     """
     rules: Rules = {}
     lines: list[tuple[list[str], list[str], Rule]] = []
     names: list[str] = []
     for line in text.strip().splitlines():
-        left, sign, rest = (*re.split(r"\s([=~?@-]|!!?)(?:\s+|$)", line, maxsplit=1), "", "")[:3]
-        left, *conditions = left.split(" if ")
-        names += keys(left)
+        line = " ".join(line.split())
+        start, sign, meaning = (*SIGN.split(line, maxsplit=1), "", "")[:3]
+        names_of_line, *conditions = start.split(" if ")
+        names += keys(names_of_line)
         if sign == "=":
-            rest, _, note = rest.partition("; ")
-            rest, *more = rest.split(" if ")
-            lines.append((names, conditions + more, _same(rest, note)))
+            meaning, _, note = meaning.partition("; ")
+            meaning, *further_conditions = meaning.split(" if ")
+            lines.append((names, conditions + further_conditions, _same(meaning, note)))
         elif sign:
-            lines.append((names, conditions, KINDS[sign](rest)))
+            lines.append((names, conditions, KINDS[sign](meaning)))
         names = [] if sign else names
     for names, conditions, rule in reversed(lines):
         for name in names:
@@ -126,14 +130,14 @@ def defaults(text: str) -> JsonObject:
     """Return defaults from lines of `a=1 b=true` with conditions; the first that holds counts."""
     cases: dict[str, list[tuple[Condition, Any]]] = {}
     for line in text.strip().splitlines():
-        values, *conditions = line.split(" if ")
-        for key, value in pairs(values).items():
-            cases.setdefault(key, []).append((all_of(conditions), value))
-    return {key: partial(_first, found) for key, found in cases.items()}
+        values, *conditions = " ".join(line.split()).split(" if ")
+        for key, default in pairs(values).items():
+            cases.setdefault(key, []).append((all_of(conditions), default))
+    return {key: partial(_first, cases_of_key) for key, cases_of_key in cases.items()}
 
 
 def _first(cases: list[tuple[Condition, Any]], given: Given) -> Any:
-    return next((value for holds, value in cases if holds(value, given)), UNSET)
+    return next((default for holds, default in cases if holds(default, given)), UNSET)
 
 
 def all_of(conditions: list[str]) -> Condition:
@@ -173,17 +177,18 @@ def converted(convert: Mapping[Any, Any], value: Any) -> Any:
 def _same(text: str, note: str) -> Rule:
     """Return the rule of a line with `=`."""
     path, colon, values = text.partition(": ")
-    others = pairs(values)
+    renamed_values = pairs(values)
 
     def renamed(value: Any, given: Given) -> Outcome:
         names = [str(name) for name in (value if isinstance(value, list) else [value])]
-        if lost := [name for name in names if others.get(name, name) is None]:
+        if lost := [name for name in names if renamed_values.get(name, name) is None]:
             raise Unsupported(f"Rather has no loss {lost[0]}")
-        return gives({path[:-1]: one_or_all([others.get(name, name) for name in names])}, note)
+        losses = [renamed_values.get(name, name) for name in names]
+        return gives({path[:-1]: one_or_all(losses)}, note)
 
     if path.endswith(":"):
         return renamed
-    return to(path, others, note=note) if colon else to(path, note=note)
+    return to(path, renamed_values, note=note) if colon else to(path, note=note)
 
 
 def names_of(value: Any) -> list[str]:
@@ -207,9 +212,9 @@ def _condition(text: str) -> Condition:
     words = names.split("|")
 
     def holds(value: Any, given: Given) -> bool:
-        found = given.get(key)
-        contains = any(word in str(found) for word in words)
-        return (found in map(plain, words) if sign[-1] == "=" else contains) != (sign[0] == "!")
+        setting = given.get(key)
+        contains = any(word in str(setting) for word in words)
+        return (setting in map(plain, words) if sign[-1] == "=" else contains) != (sign[0] == "!")
 
     return holds
 
@@ -265,8 +270,10 @@ def algorithm(names: Mapping[Any, str | Mapping[str, str] | None]) -> Rule:
 
     def rule(value: Any, given: Given) -> Outcome:
         if value not in names:
-            known = ", ".join(str(name) for name in names if name)
-            raise ConfigError(f"{value} is not a training that Rather offers; it converts {known}.")
+            offered = ", ".join(str(name) for name in names if name)
+            raise ConfigError(
+                f"{value} is not a training that Rather offers; it converts {offered}."
+            )
         loss = names[value]
         if not loss:
             return NOT_NEEDED

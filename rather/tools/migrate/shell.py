@@ -15,7 +15,8 @@ from pathlib import PurePath
 Variables = dict[str, list[str]]
 FUNCTION = re.compile(r"^\s*(?:function\s+)?[\w-]+\s*\(\)\s*\{.*?^\}", re.M | re.S)
 DOCUMENT = re.compile(
-    r"^(?P<line>[^\n#]*?)<<-?\s*(?P<q>['\"]?)(?P<end>\w+)(?P=q)[^\n]*\n(?P<body>.*?)^\s*(?P=end)\s*$",
+    r"^(?P<line>[^\n#]*?)<<-?\s*(?P<q>['\"]?)(?P<end>\w+)(?P=q)[^\n]*\n"
+    r"(?P<body>.*?)^\s*(?P=end)\s*$",
     re.M | re.S,
 )
 READ = re.compile(r"\bread\s.*?(\w+)\s*$")
@@ -57,7 +58,7 @@ def commands(text: str, file: str = "") -> list[tuple[dict[str, str], list[str]]
         return f'{target[1]}="{body}"'
 
     text = DOCUMENT.sub(keep, FUNCTION.sub("", text)).replace("\\\n", " ")
-    result: list[tuple[dict[str, str], list[str]]] = []
+    commands_read: list[tuple[dict[str, str], list[str]]] = []
     depth = 0
     for assigned, words in _commands(f"{text}\n", variables):
         first = words[0] if words else ""
@@ -67,8 +68,8 @@ def commands(text: str, file: str = "") -> list[tuple[dict[str, str], list[str]]
             variables |= assigned | unsure
             continue
         environment = {name: " ".join(values) for name, values in (variables | assigned).items()}
-        result.append((environment, words))
-    return result
+        commands_read.append((environment, words))
+    return commands_read
 
 
 def _commands(text: str, variables: Variables) -> Iterator[tuple[Variables, list[str]]]:
@@ -84,22 +85,31 @@ def _commands(text: str, variables: Variables) -> Iterator[tuple[Variables, list
             if words or assigned:
                 yield assigned, words
                 assigned, words = {}, []
-        elif found := REDIRECTION.match(text, at):
+        elif redirection := REDIRECTION.match(text, at):
             if words and words[-1] in ("1", "2") and text[at - 1] != " ":
                 words.pop()
-            _, at = _word(text, found.end(), variables)
+            _, at = _word(text, redirection.end(), variables)
         elif not words and (name := ASSIGNMENT.match(text, at)):
-            at, unknown = name.end(), ["${" + name[1] + "}"]
-            is_array, before = text[at] == "(", variables.get(name[1], unknown)
-            value, at = (_array if is_array else _word)(text, at, variables)
-            value = value if is_array else [" ".join(value)]
-            if name[0].endswith("+="):
-                value = [*before, *value] if is_array else [before[0] + value[0], *before[1:]]
-            assigned[name[1]] = unknown if name[2] else value
+            assigned[name[1]], at = _assigned(text, name, variables)
         else:
-            more, at = _word(text, at, variables)
-            if words or not more or more[0] not in LEADING:
-                words += more
+            read_words, at = _word(text, at, variables)
+            if words or not read_words or read_words[0] not in LEADING:
+                words += read_words
+
+
+def _assigned(text: str, name: re.Match[str], variables: Variables) -> tuple[list[str], int]:
+    """Return the values that a name gets, and where the assignment ends."""
+    unknown = ["${" + name[1] + "}"]
+    before = variables.get(name[1], unknown)
+    is_array = text[name.end()] == "("
+    if is_array:
+        values, at = _array(text, name.end(), variables)
+    else:
+        words, at = _word(text, name.end(), variables)
+        values = [" ".join(words)]
+    if name[0].endswith("+="):
+        values = [*before, *values] if is_array else [before[0] + values[0], *before[1:]]
+    return (unknown if name[2] else values), at
 
 
 def _array(text: str, at: int, variables: Variables) -> tuple[list[str], int]:
@@ -109,24 +119,24 @@ def _array(text: str, at: int, variables: Variables) -> tuple[list[str], int]:
         if gap := GAP.match(text, at):
             at = gap.end()
         else:
-            more, end = _word(text, at, variables)
-            values, at = values + more, max(end, at + 1)
+            read_words, end = _word(text, at, variables)
+            values, at = values + read_words, max(end, at + 1)
     return values, at + 1
 
 
 def _word(text: str, at: int, variables: Variables) -> tuple[list[str], int]:
     """Read one word; an unquoted variable may make it several, or an empty one."""
     words, start = [""], at
-    while part := PART.match(text, at):
-        at = part.end()
-        if part["double"] is not None:
-            words[-1] += _fill(part["double"], variables)
-        elif literal := part["single"] or part["any"] or part["plain"]:
+    while piece := PART.match(text, at):
+        at = piece.end()
+        if piece["double"] is not None:
+            words[-1] += _fill(piece["double"], variables)
+        elif literal := piece["single"] or piece["any"] or piece["plain"]:
             words[-1] += literal
-        elif part["single"] is None:
-            first, *rest = _expanded(part, variables)
+        elif piece["single"] is None:
+            first, *further_words = _expanded(piece, variables)
             words[-1] += first
-            words += rest
+            words += further_words
         if len(words[-1]) + len(words) > MOST_TEXT:
             raise ValueError("too long")
     if text[at : at + 1] in ("'", '"', "`", "$"):
@@ -147,33 +157,37 @@ def _expanded(found: re.Match[str], variables: Variables) -> list[str]:
     if found["nested"] or found["command"] is not None:
         command = found["nested"][1:-1] if found["nested"] else found["command"]
         return _run(command.strip(), variables).split() or [""]
-    inner = found["name"] if found["braces"] is None else found["braces"]
+    return _variable(found["name"] if found["braces"] is None else found["braces"], variables)
+
+
+def _variable(inner: str, variables: Variables) -> list[str]:
+    """Return the words of `name`, `name:-default` or `name[@]`."""
     key, colon, default = inner.partition(":")
     key = key.removesuffix("[@]").removesuffix("[*]")
     if colon and default[:1] not in ("-", "="):  # ${a:+b}, ${a:0:3}
         return ["${" + inner + "}"]
     if any(values := variables.get(key, [])) or (key in variables and not colon):
-        kept = values if "[" in inner else values[:1]
-        return " ".join(kept).split() or [""]
+        shown = values if "[" in inner else values[:1]
+        return " ".join(shown).split() or [""]
     if colon:
         return default[1:].strip("\"'").split() or [""]
     return [""] if not key or key in "@*#?" else ["${" + inner + "}"]
 
 
 def _run(inner: str, variables: Variables) -> str:
-    """Compute `expr 16 / 2` and $((16 / 2)), dirname, basename; a date is harmless; nothing is run."""
+    """Compute `expr 16 / 2`, $((16 / 2)), dirname, basename; a date is harmless. Nothing is run."""
     arithmetic = inner.startswith("(") and inner.endswith(")")
     if arithmetic or inner.startswith("expr "):
         inner = inner[1:-1] if arithmetic else inner.removeprefix("expr ")
-        named = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"$\1", inner) if arithmetic else inner
-        terms = _fill(named.replace("\\*", "*"), variables)
+        with_dollars = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"$\1", inner) if arithmetic else inner
+        terms = _fill(with_dollars.replace("\\*", "*"), variables)
         if ARITHMETIC.fullmatch(terms):
             numbers, signs = list(map(int, re.findall(r"\d+", terms))), {*terms} & OPERATORS.keys()
             if len(signs) > 1 or 0 in numbers[1:]:
                 raise ValueError("arithmetic that is not read")
             return str(reduce(OPERATORS[signs.pop()], numbers) if signs else numbers[0])
-    first, *rest = inner.split(maxsplit=1) or [""]
-    if first in ("dirname", "basename") and rest:
-        path = PurePath("".join(_fill(rest[0], variables).split()).strip("\"'"))
+    first, *argument = inner.split(maxsplit=1) or [""]
+    if first in ("dirname", "basename") and argument:
+        path = PurePath("".join(_fill(argument[0], variables).split()).strip("\"'"))
         return str(path.parent) if first == "dirname" else path.name
     return "date" if first == "date" else "${" + first + "}"

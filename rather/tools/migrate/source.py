@@ -59,15 +59,10 @@ def read_line(
         raise ConfigError(f"{name}: is not a command line ({error}).") from None
     program, after = start or ("", 0)
     launcher = dict(_written(words[: after or None]))
-    flags, others = _flags(words[after:], has_program=start is not None)
-    config = _config_file(flags, others, folder, name)
-    if start:  # a typing error such as -lr for --lr
-        flags |= {word: True for word in others if not word.endswith(FILES)}
-    if config:
-        flags = {key: value for key, value in flags.items() if key not in CONFIG_FLAGS}
+    flags, config = _flags_and_config(words[after:], folder, name, has_program=start is not None)
     values = (read_mapping(config) if config else {}) | flags
-    own = {key: environment[key] for key in ENVIRONMENT if key in environment}
-    launched = {**own, **_accelerate(launcher, folder), **launcher}
+    launch_variables = {key: environment[key] for key in ENVIRONMENT if key in environment}
+    launched = {**launch_variables, **_accelerate(launcher, folder), **launcher}
     devices = _devices(words[:1], launched, folder)
     script = folder / words[after - 1] if start else folder
     if not script.is_file():
@@ -80,16 +75,29 @@ def read_line(
     )
 
 
+def _flags_and_config(
+    words: list[str], folder: Path, name: str, *, has_program: bool
+) -> tuple[JsonObject, Path | None]:
+    """Return the settings of a command line, and the config file that it names."""
+    flags, other_words = _flags(words, has_program=has_program)
+    config = _config_file(flags, other_words, folder, name)
+    if has_program:  # a typing error such as -lr for --lr
+        flags |= {word: True for word in other_words if not word.endswith(FILES)}
+    if config:
+        flags = {key: setting for key, setting in flags.items() if key not in CONFIG_FLAGS}
+    return flags, config
+
+
 def _flags(words: list[str], *, has_program: bool) -> tuple[JsonObject, list[str]]:
     """Return settings by key, and other words; without a program, launchers' flags are none."""
     flags: JsonObject = {}
-    others = []
-    for key, value in _written(words):
+    other_words = []
+    for key, setting in _written(words):
         if not key:
-            others.append(str(value))
+            other_words.append(str(setting))
         elif has_program or key not in LAUNCHED:
-            flags[key] = value
-    return flags, others
+            flags[key] = setting
+    return flags, other_words
 
 
 def _training(
@@ -101,7 +109,7 @@ def _training(
     started = [(env, words, start) for env, words in found if (start := _program(words))]
     if not started:
         return found[-1][0], [word for _, words in found for word in words], None
-    training = [each for each in started if TRAINS.search(each[2][0])] or started
+    training = [command for command in started if TRAINS.search(command[2][0])] or started
     if len(training) > 1:
         names = ", ".join(start[0] for _, _, start in training)
         raise ConfigError(f"{name}: has several commands ({names}); pass one of them with --line.")
@@ -111,13 +119,13 @@ def _training(
 def _program(words: list[str]) -> tuple[str, int] | None:
     """Return the name of the program and where its arguments begin."""
     is_module = False
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         name = word.rpartition("/")[2]
-        follows = words[place + 1] if place + 1 < len(words) else "-"
+        follows = words[index + 1] if index + 1 < len(words) else "-"
         if name in CLIS and not follows.startswith("-"):
-            return f"{name} {follows}", place + 2
+            return f"{name} {follows}", index + 2
         if is_module or name.endswith(".py"):
-            return name.removesuffix(".py").rpartition(".")[2], place + 1
+            return name.removesuffix(".py").rpartition(".")[2], index + 1
         is_module = word in ("-m", "--module")
     return None
 
@@ -125,9 +133,9 @@ def _program(words: list[str]) -> tuple[str, int] | None:
 def with_powers(value: Any) -> Any:
     """Convert 5e-7, which YAML 1.1 reads as text, to a number; other text stays text."""
     if isinstance(value, list):
-        return [with_powers(item) for item in value]
+        return [with_powers(entry) for entry in value]
     if isinstance(value, dict):
-        return {str(key): with_powers(item) for key, item in value.items()}
+        return {str(key): with_powers(entry) for key, entry in value.items()}
     is_number = isinstance(value, str) and "e" in value.lower() and NUMBER.fullmatch(value)
     return float(value) if is_number else value
 
@@ -135,7 +143,7 @@ def with_powers(value: Any) -> Any:
 def plain(value: Any) -> Any:
     """Convert the numbers and words of a command line, where everything is text."""
     if isinstance(value, list):
-        return [plain(item) for item in value]
+        return [plain(entry) for entry in value]
     if not isinstance(value, str):
         return value
     if value.lower() in WORDS:
@@ -185,9 +193,9 @@ def _config_file(flags: JsonObject, others: list[str], folder: Path, name: str) 
     if len(files) > 1:
         raise ConfigError(f"{name}: names several config files ({', '.join(files)}).")
     path = Path(files[0]).expanduser()
-    for place in (folder / path, path, folder / "examples" / path, folder.parent / path):
-        if place.is_file():
-            return place
+    for candidate in (folder / path, path, folder / "examples" / path, folder.parent / path):
+        if candidate.is_file():
+            return candidate
     raise ConfigError(
         f"{name}: the config file {path} does not exist; run this in the folder of that command."
     )
@@ -200,16 +208,16 @@ def _written(words: list[str]) -> Iterator[tuple[str, Any]]:
         word = words[i]
         i += 1
         if not word.startswith("--"):
-            key, _, value = word.partition("=")
-            yield (key.lstrip("+~"), plain(value)) if SETTING.match(word) else ("", word)
+            key, _, text = word.partition("=")
+            yield (key.lstrip("+~"), plain(text)) if SETTING.match(word) else ("", word)
             continue
-        key, equals, value = word[2:].partition("=")
-        taken = [value] if equals else []
-        while not equals and i < len(words) and not _ends_values(words[i], taken):
-            taken.append(words[i])
+        key, equals, text = word[2:].partition("=")
+        texts = [text] if equals else []
+        while not equals and i < len(words) and not _ends_values(words[i], texts):
+            texts.append(words[i])
             i += 1
         key = key if key in PROCESSES else key.replace("-", "_")
-        yield key, plain(taken[0] if len(taken) == 1 else taken or True)
+        yield key, plain(texts[0] if len(texts) == 1 else texts or True)
 
 
 def _ends_values(word: str, taken: list[str]) -> bool:
@@ -227,17 +235,14 @@ def _accelerate(launcher: JsonObject, folder: Path) -> JsonObject:
         return {"num_processes": f"those of {file}"}
     if file.suffix not in FILES:
         return {}
-    found, key = parse_yaml(_text(file)), "num_processes"
-    return {key: found[key]} if isinstance(found, dict) and key in found else {}
+    settings, key = parse_yaml(_text(file)), "num_processes"
+    return {key: settings[key]} if isinstance(settings, dict) and key in settings else {}
 
 
 def _devices(first: list[str], flags: JsonObject, folder: Path) -> int | None:
     """Return how many processes a launcher starts; 0 if that is only known when it runs."""
     numbers = {key: plain(flags[key]) for key in LAUNCHED if key in flags}
-    nodes = next((numbers[key] for key in NODES if key in numbers), 1)
-    if hosts := flags.get("hostfile"):
-        file = folder / str(hosts)
-        nodes = len(_text(file).split()) if file.is_file() else None
+    nodes = _nodes(numbers, flags.get("hostfile"), folder)
     processes = next((numbers[key] for key in PROCESSES if key in numbers), None)
     if processes is None:
         launcher = first[0].rpartition("/")[2] if first else ""
@@ -247,6 +252,14 @@ def _devices(first: list[str], flags: JsonObject, folder: Path) -> int | None:
     if not isinstance(processes, int) or not isinstance(nodes, int):
         return 0
     return processes * (1 if "num_processes" in flags else nodes)
+
+
+def _nodes(numbers: JsonObject, hostfile: Any, folder: Path) -> Any:
+    """Return the number of nodes: that of a host file, else of a flag; None if it is unknown."""
+    if hostfile:
+        file = folder / str(hostfile)
+        return len(_text(file).split()) if file.is_file() else None
+    return next((numbers[key] for key in NODES if key in numbers), 1)
 
 
 def _processes_of(launcher: str, visible: str) -> int | None:

@@ -71,30 +71,34 @@ TURNS = {"roles_to_train": ["assistant"], "train_on_eos": "turn"}
 
 def read_as(entry: JsonObject, given: Given) -> tuple[str | None, dict[str, str]]:
     """Return the template that an entry's type names, and the columns that have other names."""
-    kind, own = entry.get("type"), entry
+    kind, columns_of_entry = entry.get("type"), entry
     if not given.get("rl"):
         if kind != "chat_template":
             raise Unsupported(f"rows of type {kind} are not read; save them as messages")
         entry = {key: v for key, v in entry.items() if TURNS.get(key, ...) != v}
     if isinstance(kind, dict):
-        own, kind = kind, "user_defined"
-        refuse_formats(own)
+        columns_of_entry, kind = kind, "user_defined"
+        refuse_formats(columns_of_entry)
     template, _, shape = str(kind or "chat_template").partition(".")
     if template not in KINDS or shape not in SHAPES:
         raise Unsupported(
             f"rows of type {kind} are not read; save them as prompt, chosen, rejected"
         )
-    if other := unread(entry):
-        raise Unsupported(f"rows with {', '.join(sorted(other))} are not read")
-    fields = {key.removeprefix("field_"): v for key, v in own.items() if key.startswith("field_")}
-    return KINDS[template], {key: name for key, name in fields.items() if name and name != key}
+    if unread_settings := unread(entry):
+        raise Unsupported(f"rows with {', '.join(sorted(unread_settings))} are not read")
+    columns = {}
+    for key, name in columns_of_entry.items():
+        column = key.removeprefix("field_")
+        if column != key and name and name != column:
+            columns[column] = name
+    return KINDS[template], columns
 
 
 def refuse_formats(kind: JsonObject) -> None:
     """Refuse formats other than the column alone, such as prompt_format: "{prompt}"."""
-    for key, value in kind.items():
+    for key, text in kind.items():
         column = key.removesuffix("_format")
-        if column != key and value and value != f"{{{column}}}":
+        if column != key and text and text != f"{{{column}}}":
             raise Unsupported(
                 "a format of its own; write a Jinja file and name it: global_template"
             )
@@ -122,35 +126,37 @@ def datasets(path: str) -> Rule:
         names: list[Any] = []
         for entry in entries(value):
             files = entry.get("data_files")
-            split, part, at = (entry.get(key) for key in ("split", "name", "revision"))
-            hub = None if files or entry.get("ds_type") else address(entry["path"], split, part, at)
+            hub = None
+            if not files and not entry.get("ds_type"):
+                of_hub = (entry.get("split"), entry.get("name"), entry.get("revision"))
+                hub = address(entry["path"], *of_hub)
             names += files if isinstance(files, list) else [files or hub or entry["path"]]
-        first, *others = (read_as(entry, given) for entry in entries(value))
-        if any(other != first for other in others):
+        first, *other_types = (read_as(entry, given) for entry in entries(value))
+        if any(other_type != first for other_type in other_types):
             raise Unsupported("the files have rows of different types; save them in one")
-        found = dataset(names, given, path)
+        outcome = dataset(names, given, path)
         template, columns = first
-        values = {**found.values, **({"global_template": template} if template else {})}
+        values = {**outcome.values, **({"global_template": template} if template else {})}
         if columns:
             values[path.replace("file_name", "columns")] = columns
-        return Outcome(found.status, values, found.note)
+        return Outcome(outcome.status, values, outcome.note)
 
     return rule
 
 
 def template(value: Any, given: Given) -> Outcome:
     """Several types of rows name a template, which wins."""
-    named = [read_as(entry, given)[0] for entry in entries(given.get("datasets"))]
-    return NOT_NEEDED if any(named) else to("global_template", TEMPLATES)(value, given)
+    templates = [read_as(entry, given)[0] for entry in entries(given.get("datasets"))]
+    return NOT_NEEDED if any(templates) else to("global_template", TEMPLATES)(value, given)
 
 
 def special_tokens(value: Any, given: Given) -> Outcome:
-    rest = {name: token for name, token in (value or {}).items() if name != "pad_token"}
-    if rest and rest == {"eos_token": ENDS.get(str(given.get("chat_template")))}:
+    tokens = {name: token for name, token in (value or {}).items() if name != "pad_token"}
+    if tokens and tokens == {"eos_token": ENDS.get(str(given.get("chat_template")))}:
         return Outcome(
             LEFT_OUT, note="answers end with it in the template; the tokenizer keeps its own"
         )
-    return never("change the tokenizer's folder instead")(rest, given)
+    return never("change the tokenizer's folder instead")(tokens, given)
 
 
 def warmup_steps(given: Given) -> Any:
@@ -226,7 +232,8 @@ RULES: Rules = {
         auto_resume_from_checkpoints = resume_from_checkpoint: true=auto false=false
         tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size
         dp_replicate_size @ 1 none false; set strategy_args
-        dpo_label_smoothing = label_smoothing; Axolotl's TRL 1.x ignores it for rl: dpo; here it counts
+        dpo_label_smoothing = label_smoothing; Axolotl's TRL 1.x ignores it for rl: dpo; here it \
+            counts
         dpo_use_weighting = use_weighting
         kto_desirable_weight = desirable_weight
         kto_undesirable_weight = undesirable_weight
@@ -235,7 +242,8 @@ RULES: Rules = {
         micro_batch_size = training.per_device_train_batch_size
         eval_batch_size = actor_train.infer_batch_size
         early_stopping_patience = early_stopping_patience
-        reward_model process_reward_model ! Rather has no rule for Axolotl's reward models; task: reward trains one
+        reward_model process_reward_model ! Rather has no rule for Axolotl's reward models; task: \
+            reward trains one
         bfloat16 float16 ! weights in half precision without copies; choose model_args.dtype
         max_prompt_len ! the prompt alone has no limit
         tokens ! change the tokenizer's folder instead
@@ -245,9 +253,11 @@ RULES: Rules = {
         dataset_prepared_path ~ tokenised data are in <output_dir>/.cache; see cache_dir
         flash_attention sdp_attention xformers_attention eager_attention
         flex_attention ~ Rather has its own attention
-        sample_packing if rl=none ! a step has a number of full sequences there, here a number of answers; set train_batch_size
+        sample_packing if rl=none ! a step has a number of full sequences there, here a number of \
+            answers; set train_batch_size
         train_on_inputs if rl=none ! set actor_train.data_args.score
-        sample_packing pad_to_sequence_len eval_sample_packing dpo_padding_free ~ pairs are always packed
+        sample_packing pad_to_sequence_len eval_sample_packing dpo_padding_free ~ pairs are always \
+            packed
         model_type tokenizer_type wandb_entity wandb_watch wandb_name wandb_log_model strict
         is_llama_derived_model debug local_rank train_on_inputs group_by_length
         loss_watchdog_threshold loss_watchdog_patience liger_rope liger_rms_norm
@@ -270,25 +280,35 @@ RULES: Rules = {
     "adapter": adapter_kind,
     "rl": algorithm(LOSSES),
     "lora_target_modules": when(
-        lambda value, given: not given.get("lora_target_linear"), ADAPTER["lora_target_modules"]),
+        lambda value, given: not given.get("lora_target_linear"), ADAPTER["lora_target_modules"]
+    ),
     "datasets": datasets(SAMPLES),
     "test_datasets": datasets(HELD_OUT),
     "val_set_size": SPLIT,
     "chat_template": template,
     "sequence_len": when(all_of(["set"]), length),
     "num_epochs": epochs,
-    "(warm-up)": lambda *_: Outcome(MISSING, note=(
-        "by default 3 % of all steps and at most 100; how many that are depends on the data: set warmup_steps")),
+    "(warm-up)": lambda *_: Outcome(
+        MISSING,
+        note=(
+            "by default 3 % of all steps and at most 100; how many that are depends on the data: "
+            "set warmup_steps"
+        ),
+    ),
     "warmup_ratio": ratio,
     "saves_per_epoch": per_epoch("save_steps"),
     "evals_per_epoch": per_epoch("eval_steps"),
-    "ray_num_workers": when(all_of(["use_ray=true"]), lambda value, given: gives(devices(value or 1))),
+    "ray_num_workers": when(
+        all_of(["use_ray=true"]), lambda value, given: gives(devices(value or 1))
+    ),
     "optimizer": optimizer,
     "lr_scheduler": to("training.lr_scheduler_type", SCHEDULES),
     "special_tokens": special_tokens,
-    "plugins": when(lambda value, given: [name for name in value or () if not str(name).endswith(HARMLESS)],
-                    never("not supported")),
-}  # fmt: skip
+    "plugins": when(
+        lambda value, given: [name for name in value or () if not str(name).endswith(HARMLESS)],
+        never("not supported"),
+    ),
+}
 
 PEER = Peer(
     "axolotl",
@@ -296,8 +316,9 @@ PEER = Peer(
     version="0.18",
     programs={"axolotl train": None, "train": None},
     defaults={
-        **pairs("gradient_accumulation_steps=1 save_total_limit=4 rl=none dpo_loss_type=sigmoid micro_batch_size=1 "
-                "adapter=none bf16=auto simpo_gamma=0.5 cpo_alpha=1.0 sequence_len=512 num_epochs=1.0 lr_scheduler=cosine"),
+        **pairs("gradient_accumulation_steps=1 save_total_limit=4 rl=none dpo_loss_type=sigmoid "
+                "micro_batch_size=1 adapter=none bf16=auto simpo_gamma=0.5 cpo_alpha=1.0 "
+                "sequence_len=512 num_epochs=1.0 lr_scheduler=cosine"),
         "warmup_steps": warmup_steps, "(warm-up)": no_warmup,
         **defaults("""
             save_strategy=epoch if save_steps=none|0 if saves_per_epoch=none|0
@@ -307,7 +328,8 @@ PEER = Peer(
     marks="base_model rl sequence_len micro_batch_size num_epochs val_set_size sample_packing "
           "dataset_prepared_path pad_to_sequence_len lora_target_linear flash_attention",
     words=(" axolotl ", "axolotl.cli."),
-    whole="special_tokens lr_scheduler_kwargs fsdp_config deepspeed gradient_checkpointing_kwargs accelerator_config",
+    whole="special_tokens lr_scheduler_kwargs fsdp_config deepspeed gradient_checkpointing_kwargs "
+          "accelerator_config",
     always=(
         "Pairs that are too long are dropped and counted, as in Axolotl.",
         "TRL's other differences hold here too: see the page on TRL.",

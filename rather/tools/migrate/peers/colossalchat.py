@@ -56,8 +56,8 @@ def warmup(value: Any, given: Given) -> Outcome:
 
 def files(path: str) -> Rule:
     note = "folders of prepare_dataset.py"
-    found = to(path, lambda value: value if isinstance(value, list) else [value], note=note)
-    return when(all_of(["set"]), found)
+    as_list = to(path, lambda value: value if isinstance(value, list) else [value], note=note)
+    return when(all_of(["set"]), as_list)
 
 
 def accumulation(value: Any, given: Given) -> Outcome:
@@ -96,7 +96,12 @@ RULES: Rules = facts("""
     model_type config_file use_flash_attn microbatch_size ~
 """) | {
     **switches("use_wandb"),
-    "plugin": to(STRATEGY, pairs("ddp=ddp zero2=zero2 zero2_cpu=zero2_cpu gemini=gemini gemini_auto=gemini_auto 3d=3d")),
+    "plugin": to(
+        STRATEGY,
+        pairs(
+            "ddp=ddp zero2=zero2 zero2_cpu=zero2_cpu gemini=gemini gemini_auto=gemini_auto 3d=3d"
+        ),
+    ),
     "loss_type": loss,
     "dataset": files(SAMPLES),
     "eval_dataset": files(HELD_OUT),
@@ -104,15 +109,24 @@ RULES: Rules = facts("""
     "warmup_steps": warmup,
     "accumulation_steps": accumulation,
     "mixed_precision": to("model.dtype", DTYPES),
-    "lora_config": lambda value, given: gives({"model.lora_config" if value else "model.lora_rank": value or None}),
+    "lora_config": lambda value, given: gives(
+        {"model.lora_config" if value else "model.lora_rank": value or None}
+    ),
     "grad_checkpoint": recompute,
     "save_dir": run_folder,
-    "save_interval": to("save_steps", lambda value: value or None, note="counts optimizer steps; there it counts "
-                        "micro-batches and is looked at once an epoch"),
+    "save_interval": to(
+        "save_steps",
+        lambda value: value or None,
+        note="counts optimizer steps; there it counts micro-batches and is looked at once an epoch",
+    ),
     # Hard-coded there, so that its default is written out.
-    "(schedule)": lambda value, given: gives({
-        "training.lr_scheduler_type": "cosine", "training.lr_scheduler_kwargs": {"min_lr_rate": 0.1}}),
-}  # fmt: skip
+    "(schedule)": lambda value, given: gives(
+        {
+            "training.lr_scheduler_type": "cosine",
+            "training.lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        }
+    ),
+}
 
 PEER = Peer(
     "colossalchat",
@@ -123,12 +137,13 @@ PEER = Peer(
         loss_type=dpo_loss accumulation_steps=1 if (program)=train_dpo
         lam=0.1 if (program)=train_orpo
         beta=0.1 if (program)!=train_orpo
-        accumulation_steps=8
-        lora_config=none plugin=gemini weight_decay=0.1 warmup_steps=none max_length=2048 max_epochs=3 batch_size=4
-        mixed_precision=fp16 save_interval=1000 lr=5e-6 (adam_beta2)=0.95 (schedule)=cosine
+        accumulation_steps=8 lora_config=none plugin=gemini weight_decay=0.1 warmup_steps=none
+        max_length=2048 max_epochs=3 batch_size=4 mixed_precision=fp16 save_interval=1000 lr=5e-6
+        (adam_beta2)=0.95 (schedule)=cosine
     """),
-    marks="plugin accumulation_steps grad_clip mixed_precision disable_loss_mask ref_tp save_interval length_normalization "
-          "disable_reference_model microbatch_size zero_cpu_offload save_dir",
+    marks="plugin accumulation_steps grad_clip mixed_precision disable_loss_mask ref_tp "
+          "save_interval length_normalization disable_reference_model microbatch_size "
+          "zero_cpu_offload save_dir",
     words=("coati", "colossalai run"),
     always=(
         "gamma is SimPO's target margin in units of reward, never label smoothing.",

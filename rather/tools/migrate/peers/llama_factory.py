@@ -48,13 +48,21 @@ from rather.tools.migrate.rules import (
 
 # Columns by their names in dataset_info.json: Rather's own, and another that it finds by itself.
 COLUMNS = {
-    "prompt": ("instruction", "prompt"), "query": ("input",), "messages": ("conversations", "messages"),
-    "response": ("output",), "kto_tag": ("kto_tag", "label"), "chosen": ("chosen",), "rejected": ("rejected",), "system": ("system",), "history": ("history",), "tools": ("tools",),
-}  # fmt: skip
+    "prompt": ("instruction", "prompt"),
+    "query": ("input",),
+    "messages": ("conversations", "messages"),
+    "response": ("output",),
+    "kto_tag": ("kto_tag", "label"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+    "system": ("system",),
+    "history": ("history",),
+    "tools": ("tools",),
+}
 TAGS = {"from", "role", "value", "content", *KNOWN_ROLES, *ROLES}
 TEMPLATES = pairs(
-    "qwen=qwen2_5 qwen2_5=qwen2_5 qwen3=qwen3 qwen3_nothink=chatml llama3=llama3 chatml=chatml gemma=gemma gemma2=gemma2 "
-    "gemma3=gemma3 mistral=mistral phi=phi3 zephyr=zephyr vicuna=vicuna"
+    "qwen=qwen2_5 qwen2_5=qwen2_5 qwen3=qwen3 qwen3_nothink=chatml llama3=llama3 chatml=chatml "
+    "gemma=gemma gemma2=gemma2 gemma3=gemma3 mistral=mistral phi=phi3 zephyr=zephyr vicuna=vicuna"
 )  # fmt: skip
 
 
@@ -67,15 +75,15 @@ def registered(path: str) -> Rule:
         names = names_of(value)
         if given.get("dataset_dir") == "ONLINE":
             return gives({path: one_or_all([hub_address(name, {}) for name in names])})
-        _, known = registry(given)
-        if missing := [name for name in names if name not in known]:
+        _, listed = registry(given)
+        if missing := [name for name in names if name not in listed]:
             raise Unsupported(
-                f"no dataset_info.json here lists {', '.join(missing)}; run this in the folder where "
-                "you start LLaMA-Factory, or set dataset_dir"
+                f"no dataset_info.json here lists {', '.join(missing)}; run this in the folder "
+                "where you start LLaMA-Factory, or set dataset_dir"
             )
-        entries = [known[name] for name in names]
-        renamed = [columns(name, known[name], given) for name in names]
-        if any(each != renamed[0] for each in renamed):
+        entries = [listed[name] for name in names]
+        renamed = [columns(name, listed[name], given) for name in names]
+        if any(columns_of_file != renamed[0] for columns_of_file in renamed):
             raise Unsupported("the files have columns of different names; rename them")
         files = [file_of(name, entry) for name, entry in zip(names, entries, strict=True)]
         values = {path: one_or_all(files)}
@@ -110,14 +118,14 @@ def registry(given: Given) -> tuple[Path | None, JsonObject]:
     """
     folder = Path(str(given.get("dataset_dir") or "data"))
     above = [parent / folder for parent in given[FOLDER].absolute().parents]
-    for place in (folder, given[FOLDER] / folder, given[FOLDER], *above):
-        file = place / "dataset_info.json"
+    for candidate in (folder, given[FOLDER] / folder, given[FOLDER], *above):
+        file = candidate / "dataset_info.json"
         if file.is_file():
             try:
-                found = parse_json(yaml_text(file))
+                content = parse_json(yaml_text(file))
             except ValueError as error:
                 raise Unsupported(f"{file} is not JSON ({error})") from None
-            return place, found if isinstance(found, dict) else {}
+            return candidate, content if isinstance(content, dict) else {}
     return None, {}
 
 
@@ -126,8 +134,8 @@ def dataset_dir(value: Any, given: Given) -> Outcome:
         return Outcome(NEEDLESS, note="the data sets are of the hub")
     if not isinstance(value, str) or value.startswith("REMOTE:"):
         raise Unsupported("the list of data sets is not a local file; save it as dataset_info.json")
-    place, _ = registry(given)
-    return gives({"data.dataset_dir": str(place or value)})
+    found_folder, _ = registry(given)
+    return gives({"data.dataset_dir": str(found_folder or value)})
 
 
 def resumed(value: Any, given: Given) -> Outcome:
@@ -147,23 +155,28 @@ def resumed(value: Any, given: Given) -> Outcome:
 
 def columns(file: str, entry: JsonObject, given: Given) -> dict[str, str]:
     """Return the columns of a data set that have other names; other kinds of rows are refused."""
-    named = entry.get("columns") or {}
+    column_names = entry.get("columns") or {}
     is_paired = bool(entry.get("ranking"))
     if is_paired != (given.get("stage") in ("dpo", "rm")):
         raise Unsupported(
             f"{file} has {'' if is_paired else 'no '}pairs (ranking in dataset_info.json)"
         )
-    if other := [name for name in named if name not in COLUMNS]:
-        raise Unsupported(f"{file} has columns that are not read ({', '.join(other)})")
+    if unread := [name for name in column_names if name not in COLUMNS]:
+        raise Unsupported(f"{file} has columns that are not read ({', '.join(unread)})")
     if tags := set((entry.get("tags") or {}).values()) - TAGS:
         raise Unsupported(f"rename roles or keys in the messages of {file} ({', '.join(tags)})")
-    return {COLUMNS[key][0]: name for key, name in named.items() if name not in COLUMNS[key]}
+    return {COLUMNS[key][0]: name for key, name in column_names.items() if name not in COLUMNS[key]}
 
 
 RULES: Rules = {
     **HF,
-    **adapter("lora_rank lora_alpha lora_dropout lora_target additional_target", "finetuning_type", "full", "freeze",
-              resumed="adapter_name_or_path"),
+    **adapter(
+        "lora_rank lora_alpha lora_dropout lora_target additional_target",
+        "finetuning_type",
+        "full",
+        "freeze",
+        resumed="adapter_name_or_path",
+    ),
     **facts(f"""
         model_name_or_path = pretrain
         trust_remote_code = model.trust_remote_code
@@ -177,7 +190,8 @@ RULES: Rules = {
         enable_thinking @ true none; an empty thought is part of the answers
         pissa_init = model.init_lora_weights: true=pissa false=true
         pref_loss = pref_loss:: kto_pair=none if stage=dpo
-        packing if stage=sft ! a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size
+        packing if stage=sft ! a step has a number of full sequences there, here a number of pairs \
+            or answers; set train_batch_size
         simpo_gamma = gamma if pref_loss=simpo
         pure_bf16 = model.dtype: true=bf16; weights have exact float32 copies
         mix_strategy @ concat; data_args.weights mixes files
@@ -191,11 +205,13 @@ RULES: Rules = {
         model_revision = model.revision
         ref_model_adapters ! merge it into the reference model first
         create_new_adapter if adapter_name_or_path=none ~ there is no other adapter
-        create_new_adapter ! merge the adapter into the model first (rather merge), and name that model
+        create_new_adapter ! merge the adapter into the model first (rather merge), and name that \
+            model
         do_predict if do_train!=true ! it generates answers and does not train
         ref_model_quantization_bit ! the reference is not quantised by itself
         pref_bco_weight ! not supported; pref_loss takes a list with loss_weights
-        use_galore use_badam use_apollo use_muon use_adam_mini loraplus_lr_ratio freeze_trainable_layers
+        use_galore use_badam use_apollo use_muon use_adam_mini loraplus_lr_ratio
+        freeze_trainable_layers
         train_on_prompt resize_vocab rope_scaling neat_packing use_unsloth use_mca ! not supported
         tokenized_path ! tokenised rows of LLaMA-Factory; name the files of the rows
         hf_hub_token ms_hub_token om_hub_token ? set it in the environment
@@ -209,7 +225,8 @@ RULES: Rules = {
         swanlab_project swanlab_mode use_v1_kernels ~
         image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen
         audio_sampling_rate freeze_vision_tower freeze_multi_modal_projector media_dir !! {IMAGES}
-        model_class peft_config train_dataset !! a setting of the new version 1, whose examples do not name the algorithm.
+        model_class peft_config train_dataset !! a setting of the new version 1, whose examples do \
+            not name the algorithm.
     """),
     "stage": algorithm({"dpo": None, "kto": {**KTO, "pref_loss": "kto"}, "sft": SFT, "rm": REWARD}),
     "finetuning_type": trained,
@@ -217,14 +234,20 @@ RULES: Rules = {
     "eval_dataset": registered(HELD_OUT),
     "val_size": SPLIT,
     "template": to("global_template", TEMPLATES),
-    "cutoff_len": partial(length, cut="truncate_prompt", note="LLaMA-Factory shortens prompt and answers in proportion; here "
-                         "the prompt is cut from its left"),
+    "cutoff_len": partial(
+        length,
+        cut="truncate_prompt",
+        note="LLaMA-Factory shortens prompt and "
+        "answers in proportion; here "
+        "the prompt is cut from its left",
+    ),
     "dataset_dir": dataset_dir,
     "adapter_name_or_path": resumed,
     "ray_num_workers": lambda value, given: gives(devices(value or 1)),
     "mask_history": lambda value, given: gives(
-        {"data.score": "assistant" if given.get("stage") == "sft" and not value else "last"}),
-}  # fmt: skip
+        {"data.score": "assistant" if given.get("stage") == "sft" and not value else "last"}
+    ),
+}
 
 PEER = Peer(
     "llama-factory",
@@ -234,14 +257,16 @@ PEER = Peer(
     defaults={
         **HF_DEFAULTS,
         **defaults("""
-            stage=sft cutoff_len=2048 dataset_dir=data finetuning_type=lora lora_rank=8 lora_target=all pref_beta=0.1 pref_loss=sigmoid mask_history=false simpo_gamma=0.5
+            stage=sft cutoff_len=2048 dataset_dir=data finetuning_type=lora lora_rank=8
+            lora_target=all pref_beta=0.1 pref_loss=sigmoid mask_history=false simpo_gamma=0.5
             (router)=0.0 if mixture model_name_or_path
         """),
         "lora_alpha": lambda given: 2 * given["lora_rank"],
     },
-    marks="stage finetuning_type pref_beta pref_loss pref_ftx cutoff_len dpo_label_smoothing quantization_bit plot_loss "
-          "overwrite_cache",
+    marks="stage finetuning_type pref_beta pref_loss pref_ftx cutoff_len dpo_label_smoothing "
+          "quantization_bit plot_loss overwrite_cache",
     words=("llamafactory", " lmf "),
-    whole="dataset_dir lr_scheduler_kwargs deepspeed gradient_checkpointing_kwargs accelerator_config",
+    whole="dataset_dir lr_scheduler_kwargs deepspeed gradient_checkpointing_kwargs "
+          "accelerator_config",
     always=("The order of the pairs is another one.",),
 )  # fmt: skip

@@ -65,45 +65,45 @@ def recipe(path: Path, flags: JsonObject) -> JsonObject:
     algorithms = [name for name in OTHER_ALGORITHMS if name in values]
     if "dpo" not in values and algorithms:
         raise ConfigError(f"{path.name}: {algorithms[0]} is not training on preference pairs.")
-    return {key: _filled(item, values, values, 0) for key, item in values.items()}
+    return {key: _filled(section, values, values, 0) for key, section in values.items()}
 
 
 def inherited(path: Path, depth: int) -> JsonObject:
     if not path.is_file() or depth > MOST_PARENTS:
         raise ConfigError(f"{path}: this parent of a recipe (defaults:) does not exist; fetch it.")
-    own = read_mapping(path)
+    settings = read_mapping(path)
     values: JsonObject = {}
-    for parent in as_list(own.pop("defaults", [])):
+    for parent in as_list(settings.pop("defaults", [])):
         values = _merged(values, inherited(path.parent / str(parent), depth + 1))
-    return _merged(values, own)
+    return _merged(values, settings)
 
 
 def _merged(below: JsonObject, above: JsonObject) -> JsonObject:
     """Merge mappings, unless the upper one says `_override_: true`; replace all other values."""
-    result = {} if above.get("_override_") else dict(below)
-    for key, value in above.items():
-        old: Any = result.get(key)
-        is_section = isinstance(old, dict) and isinstance(value, dict)
-        result[key] = _merged(old, value) if is_section else value
-    result.pop("_override_", None)
-    return result
+    merged = {} if above.get("_override_") else dict(below)
+    for key, setting in above.items():
+        old: Any = merged.get(key)
+        is_section = isinstance(old, dict) and isinstance(setting, dict)
+        merged[key] = _merged(old, setting) if is_section else setting
+    merged.pop("_override_", None)
+    return merged
 
 
 def _filled(value: Any, owner: Any, root: Any, depth: int) -> Any:
     """Replace a text that is one reference; what cannot be found stays, and is reported."""
     if isinstance(value, dict):
-        return {key: _filled(item, value, root, depth) for key, item in value.items()}
+        return {key: _filled(entry, value, root, depth) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_filled(item, owner, root, depth) for item in value]
-    found = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-    if not found or depth > MOST_PARENTS:
+        return [_filled(entry, owner, root, depth) for entry in value]
+    reference = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    if not reference or depth > MOST_PARENTS:
         return value
-    place = owner if found[1] else root
-    for name in found[2].split("."):
-        place = place.get(name, UNSET) if isinstance(place, dict) else UNSET
-    if place is UNSET or isinstance(place, dict | list):
+    target = owner if reference[1] else root
+    for name in reference[2].split("."):
+        target = target.get(name, UNSET) if isinstance(target, dict) else UNSET
+    if target is UNSET or isinstance(target, dict | list):
         return value
-    return _filled(place, owner, root, depth + 1)
+    return _filled(target, owner, root, depth + 1)
 
 
 def of(backend: str, rules: Rules) -> Rules:
@@ -120,13 +120,14 @@ def of_adapter(backend: str, section: str) -> Rules:
         alpha = model.lora_alpha
         match_all_linear = model.lora_target: true=all-linear
     """) | dict.fromkeys(
-        keys("target_modules exclude_modules dropout dropout_position lora_A_init lora_A_init_method "
-             "lora_B_init_method a2a_experimental lora_dtype use_triton"),
+        keys("target_modules exclude_modules dropout dropout_position lora_A_init "
+             "lora_A_init_method lora_B_init_method a2a_experimental lora_dtype use_triton"),
         never("not an option of adapters here", off=("post", "xavier", "zero", True)),
     )  # fmt: skip
-    whole = when(lambda value, given: not value, lambda *_: gives({"model.lora_rank": None}))
+    no_adapter = gives({"model.lora_rank": None})
+    without_adapter = when(lambda value, given: not value, lambda *_: no_adapter)
     adapter = {f"{section}.{key}": when(is_on, rule) for key, rule in rules.items()}
-    return of(backend, {**adapter, f"{section}.enabled": whole})
+    return of(backend, {**adapter, f"{section}.enabled": without_adapter})
 
 
 COLUMNS = ("prompt_key", "chosen_key", "rejected_key")
@@ -145,10 +146,10 @@ def file_of(entry: JsonObject) -> tuple[str, bool]:
         raise Unsupported(f"{name or 'a data set without data_path'} is not read; save its pairs")
     if path.endswith(READABLE):
         return path, False
-    found = address(path, split, entry.get("subset"))
-    if found is None:
+    hub = address(path, split, entry.get("subset"))
+    if hub is None:
         raise Unsupported(f"{path} is neither a data file nor a name of Hugging Face's hub")
-    return found, False
+    return hub, False
 
 
 def data_set(path: str) -> Rule:
@@ -161,12 +162,12 @@ def data_set(path: str) -> Rule:
             raise Unsupported("several data sets are merged there; save their pairs to a file")
         defaults = given.get("data.default") or {}
         entry = {key: v for key, v in {**defaults, **value}.items() if v is not None}
-        if other := entry.keys() - OF_ENTRY:
-            raise Unsupported(f"Rather has no rule for {', '.join(sorted(other))}")
+        if unread := entry.keys() - OF_ENTRY:
+            raise Unsupported(f"Rather has no rule for {', '.join(sorted(unread))}")
         file, is_open = file_of(entry)
         columns = {key.removesuffix("_key"): entry[key] for key in COLUMNS if key in entry}
         values: JsonObject = {path: file}
-        if renamed := {own: name for own, name in columns.items() if name != own}:
+        if renamed := {column: name for column, name in columns.items() if name != column}:
             values[path.replace("file_name", "columns")] = renamed
         note = f"save the pairs of {entry.get('dataset_name')} there, as JSON lines"
         return Outcome(OPEN, values, note) if is_open else gives(values)
@@ -205,20 +206,29 @@ def gpus(value: Any, given: Given) -> Outcome:
 SCHEDULES = {"ConstantLR": "constant", "LinearLR": "linear", "CosineAnnealingLR": "cosine"}
 
 
+def stages_of(value: Any) -> tuple[int, list[tuple[str, JsonObject]]]:
+    """Return the steps of a linear warm-up, and name and arguments of the schedulers after it."""
+    schedulers = value if isinstance(value, list) else [value]
+    stages = [
+        (str(scheduler["name"]).rpartition(".")[2], scheduler.get("kwargs") or {})
+        for scheduler in schedulers
+        if scheduler.get("name")
+    ]
+    warmup = 0
+    if stages and stages[0][0] == "LinearLR" and stages[0][1].get("end_factor", 1.0) == 1:
+        _, arguments = stages.pop(0)
+        warmup = int(arguments.get("total_iters", 5))
+    return warmup, stages or [("ConstantLR", {"factor": 1.0})]
+
+
 def schedule(value: Any, given: Given) -> Outcome:
     """Translate a list of torch schedulers: a linear warm-up and what follows it, to the end."""
-    listed = value if isinstance(value, list) else [value]
-    parts = [part for part in listed if part.get("name")]
-    found = [(str(part["name"]).rpartition(".")[2], part.get("kwargs") or {}) for part in parts]
-    warmup = 0
-    if found[:1] and found[0][0] == "LinearLR" and found[0][1].get("end_factor", 1.0) == 1:
-        warmup = int(found.pop(0)[1].get("total_iters", 5))
-    found = found or [("ConstantLR", {"factor": 1.0})]
-    if len(found) > 1 or not reaches_end(*found[0], given.get("dpo.max_num_steps"), warmup):
+    warmup, stages = stages_of(value)
+    if len(stages) > 1 or not reaches_end(*stages[0], given.get("dpo.max_num_steps"), warmup):
         raise Unsupported(
             "not a warm-up and a constant, linear or cosine schedule until max_num_steps"
         )
-    kind, numbers = found[0]
+    kind, numbers = stages[0]
     floors = {"min_lr": numbers.get("eta_min"), "min_lr_rate": numbers.get("end_factor")}
     floor = {key: number for key, number in floors.items() if number and kind != "ConstantLR"}
     values = {"training.lr_scheduler_type": SCHEDULES[kind], "training.warmup_steps": warmup}
@@ -249,19 +259,28 @@ PARALLEL = {
 }
 RULES: Rules = {
     "(section)": algorithm({"dpo": "sigmoid"}),
-    **of("dtensor_cfg", PARALLEL | facts("""
+    **of(
+        "dtensor_cfg",
+        PARALLEL
+        | facts("""
         tensor_parallel_size = strategy.tp_size if >1
         sequence_parallel = strategy.sequence_parallel if set
         expert_parallel_size = strategy.ep_size if >1
         cpu_offload ? strategy_name: zero2_cpu or gemini_auto keeps it on the host
-    """)),
-    **of("megatron_cfg", PARALLEL | facts("""
+    """),
+    ),
+    **of(
+        "megatron_cfg",
+        PARALLEL
+        | facts("""
         expert_model_parallel_size = strategy.ep_size if >1
         tensor_model_parallel_size = strategy.tp_size if >1
         pipeline_model_parallel_size = strategy.pp_size if >1
-        scheduler.lr_decay_style = training.lr_scheduler_type: constant=constant_with_warmup linear=linear cosine=cosine
+        scheduler.lr_decay_style = training.lr_scheduler_type: constant=constant_with_warmup \
+            linear=linear cosine=cosine
         scheduler.weight_decay_incr_style @ constant; it is constant here
-        optimizer.min_lr if set if policy.megatron_cfg.scheduler.lr_decay_style!=constant ! a least learning rate; set lr_scheduler_kwargs
+        optimizer.min_lr if set if policy.megatron_cfg.scheduler.lr_decay_style!=constant ! a \
+            least learning rate; set lr_scheduler_kwargs
         optimizer.lr = training.learning_rate
         optimizer.clip_grad = max_grad_norm
         optimizer.weight_decay = training.weight_decay
@@ -281,17 +300,24 @@ RULES: Rules = {
         optimizer.use_distributed_optimizer optimizer.use_precision_aware_optimizer
         optimizer.optimizer_cpu_offload optimizer.optimizer_offload_fraction
         optimizer.overlap_cpu_optimizer_d2h_h2d scheduler.lr_warmup_init
-        distributed_data_parallel_config.* fp8_cfg.fp8 fp8_cfg.fp8_recipe fp8_cfg.fp8_param env_vars.* env_vars freeze_moe_router
-        moe_router_dtype moe_router_load_balancing_type moe_router_bias_update_rate
-        moe_permute_fusion moe_per_layer_logging moe_enable_deepep moe_token_dispatcher_type
+        distributed_data_parallel_config.* fp8_cfg.fp8 fp8_cfg.fp8_recipe fp8_cfg.fp8_param
+        env_vars.* env_vars freeze_moe_router moe_router_dtype moe_router_load_balancing_type
+        moe_router_bias_update_rate moe_permute_fusion moe_per_layer_logging moe_enable_deepep
+        moe_token_dispatcher_type
         moe_shared_expert_overlap ~
-    """) | {
-        "optimizer.optimizer": IS_ADAMW,
-        "scheduler.lr_decay_iters": when(
-            all_of(["policy.megatron_cfg.scheduler.lr_decay_style!=constant"]), same_as("dpo.max_num_steps")),
-        **dict.fromkeys(("scheduler.start_weight_decay", "scheduler.end_weight_decay"),
-                        same_as("policy.megatron_cfg.optimizer.weight_decay")),
-    }),
+    """)
+        | {
+            "optimizer.optimizer": IS_ADAMW,
+            "scheduler.lr_decay_iters": when(
+                all_of(["policy.megatron_cfg.scheduler.lr_decay_style!=constant"]),
+                same_as("dpo.max_num_steps"),
+            ),
+            **dict.fromkeys(
+                ("scheduler.start_weight_decay", "scheduler.end_weight_decay"),
+                same_as("policy.megatron_cfg.optimizer.weight_decay"),
+            ),
+        },
+    ),
     **of_adapter("dtensor_cfg", "lora_cfg"),
     **of_adapter("megatron_cfg", "peft"),
     **facts("""
@@ -304,12 +330,16 @@ RULES: Rules = {
         checkpointing.save_period = save_steps if >0
         policy.max_grad_norm = max_grad_norm if policy.megatron_cfg.enabled!=true
         policy.optimizer.kwargs.lr = training.learning_rate if policy.megatron_cfg.enabled!=true
-        policy.optimizer.kwargs.weight_decay = training.weight_decay if policy.megatron_cfg.enabled!=true
+        policy.optimizer.kwargs.weight_decay = training.weight_decay \
+            if policy.megatron_cfg.enabled!=true
         policy.optimizer.kwargs.eps = training.adam_epsilon if policy.megatron_cfg.enabled!=true
-        policy.dtensor_cfg.enabled = actor_train.strategy_args.strategy_name: true=fsdp2_train if set
-        policy.megatron_cfg.enabled = actor_train.strategy_args.strategy_name: true=megatron_train if set
+        policy.dtensor_cfg.enabled = actor_train.strategy_args.strategy_name: true=fsdp2_train \
+            if set
+        policy.megatron_cfg.enabled = actor_train.strategy_args.strategy_name: true=megatron_train \
+            if set
         dpo.reference_policy_kl_penalty = beta
-        checkpointing.keep_top_k = max_ckpt_to_keep; the newest are kept; save_best keeps the best model
+        checkpointing.keep_top_k = max_ckpt_to_keep; the newest are kept; save_best keeps the best \
+            model
         policy.model_name = pretrain
         policy.tokenizer.name = model.tokenizer_name_or_path
         policy.train_global_batch_size = train_batch_size
@@ -317,11 +347,13 @@ RULES: Rules = {
         logger.log_dir = logging_dir
         cluster.num_nodes = num_nodes
         policy.hf_config_overrides.* ! change the config.json of the model instead
-        policy.tokenizer.chat_template_kwargs policy.tokenizer.chat_template ! name a template or a Jinja file: global_template
+        policy.tokenizer.chat_template_kwargs policy.tokenizer.chat_template ! name a template or \
+            a Jinja file: global_template
         data.default ~ it fills in data.train and data.validation
         dpo.sft_average_log_probs ~ sft_loss_weight says it
         dpo.val_batches dpo.val_global_batch_size dpo.val_micro_batch_size dpo.val_at_start
-        dpo.val_at_end ~ evaluation is on all pairs, before the first step, after each epoch and at the end
+        dpo.val_at_end ~ evaluation is on all pairs, before the first step, after each epoch and \
+            at the end
         policy.train_micro_batch_size ~ micro-batches follow a token budget
         data.max_input_seq_length ~ policy.max_total_sequence_length counts
         checkpointing.enabled checkpointing.metric_name checkpointing.higher_is_better
@@ -342,17 +374,27 @@ RULES: Rules = {
     "data.val_data_paths": named_sets,
     "data.train_data_path": dataset,
     "data.val_data_path": partial(dataset, path=HELD_OUT),
-    **switches("logger.wandb_enabled logger.tensorboard_enabled logger.mlflow_enabled logger.swanlab_enabled"),
+    **switches(
+        "logger.wandb_enabled logger.tensorboard_enabled logger.mlflow_enabled "
+        "logger.swanlab_enabled"
+    ),
     "dpo.sft_loss_weight": sft_weight,
     "checkpointing.checkpoint_dir": run_folder,
-    "policy.max_total_sequence_length": partial(length, note="longer pairs are dropped and counted; NeMo-RL keeps them with "
-                                               "weight 0"),
+    "policy.max_total_sequence_length": partial(
+        length, note="longer pairs are dropped and counted; NeMo-RL keeps them with weight 0"
+    ),
     "policy.precision": to("model.dtype", DTYPES),
-    **{f"policy.{key}": when(all_of(["policy.megatron_cfg.enabled!=true"]), rule) for key, rule in
-       {"optimizer.name": IS_ADAMW, "optimizer.kwargs.betas": betas, "scheduler": schedule}.items()},
+    **{
+        f"policy.{key}": when(all_of(["policy.megatron_cfg.enabled!=true"]), rule)
+        for key, rule in {
+            "optimizer.name": IS_ADAMW,
+            "optimizer.kwargs.betas": betas,
+            "scheduler": schedule,
+        }.items()
+    },
     "data.dataset_name": with_validation,
     "cluster.gpus_per_node": gpus,
-}  # fmt: skip
+}
 
 PEER = Peer(
     "nemo-rl",
@@ -365,13 +407,16 @@ PEER = Peer(
         "(section)": lambda given: "dpo" if any(key.startswith("dpo.") for key in given) else UNSET,
         "policy.dtensor_cfg.lora_cfg.enabled": False, "policy.megatron_cfg.peft.enabled": False,
     },
-    marks="dpo.reference_policy_kl_penalty policy.train_global_batch_size policy.max_total_sequence_length policy.model_name "
-          "dpo.max_num_steps checkpointing.checkpoint_dir cluster.gpus_per_node",
+    marks="dpo.reference_policy_kl_penalty policy.train_global_batch_size "
+          "policy.max_total_sequence_length policy.model_name dpo.max_num_steps "
+          "checkpointing.checkpoint_dir cluster.gpus_per_node",
     words=("run_dpo.py", "nemo_rl"),
-    whole="data.train data.validation data.default data.val_data_paths policy.scheduler policy.dynamic_batching policy.sequence_packing policy.generation logger.wandb "
+    whole="data.train data.validation data.default data.val_data_paths policy.scheduler "
+          "policy.dynamic_batching policy.sequence_packing policy.generation logger.wandb "
           "logger.tensorboard logger.mlflow logger.swanlab logger.gpu_monitoring",
     always=(
         "Rows of the shape context + completions are read as they are.",
-        "NeMo-RL moves weights between policy and reference each step; here the reference is computed once and kept.",
+        "NeMo-RL moves weights between policy and reference each step; here the reference is "
+        "computed once and kept.",
     ),
 )  # fmt: skip

@@ -51,16 +51,23 @@ PEER = Peer(
     programs={"start_dpo_pipeline": None},
     version="0.3",
     defaults={
-        "pref_loss": "sigmoid", "beta": 0.1, "actor_train.training_args.learning_rate": 5e-5,
-        "actor_train.training_args.per_device_train_batch_size": 8, "actor_train.model_args.dtype": "bf16",
-        ROUTER: None, RANK: lambda given: 8 if given.get("actor_train.model_args.lora_target") else None,
+        "pref_loss": "sigmoid",
+        "beta": 0.1,
+        "actor_train.training_args.learning_rate": 5e-5,
+        "actor_train.training_args.per_device_train_batch_size": 8,
+        "actor_train.model_args.dtype": "bf16",
+        ROUTER: None,
+        RANK: lambda given: 8 if given.get("actor_train.model_args.lora_target") else None,
     },
-    marks="actor_train.strategy_args.strategy_name actor_train.training_args.learning_rate checkpoint_config.type "
-          "is_offload_states rollout_batch_size actor_train.infer_batch_size",
+    marks="actor_train.strategy_args.strategy_name actor_train.training_args.learning_rate "
+    "checkpoint_config.type is_offload_states rollout_batch_size "
+    "actor_train.infer_batch_size",
     words=("start_dpo_pipeline.py",),
     reader=lambda path, flags: composed_values(path) | flags,
     whole=" ".join(("reference.data_args", "hydra", *compat.GROUPS)),
-    always=("beta, ipo and label_smoothing count here; ROLL's pipeline never hands them to its loss.",
-            "The schedule is as long as the run; ROLL divides it by the number of data-parallel ranks.",
-            "The file also runs as it is: rather train FILE."),
-)  # fmt: skip
+    always=(
+        "beta, ipo and label_smoothing count here; ROLL's pipeline never hands them to its loss.",
+        "The schedule is as long as the run; ROLL divides it by the number of data-parallel ranks.",
+        "The file also runs as it is: rather train FILE.",
+    ),
+)

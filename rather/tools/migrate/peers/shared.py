@@ -74,8 +74,8 @@ def length(value: Any, given: Given, *, cut: str = "", note: str = "") -> Outcom
     if value is None:
         text = f"Rather needs a length; pairs above {NO_LIMIT} tokens are dropped and counted"
         return gives({"sequence_length": NO_LIMIT}, text)
-    more = {"data.overlong": cut} if cut else {}
-    return gives({"sequence_length": value, **more}, note)
+    overlong = {"data.overlong": cut} if cut else {}
+    return gives({"sequence_length": value, **overlong}, note)
 
 
 def run_folder(value: Any, given: Given) -> Outcome:
@@ -95,9 +95,9 @@ def address(name: str, split: Any = None, config: Any = None, revision: Any = No
         return None
     if "[" in str(split):
         raise Unsupported(f"{split}: save these rows to a file of their own")
-    parts = [str(part) for part in (config, split or "train") if part]
+    subset = [str(word) for word in (config, split or "train") if word]
     at = f"@{revision}" if revision else ""
-    return f"hf://datasets/{name}{at}" + (f":{'/'.join(parts)}" if parts != ["train"] else "")
+    return f"hf://datasets/{name}{at}" + (f":{'/'.join(subset)}" if subset != ["train"] else "")
 
 
 def dataset(
@@ -127,11 +127,11 @@ def dataset(
 
 
 def trackers(value: Any, given: Given) -> Outcome:
-    names, known = names_of(value), table()["track_with"].choices
-    kept = [name for name in names if name in known]
-    lost = [name for name in names if name not in (*known, "none", "None", "all")]
-    note = f"no tracker {', '.join(lost)}; supported: {', '.join(known)}" if lost else ""
-    return Outcome(LEFT_OUT if lost else RENAMED, {"track_with": one_or_all(kept) or None}, note)
+    names, supported = names_of(value), table()["track_with"].choices
+    usable = [name for name in names if name in supported]
+    lost = [name for name in names if name not in (*supported, "none", "None", "all")]
+    note = f"no tracker {', '.join(lost)}; supported: {', '.join(supported)}" if lost else ""
+    return Outcome(LEFT_OUT if lost else RENAMED, {"track_with": one_or_all(usable) or None}, note)
 
 
 def switches(keys: str) -> Rules:
@@ -156,8 +156,10 @@ TRL_LOSS = """
     undesirable_weight = undesirable_weight
     center_rewards_coefficient = center_rewards_coefficient
     discopop_tau = discopop_tau if loss_type~discopop
-    f_divergence_type = f_divergence_type: reverse_kl=reverse_kl forward_kl=forward_kl js_divergence=js alpha_divergence=alpha
-    router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of micro-batches
+    f_divergence_type = f_divergence_type: reverse_kl=reverse_kl forward_kl=forward_kl \
+        js_divergence=js alpha_divergence=alpha
+    router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of \
+        micro-batches
     simpo_gamma = gamma if loss_type=simpo
 """
 
@@ -167,10 +169,10 @@ TRL_LOSS = """
 
 def bf16(value: Any, given: Given) -> Outcome:
     """Choose bf16, fp16 or neither."""
-    other = given.get("fp16") in (True, "true", "auto")
-    if other and value is True:
+    is_fp16 = given.get("fp16") in (True, "true", "auto")
+    if is_fp16 and value is True:
         raise Unsupported("bf16 and fp16 are both on; choose one")
-    dtype = "fp16" if other else "bf16" if value in (True, "auto") else "fp32"
+    dtype = "fp16" if is_fp16 else "bf16" if value in (True, "auto") else "fp32"
     return gives(
         {"model.dtype": dtype}, "weights have exact float32 copies, sums are float32 or better"
     )
@@ -278,7 +280,7 @@ def epochs(value: Any, given: Given) -> Outcome:
 
 
 def most_steps(value: Any, given: Given) -> Outcome:
-    """transformers goes on for max_steps, however many epochs that takes; Rather stops at either."""
+    """transformers trains for max_steps, however many epochs it takes; Rather stops at either."""
     values = {"max_steps": value, "training.num_train_epochs": value}
     return gives(values) if value and value > 0 else NOT_NEEDED
 

@@ -1,4 +1,4 @@
-"""TRL: a config as YAML or JSON, a line with `trl dpo`, dpo.py, orpo.py and others, a Python script.
+"""TRL: a config as YAML or JSON, a line with `trl dpo`, dpo.py and others, or a Python script.
 
 Facts of TRL 1.10 (trl/trainer, trl/experimental), or of the last version that has all keys of a
 file (trl_versions.py). Recipes of the alignment handbook and of SimPO are read as well.
@@ -66,11 +66,17 @@ TRAINS = {**TRAINERS, SIMPO: "simpo"}
 # Settings that decide a training and whose defaults changed; a file that does not set them has to
 # be of versions that agree.
 DECISIVE = ("learning_rate", "bf16", "max_length", "max_prompt_length", "truncation_mode")
-HOW = "a file does not name its trainer; pass --trainer dpo (kto, orpo, ...), or the command with --line"
+HOW = (
+    "a file does not name its trainer; pass --trainer dpo (kto, orpo, ...), or the command with "
+    "--line"
+)
 # Files of accelerate that TRL has: the strategy, and how many processes they start.
 LAUNCHED = {name: (name, 8) for name in ("zero1", "zero2", "zero3")} | {
-    "fsdp1": ("fsdp2_train", 8), "fsdp2": ("fsdp2_train", 8), "multi_gpu": ("ddp", 8), "single_gpu": ("ddp", 1),
-}  # fmt: skip
+    "fsdp1": ("fsdp2_train", 8),
+    "fsdp2": ("fsdp2_train", 8),
+    "multi_gpu": ("ddp", 8),
+    "single_gpu": ("ddp", 1),
+}
 
 
 def losses_of(given: Given) -> list[str]:
@@ -84,10 +90,10 @@ def own_keys(given: Given) -> list[str]:
 
 def config_keys(given: Given, name: str) -> list[str]:
     """Return the keys of a trainer; a script loads models and data with other libraries."""
-    known = trl_versions.keys_ever(name)
+    keys_of_trainer = trl_versions.keys_ever(name)
     if not given.get("(script)"):
-        known = known | trl_versions.keys_ever(trl_versions.SHARED)
-    return [key for key in own_keys(given) if key in known]
+        keys_of_trainer = keys_of_trainer | trl_versions.keys_ever(trl_versions.SHARED)
+    return [key for key in own_keys(given) if key in keys_of_trainer]
 
 
 def trainer(given: Given) -> Any:
@@ -100,20 +106,20 @@ def trainer(given: Given) -> Any:
 
 
 def versions(given: Given) -> Any:
-    """Return the versions that a file may be for: the newest if it has all keys, else those that do."""
+    """Return the versions that a file may be for: the newest, or all that have its keys."""
     name = given.get(TRAINER)
     if name is None:
         return UNSET
     if name == SIMPO:  # made from TRL 0.9
         return ["0.9"]
     among = possible_versions(given)
-    found = trl_versions.versions_with(name, config_keys(given, name))
-    found = [version for version in found if version in among] or among
-    return found[-1:] if found[-1] == trl_versions.HEAD else found
+    fitting = trl_versions.versions_with(name, config_keys(given, name))
+    fitting = [version for version in fitting if version in among] or among
+    return fitting[-1:] if fitting[-1] == trl_versions.HEAD else fitting
 
 
 def possible_versions(given: Given) -> list[str]:
-    """Return the versions that the handbook needs, or that take the arguments which a script passes."""
+    """Return the versions that the handbook needs, or that take the arguments of a script."""
     order = trl_versions.versions()
     if "dataset_mixture" in given:  # it came with trl>=0.19.1
         return order[order.index("0.19") :]
@@ -141,8 +147,8 @@ def versioned(key: str) -> Callable[[Given], Any]:
             return False
         names = [given[TRAINER]] if TRAINER in given else list(TRAINERS)
         among = given.get(VERSIONS, [trl_versions.HEAD])
-        found = trl_versions.defaults_in(names, key, among)
-        return found[0] if len(found) == 1 else UNSET
+        defaults = trl_versions.defaults_in(names, key, among)
+        return defaults[0] if len(defaults) == 1 else UNSET
 
     return default
 
@@ -156,8 +162,8 @@ def uncertain(given: Given) -> Any:
     unset = [key for key in keys if given.get(key) is None and key not in given[NOT_READ]]
     set_by_others = {"bf16": "fp16", "max_length": "max_seq_length"}
     unset = [key for key in unset if not given.get(set_by_others.get(key, ""))]
-    found = [key for key in unset if len(trl_versions.defaults_in([name], key, among)) > 1]
-    return found or UNSET
+    differing = [key for key in unset if len(trl_versions.defaults_in([name], key, among)) > 1]
+    return differing or UNSET
 
 
 def differ(value: Any, given: Given) -> Outcome:
@@ -181,8 +187,8 @@ def label_smoothing(value: Any, given: Given) -> Outcome:
     names = losses_of(given) or ["sigmoid"]
     if not value:
         return NOT_NEEDED
-    known = (*SMOOTHED, "sigmoid") if given[OLD] else SMOOTHED
-    if given.get(TRAINER) in ("cpo", SIMPO) or any(name in known for name in names):
+    smoothed = (*SMOOTHED, "sigmoid") if given[OLD] else SMOOTHED
+    if given.get(TRAINER) in ("cpo", SIMPO) or any(name in smoothed for name in names):
         return gives({"label_smoothing": value})
     lost = ", ".join(names)
     return gives({}, f"TRL 1.x ignores it for {lost}; set it in the YAML if you want it")
@@ -220,15 +226,15 @@ def weights_dtype(value: Any, given: Given) -> Outcome:
 def init_kwargs(value: Any, given: Given) -> Outcome:
     if not value:
         return NOT_NEEDED
-    known = weights_dtype(value.get("dtype") or value.get("torch_dtype"), given)
+    outcome = weights_dtype(value.get("dtype") or value.get("torch_dtype"), given)
     if lost := set(value) - {"dtype", "torch_dtype", "attn_implementation", "use_cache"}:
         raise Unsupported(f"{', '.join(sorted(lost))}: change the model's folder instead")
-    return known
+    return outcome
 
 
 def named_dataset(value: Any, given: Given) -> Outcome:
     """TRL evaluates on another split of the same data set."""
-    found = dataset(value, given, split="dataset_train_split", config="dataset_config")
+    outcome = dataset(value, given, split="dataset_train_split", config="dataset_config")
     is_local = str(value).endswith(READABLE)
     is_script = "(script)" in given and "dataset_test_split" not in given
     if (
@@ -237,18 +243,18 @@ def named_dataset(value: Any, given: Given) -> Outcome:
         or given.get("test_split_size")
         or is_script
     ):
-        return found
+        return outcome
     split = given.get("dataset_test_split") or "test"
     held_out = address(str(value), split, given.get("dataset_config"))
-    own = held_out or f"{Path(str(value)).name}-{split}.jsonl"
-    return Outcome(found.status, {**found.values, HELD_OUT: own}, found.note)
+    held_out_file = held_out or f"{Path(str(value)).name}-{split}.jsonl"
+    return Outcome(outcome.status, {**outcome.values, HELD_OUT: held_out_file}, outcome.note)
 
 
 def held_out_rows(value: Any, given: Given) -> Outcome:
     """Of a script: rows of another data set than those that are trained on."""
     names = names_of(value["dataset_name"])
-    found = [address(name, value["split"], value.get("dataset_config")) or name for name in names]
-    return dataset(found, given, HELD_OUT)
+    files = [address(name, value["split"], value.get("dataset_config")) or name for name in names]
+    return dataset(files, given, HELD_OUT)
 
 
 COLUMNS = {"prompt", "chosen", "rejected", "messages", "completion", "label"}
@@ -256,36 +262,36 @@ SOME_ROWS = "a random part of the rows; save them to a file of their own"
 
 
 def handbook_mixture(value: Any, given: Given) -> Outcome:
-    """Convert dataset_mixture of the alignment handbook: rows of several data sets, some held out."""
+    """Convert dataset_mixture of the alignment handbook: rows of several data sets."""
     entries = value["datasets"]
     names = []
     for entry in entries:
-        if more := set(entry) - {"id", "config", "split", "columns", "weight"}:
-            raise Unsupported(f"{', '.join(sorted(more))}: not a setting of a data set")
+        if extra := set(entry) - {"id", "config", "split", "columns", "weight"}:
+            raise Unsupported(f"{', '.join(sorted(extra))}: not a setting of a data set")
         if entry.get("weight", 1.0) not in (None, 1):
             raise Unsupported(f"{entry['id']}: weight {entry['weight']} is {SOME_ROWS}")
-        if other := set(entry.get("columns") or ()) - COLUMNS:
-            raise Unsupported(f"{entry['id']}: the column {', '.join(sorted(other))} is not read")
+        if unread := set(entry.get("columns") or ()) - COLUMNS:
+            raise Unsupported(f"{entry['id']}: the column {', '.join(sorted(unread))} is not read")
         config = entry.get("config") if entry.get("config") != "default" else None
         names.append(address(entry["id"], entry.get("split"), config) or entry["id"])
-    found = dataset(names, given)
-    values = dict(found.values)
+    outcome = dataset(names, given)
+    values = dict(outcome.values)
     if given.get(TRAINER) == "sft" and all(
         entry.get("columns") == ["messages"] for entry in entries
     ):
         values["data.score"] = "assistant" if given.get("assistant_only_loss") else "all"
     if not value.get("test_split_size"):
-        return Outcome(found.status, values, found.note)
+        return Outcome(outcome.status, values, outcome.note)
     values["held_out.split"] = value["test_split_size"]
     note = "as many rows are held out, but others: the seeds draw differently"
-    return Outcome(found.status if found.note else CHANGED, values, found.note or note)
+    return Outcome(outcome.status if outcome.note else CHANGED, values, outcome.note or note)
 
 
 def handbook_mixer(value: Any, given: Given) -> Outcome:
     """Convert dataset_mixer, the handbook's older form: a share of each data set, and splits."""
-    parts = {name: share for name, share in value.items() if share != 1}
-    if parts:
-        raise Unsupported(f"{', '.join(parts)}: {SOME_ROWS}")
+    shares = {name: share for name, share in value.items() if share != 1}
+    if shares:
+        raise Unsupported(f"{', '.join(shares)}: {SOME_ROWS}")
     splits = given.get("dataset_splits") or ["train", "test"]
     if odd := [split for split in splits if "train" not in split and "test" not in split]:
         raise Unsupported(f"the split {odd[0]} is neither train nor test")
@@ -295,10 +301,10 @@ def handbook_mixer(value: Any, given: Given) -> Outcome:
         for split in splits:
             kind = "train" if "train" in split else "test"
             files[kind].append(address(name, split, config) or name)
-    found = dataset(files["train"], given)
+    outcome = dataset(files["train"], given)
     held_out = dataset(files["test"], given, HELD_OUT) if files["test"] else NOT_NEEDED
-    values = {**found.values, **held_out.values}
-    return Outcome(found.status, values, found.note)
+    values = {**outcome.values, **held_out.values}
+    return Outcome(outcome.status, values, outcome.note)
 
 
 def system_message(value: Any, given: Given) -> Outcome:
@@ -306,8 +312,8 @@ def system_message(value: Any, given: Given) -> Outcome:
     template = str(given.get("chat_template") or "")
     if not value or (template and "system" not in template and "<|im_start|>" not in template):
         return NOT_NEEDED
-    note = ("rows without a system message get an empty one if the chat template has system messages; "
-            "add it to the rows and set auto_insert_empty_system_msg: false")  # fmt: skip
+    note = ("rows without a system message get an empty one if the chat template has system "
+            "messages; add it to the rows and set auto_insert_empty_system_msg: false")  # fmt: skip
     return Outcome(MISSING, note=note)
 
 
@@ -320,8 +326,8 @@ def inline_template(value: Any, given: Given) -> Outcome:
 
 
 def mixture(value: Any, given: Given) -> Outcome:
-    if more := {key for entry in value for key in entry} - {"path", "name", "split"}:
-        raise Unsupported(f"{', '.join(sorted(more))}: save the rows to a file of their own")
+    if extra := {key for entry in value for key in entry} - {"path", "name", "split"}:
+        raise Unsupported(f"{', '.join(sorted(extra))}: save the rows to a file of their own")
     names = [
         address(entry["path"], entry.get("split"), entry.get("name")) or entry["path"]
         for entry in value
@@ -337,8 +343,14 @@ def launched(value: Any, given: Given) -> Outcome:
 
 RULES: Rules = {
     **HF,
-    **adapter("lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save", "use_peft", False, None),
-    **facts("""
+    **adapter(
+        "lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save",
+        "use_peft",
+        False,
+        None,
+    ),
+    **facts(
+        """
         model_name_or_path = pretrain
         model_revision = model.revision
         trust_remote_code = model.trust_remote_code
@@ -346,7 +358,8 @@ RULES: Rules = {
         chat_template_path ! name a template or a Jinja file: global_template
         eos_token ! change the tokenizer's folder instead
         use_weighting = use_weighting
-        rpo_alpha = rpo_alpha; the NLL is a mean over all tokens of the step, whatever the micro-batches
+        rpo_alpha = rpo_alpha; the NLL is a mean over all tokens of the step, whatever the \
+            micro-batches
         max_prompt_length = data.max_prompt_length
         precompute_ref_batch_size = reference.infer_batch_size
         sync_ref_model = sync_ref_model
@@ -359,13 +372,16 @@ RULES: Rules = {
         padding_free ~ pairs are always packed, which changes no result
         ref_adapter_name model_adapter_name ~ the starting adapter is the reference
         tools ~ tools are a column of the rows
-        dataset_streaming packing_strategy eval_packing shuffle_dataset ignore_bias_buffers pad_to_multiple_of pad_token label_pad_token_id
+        dataset_streaming packing_strategy eval_packing shuffle_dataset ignore_bias_buffers
+        pad_to_multiple_of pad_token label_pad_token_id
         use_logits_to_keep activation_offloading ~
-        packing ! a step has a number of full sequences there, here a number of pairs or answers; set train_batch_size
+        packing ! a step has a number of full sequences there, here a number of pairs or answers; \
+            set train_batch_size
         completion_only_loss = data.score: true=last false=all
         assistant_only_loss = data.score: true=assistant if set
         use_peft = model.lora_rank: false=none if use_peft!=true
-        precompute_ref_log_probs = reference.cache.enabled: true=true false=true; the reference is always computed once and kept on disk
+        precompute_ref_log_probs = reference.cache.enabled: true=true false=true; the reference is \
+            always computed once and kept on disk
         ref_model_mixup_alpha = ref_model_mixup_alpha if sync_ref_model=true
         ref_model_sync_steps = ref_model_sync_steps if sync_ref_model=true
         disable_dropout @ true; dropout is always off in preference training
@@ -374,7 +390,8 @@ RULES: Rules = {
         loss_type = pref_loss: nll=sft chunked_nll=sft if (trainer)=sft
         loss_type = pref_loss: sigmoid=cpo simpo=simpo if (trainer)=cpo
         loss_type = pref_loss: sigmoid=simpo if (trainer)=simpo
-        loss_type = pref_loss:: kto_pair=none bco_pair=bco_pair aot_pair=aot_unpaired if (trainer)=dpo
+        loss_type = pref_loss:: kto_pair=none bco_pair=bco_pair aot_pair=aot_unpaired \
+            if (trainer)=dpo
         loss_type if (trainer)!=none ! this trainer has no such setting
         loss_type ~ its meaning depends on the trainer
         cpo_alpha = rpo_alpha if (trainer)=cpo if loss_type=simpo
@@ -384,15 +401,20 @@ RULES: Rules = {
         sft_weight ! the NLL is a mean over each micro-batch; set rpo_alpha, a mean over the step
         tokenizer_name_or_path = model.tokenizer_name_or_path
         dataset_splits dataset_configs ~ parts of dataset_mixer
-        use_flash_attention_2 use_liger use_liger_loss dataset_batch_size chars_per_token num_of_sequences
+        use_flash_attention_2 use_liger use_liger_loss dataset_batch_size chars_per_token
+        num_of_sequences
         use_num_logits_to_keep model_code_revision base_model_revision hub_model_revision ~
         dataset_kwargs ! tokens are those of the chat template
         max_target_length ! only encoder-decoder models have it
-        dataset_text_field is_encoder_decoder padding_value
-        base_model_attribute_name ref_model_init_kwargs streaming fraction dataset_train_name dataset_test_name -
+        dataset_text_field is_encoder_decoder padding_value base_model_attribute_name
+        ref_model_init_kwargs streaming fraction dataset_train_name
+        dataset_test_name -
         (reference) = reference.model_args.model_name_or_path
-        (old) (versions) (script) (config) (arguments) (tokenizer_argument) ~ it tells the version of TRL
-    """ + TRL_LOSS),
+        (old) (versions) (script) (config) (arguments) (tokenizer_argument) ~ it tells the version \
+            of TRL
+    """
+        + TRL_LOSS
+    ),
     TRAINER: trains,
     UNCERTAIN: differ,
     "(eval_dataset)": held_out_rows,
@@ -413,7 +435,7 @@ RULES: Rules = {
     "f_alpha_divergence_coef": alpha,
     "max_length": length,
     "truncation_mode": truncation,
-}  # fmt: skip
+}
 
 PEER = Peer(
     "trl",
@@ -425,29 +447,37 @@ PEER = Peer(
         "(loss)": lambda given: UNSET if TRAINER in given else None,
         **{key: versioned(key) for key in (*DECISIVE, "logging_steps", "f_alpha_divergence_coef")},
         "auto_insert_empty_system_msg": lambda given: True if "dataset_mixer" in given else UNSET,
-        # Before 0.29, and in orpo.py and cpo.py, the router loss depends on config.json: it is on with output_router_logits,
-        # which is false in Mixtral's. PEFT chooses q_proj and v_proj for these families, and other layers for others.
+        # Before 0.29, and in orpo.py and cpo.py, the router loss depends on config.json: it is on
+        # with output_router_logits, which is false in Mixtral's. PEFT chooses q_proj and v_proj
+        # for these families, and other layers for others.
         **defaults("""
             loss_type=kto if (trainer)=kto
             loss_type=sigmoid if (trainer)=dpo|cpo
-            router_aux_loss_coef=0.001 if (trainer)=dpo|kto|sft if (old)=false if mixture model_name_or_path
+            router_aux_loss_coef=0.001 if (trainer)=dpo|kto|sft if (old)=false if mixture \
+                model_name_or_path
             router_aux_loss_coef=0.0 if (trainer)=orpo|cpo if model_name_or_path~Mixtral|mixtral
             cpo_alpha=1.0 simpo_gamma=0.5 if (trainer)=cpo
             beta=2.0 gamma_beta_ratio=0.25 if (trainer)=simpo
             beta=0.1 use_peft=false lora_r=16 lora_alpha=32
-            lora_target_modules=[q_proj,v_proj] if model_name_or_path~Llama|llama|istral|ixtral|Qwen|qwen|emma|SmolLM|ephyr
+            lora_target_modules=[q_proj,v_proj] \
+                if model_name_or_path~Llama|llama|istral|ixtral|Qwen|qwen|emma|SmolLM|ephyr
         """),
     },
-    marks=f"{' '.join(key for key, own in trl_versions.unique_keys().items() if own in TRAINERS)} dataset_mixture dataset_mixer gamma_beta_ratio max_prompt_length "
-          "generate_during_eval loss_weights precompute_ref_log_probs model_init_kwargs dataset_train_split use_peft truncation_mode "
-          "f_alpha_divergence_coef use_weighting sync_ref_model ref_model_mixup_alpha ref_model_sync_steps discopop_tau "
-          "lora_target_modules model_revision padding_free",
+    marks=f"{' '.join(key for key, own in trl_versions.unique_keys().items() if own in TRAINERS)} "
+          "dataset_mixture dataset_mixer gamma_beta_ratio max_prompt_length generate_during_eval "
+          "loss_weights precompute_ref_log_probs model_init_kwargs dataset_train_split use_peft "
+          "truncation_mode f_alpha_divergence_coef use_weighting sync_ref_model "
+          "ref_model_mixup_alpha ref_model_sync_steps discopop_tau lora_target_modules "
+          "model_revision padding_free",
     words=(" trl ", "trl.scripts.", "trl/scripts/", "examples/scripts/"),
-    whole="(eval_dataset) dataset_kwargs dataset_mixture dataset_mixer model_init_kwargs lr_scheduler_kwargs gradient_checkpointing_kwargs fsdp_config accelerator_config deepspeed",
+    whole="(eval_dataset) dataset_kwargs dataset_mixture dataset_mixer model_init_kwargs "
+          "lr_scheduler_kwargs gradient_checkpointing_kwargs fsdp_config accelerator_config "
+          "deepspeed",
     always=(
-        "Rows of plain text: TRL adds no chat template to them; we apply the tokenizer's own, where it has one.",
-        "TRL scores all that follows the prompt, the line end after the last end-of-turn token too; we score the last "
-        "answer up to its end-of-turn token.",
+        "Rows of plain text: TRL adds no chat template to them; we apply the tokenizer's own, "
+        "where it has one.",
+        "TRL scores all that follows the prompt, the line end after the last end-of-turn token "
+        "too; we score the last answer up to its end-of-turn token.",
         "`sft` and `aot` depend on micro-batches in TRL; here they count over the whole step.",
         "Metrics in TRL are averages over micro-batches; here they are averages over pairs.",
         "The order of the pairs is another one.",

@@ -1,7 +1,7 @@
 """Which trainer of TRL a file is for, and what its version leaves to defaults.
 
-A YAML of TRL does not name its trainer. trl_keys.json, made by bench/trl_keys.py from TRL's history,
-has the settings of every trainer in every minor version since 0.8.
+A YAML of TRL does not name its trainer. trl_keys.json, made by bench/trl_keys.py from TRL's
+history, has the settings of every trainer in every minor version since 0.8.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def _between(first: str, last: str) -> list[str]:
 
 @cache
 def _keys_by_version(trainer: str) -> dict[str, set[str]]:
-    result: dict[str, set[str]] = {version: set() for version in versions()}
+    keys_of_version: dict[str, set[str]] = {version: set() for version in versions()}
     for span, names in table()["keys"].get(trainer, {}).items():
         for version in _between(*span.split()):
-            result[version].update(names.split())
-    return result
+            keys_of_version[version].update(names.split())
+    return keys_of_version
 
 
 def keys_of(trainer: str, version: str) -> set[str]:
@@ -55,14 +55,15 @@ def _owners(names_by_trainer: Iterable[tuple[str, str]]) -> dict[str, str]:
     for trainer, names in names_by_trainer:
         for name in names.split():
             owners.setdefault(name, set()).add(trainer)
-    return {name: min(found) for name, found in owners.items() if len(found) == 1}
+    return {name: min(trainers) for name, trainers in owners.items() if len(trainers) == 1}
 
 
 @cache
 def unique_keys() -> dict[str, str]:
     """Return the settings that one config alone has, in all versions, and its trainer."""
-    own = _own_keys()
-    return {key: name for key, name in _owners(_spans()).items() if name != SHARED and key in own}
+    keys_of_trl = _own_keys()
+    owners = _owners(_spans())
+    return {key: owners[key] for key in owners if owners[key] != SHARED and key in keys_of_trl}
 
 
 @cache
@@ -73,13 +74,13 @@ def unique_losses() -> dict[str, str]:
 
 def versions_with(trainer: str, keys: Collection[str]) -> list[str]:
     """Return the versions in which a trainer takes all of these settings that TRL knows."""
-    asked = _own_keys().intersection(keys)
-    result = []
+    trl_keys = _own_keys().intersection(keys)
+    fitting = []
     for version in versions():
-        own = keys_of(trainer, version)
-        if own and asked <= own | keys_of(SHARED, version):
-            result.append(version)
-    return result
+        keys_of_trainer = keys_of(trainer, version)
+        if keys_of_trainer and trl_keys <= keys_of_trainer | keys_of(SHARED, version):
+            fitting.append(version)
+    return fitting
 
 
 def keys_ever(trainer: str) -> set[str]:
@@ -97,24 +98,24 @@ def _spans() -> Iterator[tuple[str, str]]:
 @cache
 def _own_keys() -> set[str]:
     """Return all settings of TRL that are not those of transformers."""
-    own = {name for _, names in _spans() for name in names.split()}
-    return own.difference(table()["inherited"].split())
+    keys_of_trl = {name for _, names in _spans() for name in names.split()}
+    return keys_of_trl.difference(table()["inherited"].split())
 
 
 def trainer_of(keys: Collection[str], losses: Iterable[str]) -> str | None:
     """Return the trainer that a file with these settings is for; None if that is not certain."""
-    named = {unique_keys()[key] for key in keys if key in unique_keys()}
-    named |= {unique_losses()[loss] for loss in losses if loss in unique_losses()}
-    if len(named) != 1:
+    trainers = {unique_keys()[key] for key in keys if key in unique_keys()}
+    trainers |= {unique_losses()[loss] for loss in losses if loss in unique_losses()}
+    if len(trainers) != 1:
         return None
-    trainer = named.pop()
+    trainer = trainers.pop()
     return trainer if versions_with(trainer, keys) else None
 
 
 def default_in(trainer: str, key: str, version: str) -> Any:
     """Return the default of a setting in a version; None if there is none."""
     spans = table()["defaults"].get(trainer, {}).get(key, ())
-    default = next((value for first, last, value in spans if version in _between(first, last)),
+    default = next((setting for first, last, setting in spans if version in _between(first, last)),
                    INHERITED.get(key))  # fmt: skip
     if key == "bf16" and default is None:
         return True  # unless fp16 is set
@@ -127,10 +128,10 @@ def default_in(trainer: str, key: str, version: str) -> Any:
 
 def defaults_in(names: Iterable[str], key: str, among: Collection[str]) -> list[Any]:
     """Return the different defaults of a setting for these trainers in these versions."""
-    found: list[Any] = []
+    different: list[Any] = []
     for name in names:
         for version in among:
             default = default_in(name, key, version)
-            if default not in found:
-                found.append(default)
-    return found
+            if default not in different:
+                different.append(default)
+    return different
