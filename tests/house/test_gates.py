@@ -21,11 +21,11 @@ MOST = {
     "tokens of the tools": 59_300,
     "words of long texts": 16_700,
     "modules in an import circle": 3,
-    "functions above complexity 20": 13,
-    "functions above complexity 15": 41,
-    "generic names, per mille": 113,
+    "functions above complexity 20": 3,
+    "functions above complexity 15": 25,
+    "generic names, per mille": 62,
     "holders of the whole config": 76,
-    "lines above 100 characters": 260,
+    "lines above 100 characters": 102,
     "files that ruff would format": 0,
 }
 SLACK = 0.08  # a limit may be this much above the measured value
