@@ -1,177 +1,254 @@
-"""Does `rather tune` find a setting as good as a full grid would?
+"""Does `rather tune` find a setting as good as the best of a grid, on pairs that neither has seen?
 
-    python bench/tune_vs_grid.py demo --budget 10m
-    RATHER_TEST_DATA=/path/to/data python bench/tune_vs_grid.py ukp --budget 2h
+    python bench/tune_vs_grid.py --model smollm2 --train train.jsonl --held-out held_out.jsonl \
+        --test test.jsonl --budget 240s --name smollm2_ukp
 
-Tunes within the budget. Then every rate of the range test and of the rounds is trained to the end
-with every beta, and the chosen setting is compared with the best of them by the loss of each held-out
-pair, on UKP of pairs that tuning has not seen: the difference must be within one standard error of
-the paired differences. Both parts resume. `--grid-only` trains what does not depend on the tuning,
-to run at the same time.
+`tune` gets the training and the held-out pairs. Then the YAML that it wrote is trained as it is, and
+so is every cell of a grid of learning rates and betas; all are evaluated on the test pairs, with
+drift and forgetting. The best cell is chosen on the test pairs themselves, which favours the grid.
+Everything resumes: run the same command again after a timeout. The result is
+bench/results/tune_NAME.json; `--picture FILE.svg` draws it.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import logging
 import math
-import os
-import statistics
-from collections import defaultdict
-from collections.abc import Sequence
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import RESULTS, machine
 
-from rather.commands.score import score
 from rather.commands.terminal import settings
-from rather.config.run_config import DPOConfig
-from rather.tools.demo import run_demo
-from rather.tools.sweep import combinations, train_here
-from rather.tools.tune import AROUND, BETA, RANGE, RATE, Tuning, seconds_of, tune
+from rather.losses.metrics import Z
+from rather.losses.objective import from_config
+from rather.outcome.forgetting import SHIPPED
+from rather.pipeline.forgetting import Limits
+from rather.tools.report.folder import MetricsReader
+from rather.tools.sweep import train_here
+from rather.tools.tune import NOTHING, Half, halves, print_answers, print_result, seconds_of, tune
+from rather.tools.tune import write_best as write_yaml
 
-TEST = "compared.jsonl"
-NO_EVALUATION = ["validation.data_args.file_name=null"]  # it is scored at the end
-UKP = """\
-exp_name: ukp
+YAML = """\
+exp_name: {name}
 pretrain: {model}
 output_dir: {out}/output
 logging_dir: {out}/logs
 sequence_length: {length}
 beta: 0.1
 track_with: null
+report_html: false
 actor_train:
-  data_args: {{file_name: {out}/train.jsonl, separator: " ", overlong: truncate_response}}
-  training_args: {{learning_rate: 5.0e-5, per_device_train_batch_size: {batch}}}
+  data_args: {{file_name: {train}, overlong: truncate_response}}
+  training_args: {{learning_rate: {rate}, per_device_train_batch_size: {batch}, num_train_epochs: {epochs}}}
 validation:
-  data_args: {{file_name: {out}/held_out.jsonl}}
+  data_args: {{file_name: {held_out}}}
 """
+NEAR = 0.01  # of the loss, and of the accuracy
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("set", choices=("demo", "ukp"))
-    add("--data", type=Path, default=os.environ.get("RATHER_TEST_DATA"))
-    add("--model", default="stories15M", help="for ukp")
-    add("--pairs", type=int, default=2000, help="training pairs of ukp")
-    add("--held-out", type=int, default=2000, help="held-out pairs of ukp, of other topics")
-    add("--tune-on", type=int, default=2000, help="further pairs of ukp, on which tuning decides")
-    add("--batch", type=int, default=16, help="pairs of a step of ukp")
-    add("--length", type=int, default=256, help="sequence_length of ukp")
-    add("--grid-only", action="store_true", help="train the cells known before tuning")
-    add("--budget", default="10m")
+    add("--model", type=Path, required=True)
+    add("--train", type=Path, required=True)
+    add("--held-out", type=Path, required=True)
+    add("--test", type=Path, required=True)
+    add("--name", default="grid")
+    add("--budget", default="240s")
+    add("--rate", type=float, default=1e-5, help="learning rate of the YAML that is tuned")
+    add("--rates", type=float, nargs="+", default=[5e-6, 1.5e-5, 5e-5, 1.5e-4], help="of the grid")
+    add("--betas", type=float, nargs="+", default=[0.03, 0.1, 0.3], help="of the grid")
+    add("--batch", type=int, default=32)
+    add("--epochs", type=float, default=1)
+    add("--length", type=int, default=1024)
+    add("--steps", type=int, help="only try it out: steps of every run")
     add("--out", type=Path, default=Path("output/bench-tune"))
+    add("--picture", type=Path)
     args = parser.parse_args()
-    logging.disable(logging.WARNING)
-    out = (args.out / args.set).resolve()
-    yaml = demo(out) if args.set == "demo" else ukp(out, args)
-    if args.grid_only:
-        before = Tuning.of(yaml, [], seconds_of(args.budget))
-        for values in grid(before).values():
-            losses(before, values)
-        return
-    tuning = tune(yaml, [], seconds_of(args.budget), [])
-    found, total = tuning.result(), max(run["steps"] for run in tuning.state["runs"].values())
-    best = found["runs"][found["best"]]
-    cells = {name: losses(tuning, values) for name, values in grid(tuning).items()}
-    own = losses(tuning, best["values"])
-    means = {name: statistics.fmean(each) for name, each in cells.items()}
-    top = min(means, key=means.__getitem__)
-    apart = np.array(own) - np.array(cells[top])
-    error = float(apart.std(ddof=1) / len(apart) ** 0.5)
+    logging.disable(logging.INFO)
+    began = time.monotonic()
+    out = (args.out / args.name).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "base.yaml"
+    paths = {key: getattr(args, key).resolve() for key in ("model", "train", "held_out")}
+    numbers = {key: getattr(args, key) for key in ("name", "length", "rate", "batch", "epochs")}
+    file.write_text(YAML.format(out=out, **paths, **numbers))
+    overrides = [f"max_steps={args.steps}"] if args.steps else []
+    tuning = tune(file, overrides, seconds_of(args.budget), [])
+    found = tuning.result()
+    print_result(found)
+    print_answers(tuning, found["best"])
+    chosen = out / "tuned.yaml"
+    values: dict[str, Any] = {}
+    if found["best"] != NOTHING:
+        write_yaml(tuning, found, chosen)
+        values = found["runs"][found["best"]]["values"]
+    cells = Cells(file, out, args.test.resolve(), overrides)
+    grid = {}
+    for rate in args.rates:
+        for beta in args.betas:
+            own = [f"actor_train.training_args.learning_rate={rate}", f"beta={beta}"]
+            grid[f"lr {rate:g}, beta {beta:g}"] = cells.trained(
+                f"grid-{rate:g}-{beta:g}", file, own
+            )
+    tuned = cells.trained("tuned", chosen, []) if values else cells.untrained()
     result = {
-        "machine": machine(), "set": args.set, "held_out": len(own), "budget": tuning.budget,
-        "seconds": found["seconds"], "chosen": best["values"], "steps": total,
-        "chosen_loss": statistics.fmean(own), "grid": means, "grid_best": top,
-        "difference": float(apart.mean()), "standard_error": error,
-        "within_one_error": bool(apart.mean() <= error),
+        "machine": machine(), "name": args.name, "test_pairs": len(tuned["margins"]),
+        "steps": tuned["steps"], "budget": tuning.budget, "tune_seconds": found["seconds"],
+        "seconds": time.monotonic() - began, "chosen": values, "reason": found["reason"],
+        "finalists": found["finalists"], **compare(tuned, grid),
     }  # fmt: skip
-    print(json.dumps(result, indent=1))
-    (RESULTS / f"tune_{args.set}.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = json.dumps(result, indent=1)
+    print(text)
+    (out / "result.json").write_text(text + "\n")
+    if not args.steps:
+        (RESULTS / f"tune_{args.name}.json").write_text(text + "\n")
+    if args.picture:
+        args.picture.write_text(picture(result))
 
 
-def demo(out: Path) -> Path:
-    if not (out / "demo" / "dpo.yaml").exists():
-        out.mkdir(parents=True, exist_ok=True)
-        assert run_demo(out / "demo") == 0
-    return out / "demo" / "dpo.yaml"
+class Cells:
+    """Trains settings to the end and evaluates them on the test pairs; finished ones are read."""
 
+    def __init__(self, file: Path, out: Path, test: Path, overrides: list[str]) -> None:
+        base = settings(file, [])
+        self.file, self.out = file, out
+        self.shared = [
+            *overrides, f"output_dir={out}/cells", f"logging_dir={out}/logs/cells",
+            f"reference.cache.path={base.reference_cache_dir}",
+            f"actor_train.data_args.cache_dir={base.data_cache_dir(base.actor_train.data_args)}",
+            f"validation.data_args.file_name={test}", f"forgetting={SHIPPED}",
+            "eval_steps=null", "save_steps=null", "pair_ledger=true",
+        ]  # fmt: skip
 
-def ukp(out: Path, args: argparse.Namespace) -> Path:
-    """Split by topic, so that no argument of a held-out pair was trained on."""
-    file = out / "ukp.yaml"
-    if not file.exists():
-        out.mkdir(parents=True, exist_ok=True)
-        topics = defaultdict(list)
-        with gzip.open(args.data / "pairs" / "ukp_arguments.jsonl.gz", "rt") as rows:
-            for row in map(json.loads, rows):
-                row["prompt"] = row.pop("messages")[0]["content"]  # the model has no chat template
-                topics[row["topic"]].append(json.dumps(row) + "\n")
-        order = [line for topic in sorted(topics) for line in topics[topic]]
-        size = next(  # whole topics
-            total
-            for total in np.cumsum([len(topics[topic]) for topic in sorted(topics)])
-            if total >= args.held_out + args.tune_on
-        )
-        held, train = order[:size], order[size:]
-        for some in (held, train):
-            np.random.default_rng(0).shuffle(some)
-        (out / "held_out.jsonl").write_text("".join(held[: args.tune_on]))
-        (out / TEST).write_text("".join(held[args.tune_on :][: args.held_out]))
-        (out / "train.jsonl").write_text("".join(train[: args.pairs]))
-        model = args.data / "models" / args.model
-        file.write_text(UKP.format(model=model, out=out, length=args.length, batch=args.batch))
-    return file
-
-
-def grid(tuning: Tuning) -> dict[str, dict[str, str]]:
-    """Return all cells: every rate that tuning could have chosen, with every beta."""
-    rate = tuning.base.actor_train.training_args.learning_rate
-    middle = float(tuning.state["rounds"].get("rate", "nan"))
-    rates = {rate * factor for factor in RANGE}
-    if not math.isnan(middle):  # tuned
-        rates |= {middle * factor for factor in AROUND}
-    beta = tuning.base.loss_numbers.get("beta") or 0.1
-    texts = sorted(
-        {f"{each:.3g}" for each in rates}, key=lambda text: abs(math.log(float(text) / rate))
-    )
-    return combinations({RATE: texts, BETA: [f"{beta * factor:.3g}" for factor in AROUND]})
-
-
-def losses(tuning: Tuning, values: dict[str, str]) -> Sequence[float]:
-    """Train a cell to the end, and return the calibrated loss of each held-out pair."""
-    name = next(iter(combinations({key: [value] for key, value in values.items()})))
-    own = [f"{key}={value}" for key, value in values.items()]
-    base = tuning.base
-    config = settings(tuning.file, [*tuning.shared, *own, f"exp_name=grid-{name}", *NO_EVALUATION])
-    reference = margins(tuning.folder / "reference.jsonl", base.reference.model_path, base)
-    file = config.run_dir / "held_out.jsonl"
-    if not file.exists():
+    def trained(self, name: str, file: Path, own: list[str]) -> dict[str, Any]:
+        print(f"-- {name}", flush=True)
+        config = settings(file, [*self.shared, *own, f"exp_name={name}"])
         code, error = train_here(config)
         assert code == 0, error
-    margin = margins(file, str(config.run_dir / "model"), base) - reference
-    factors = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 2000)]) / np.abs(margin).mean()
-    best = min(factors, key=lambda factor: float(np.logaddexp(0, -factor * margin).mean()))
-    return [float(each) for each in np.logaddexp(0, -best * margin)]
+        self.last = config
+        return self.measured(config, first=False)
+
+    def untrained(self) -> dict[str, Any]:
+        return self.measured(self.last, first=True)
+
+    def measured(self, config: Any, *, first: bool) -> dict[str, Any]:
+        columns = MetricsReader(config.run_dir / "metrics.jsonl").update()
+        place = 0 if first else -1
+        last = {name: column.values[place] for name, column in columns.items()}
+        both = halves(config.run_dir, from_config(config).terms[0].beta, first=first)
+        margins = np.concatenate([half.margins for half in both])
+        all_pairs = Half(margins)
+        texts = columns.get("eval/forgetting/loss")
+        return {
+            "forgetting_loss_before": texts.values[0] if texts else None,
+            "margins": margins, "loss": all_pairs.loss, "accuracy": all_pairs.accuracy,
+            "drift": last["eval/drift"], "steps": int(columns["lr"].steps[-1]),
+            "forgetting_loss": last.get("eval/forgetting/loss"),
+            "right": last.get("eval/forgetting/right"), "kept": last.get("eval/forgetting/kept"),
+        }  # fmt: skip
 
 
-def margins(file: Path, model: str, config: DPOConfig) -> Any:
-    """Return the log-prob of the chosen minus that of the rejected answer, of held-out pairs."""
-    if not file.exists():
-        data = config.actor_train.data_args
-        extra = [f"sequence_length={config.sequence_length}"]
-        extra += [f"actor_train.data_args.separator='{data.separator}'"]
-        extra += [f"actor_train.data_args.overlong={data.overlong}"]
-        own = config.validation.data_args.sets[""][0]
-        other = own.with_name(TEST)  # pairs that tuning has not seen
-        score(model, other if other.exists() else own, extra, None, [], file)
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return np.array([row["logps/chosen"] - row["logps/rejected"] for row in rows])
+def compare(tuned: dict[str, Any], grid: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the paired differences between the tuned setting and the best cells of the grid.
+
+    Once of all cells, and once of those that keep the limits.
+    """
+    allowed = {name: cell for name, cell in grid.items() if keeps_limits(cell)}
+    differences = {}
+    for which, cells in (("all cells", grid), ("cells within the limits", allowed)):
+        if not cells:
+            continue
+        top = min(cells, key=lambda name: cells[name]["loss"])
+        top_accuracy = max(cells, key=lambda name: cells[name]["accuracy"])
+        worse = Half(tuned["margins"]).losses - Half(cells[top]["margins"]).losses
+        fewer = (cells[top_accuracy]["margins"] > 0) * 1.0 - (tuned["margins"] > 0) * 1.0
+        for name, cell, apart in (("loss", top, worse), ("accuracy", top_accuracy, fewer)):
+            error = float(Z * apart.std(ddof=1) / math.sqrt(len(apart)))
+            mean = float(apart.mean())
+            differences[f"{name}, {which}"] = {
+                "best_cell": cell, "worse_by": mean, "interval": [mean - error, mean + error],
+                "near_or_covered": bool(mean <= NEAR or mean - error <= 0),
+            }  # fmt: skip
+    return {
+        "tuned": {name: value for name, value in tuned.items() if name != "margins"},
+        "grid": {name: {key: value for key, value in cell.items() if key != "margins"}
+                 for name, cell in grid.items()},
+        "differences": differences,
+        "tuned_keeps_limits": keeps_limits(tuned),
+    }  # fmt: skip
+
+
+def keeps_limits(cell: dict[str, Any]) -> bool:
+    """Return whether a model keeps the default limits of drift and forgetting."""
+    metrics = {"eval/drift": cell["drift"]}
+    for name in ("loss", "kept"):
+        value = cell["kept" if name == "kept" else "forgetting_loss"]
+        if value is not None:
+            metrics[f"eval/forgetting/{name}"] = value
+    base = {"forgetting": {"loss": cell["forgetting_loss_before"]}}
+    return not Limits().problem(metrics, base)
+
+
+# --- the picture ---
+
+WIDTH, HEIGHT, EDGE = 640, 400, 60
+
+
+def picture(result: dict[str, Any]) -> str:
+    """Draw loss on unseen pairs over drift: the grid, the tuned setting, and doing nothing."""
+    cells = result["grid"]
+    points = [
+        (each["drift"], each["loss"], keeps_limits(each), name) for name, each in cells.items()
+    ]
+    tuned = result["tuned"]
+    drifts = [max(point[0], 1e-3) for point in points] + [max(tuned["drift"], 1e-3)]
+    losses = [min(point[1], 1.0) for point in points] + [tuned["loss"], math.log(2)]
+    low, high = math.log10(min(drifts)), math.log10(max(drifts))
+    bottom, top = min(losses) - 0.01, max(losses) + 0.01
+
+    def at(drift: float, loss: float) -> tuple[float, float]:
+        along = (math.log10(max(drift, 1e-3)) - low) / ((high - low) or 1)
+        up = (min(loss, 1.0) - bottom) / ((top - bottom) or 1)
+        return EDGE + along * (WIDTH - 2 * EDGE), HEIGHT - EDGE - up * (HEIGHT - 2 * EDGE)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+    ]
+    x0, y0 = EDGE, HEIGHT - EDGE
+    parts.append(f'<path d="M{x0} {EDGE} V{y0} H{WIDTH - EDGE}" fill="none" stroke="#888"/>')
+    y = at(1.0, math.log(2))[1]
+    parts.append(f'<path d="M{x0} {y:.1f} H{WIDTH - EDGE}" stroke="#888" stroke-dasharray="4"/>')
+    parts.append(f'<text x="{x0 + 6}" y="{y - 6:.1f}" fill="#555">untrained: ln 2</text>')
+    for drift in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0):
+        if low - 0.1 <= math.log10(drift) <= high + 0.1:
+            x = at(drift, bottom)[0]
+            parts.append(f'<text x="{x:.1f}" y="{y0 + 18}" text-anchor="middle">{drift:g}</text>')
+    for loss in (bottom + 0.01, (bottom + top) / 2, top - 0.01):
+        y = at(1.0, loss)[1]
+        parts.append(f'<text x="{x0 - 6}" y="{y + 4:.1f}" text-anchor="end">{loss:.2f}</text>')
+    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 14}" text-anchor="middle">'
+                 "drift from the base, nats per token</text>")  # fmt: skip
+    parts.append(f'<text x="{x0}" y="{EDGE - 16}">loss on {result["test_pairs"]} unseen pairs '
+                 "(dots: grid, hollow: beyond a limit, square: chosen by rather tune)</text>")  # fmt: skip
+    for drift, loss, is_allowed, name in points:
+        x, y = at(drift, loss)
+        fill = "#3b6ea5" if is_allowed else "none"
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}" stroke="#3b6ea5">'
+                     f"<title>{name}: loss {loss:.3f}, drift {drift:.2f}</title></circle>")  # fmt: skip
+    x, y = at(tuned["drift"], tuned["loss"])
+    parts.append(
+        f'<rect x="{x - 7:.1f}" y="{y - 7:.1f}" width="14" height="14" fill="none" '
+        'stroke="#c0392b" stroke-width="2.5"/>'
+    )
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -389,32 +389,50 @@ class Tuning:
 
     # --- the finalists ---
 
-    def _proposals(self) -> Iterator[JsonObject]:
-        """Yield settings to train to the end: the best of the search, and ever gentler ones.
+    def _next_finalist(self) -> JsonObject | None:
+        """Return the next setting to train to the end; None if no other is worth it.
 
-        Few steps favour high rates, so the best one is followed by a third of its rate.
+        First the best of the search, and a third of its rate, because few steps favour high rates.
+        Then the rates go on in the direction that was better, and at last comes the second best.
         """
         searched = [name for name in self.runs if not name.startswith("final-")]
-        most = max(self.runs[name]["steps"] for name in self.ranked(searched))
-        ranked = [self.runs[name]["values"] for name in self.ranked(searched)
-                  if self.runs[name]["steps"] == most]  # fmt: skip
-        gentler = [with_rate(ranked[0], GENTLER**power) for power in (1, 2, 3, 4)]
-        yield from [ranked[0], gentler[0], *ranked[1:2], *gentler[1:]]
+        ranked = self.ranked(searched)
+        most = max(self.runs[name]["steps"] for name in ranked)
+        settings = [
+            self.runs[name]["values"] for name in ranked if self.runs[name]["steps"] == most
+        ]
+        top = settings[0]
+        tried = [self.runs[name]["values"] for name in self.finalists]
+        for values in (top, with_rate(top, GENTLER)):
+            if values not in tried:
+                return values
+        losses = {}
+        for name in self.finalists:
+            values = self.runs[name]["values"]
+            if {**values, RATE: top[RATE]} == top:
+                losses[float(values[RATE])] = self.loss(name)
+        best = min(losses, key=losses.__getitem__)
+        lowest = min(losses)
+        if losses[best] == math.inf or best == lowest:
+            return with_rate(top, GENTLER * lowest / float(top[RATE]))
+        if best == max(losses):
+            return with_rate(top, best / GENTLER / float(top[RATE]))
+        return next((values for values in settings[1:2] if values not in tried), None)
 
     def _train_finalists(self, total_steps: int) -> int:
         self.reserved = 0.0
-        data = self.base.forgetting
-        how = [f"forgetting={SHIPPED}"] if data == "auto" else []
-        for values in self._proposals():
-            name = (
-                f"final-{next(iter(combinations({key: [value] for key, value in values.items()})))}"
-            )
-            usable = [name for name in self.finalists if self.loss(name) < math.inf]
-            count = len(self.finalists)
-            is_enough = count >= 2 and self.left < self._full_run(total_steps)
-            if name not in self.runs and (is_enough or (count >= MOST_FINALISTS and usable)):
-                return 0
-            if code := self.train(name, values, total_steps, how):
+        how = [f"forgetting={SHIPPED}"] if self.base.forgetting == "auto" else []
+        for name in self.finalists:  # one of them may have been interrupted
+            if code := self.train(name, self.runs[name]["values"], total_steps, how):
+                return code
+        while values := self._next_finalist():
+            finalists = self.finalists
+            has_usable = any(self.loss(name) < math.inf for name in finalists)
+            is_late = len(finalists) >= 2 and self.left < self._full_run(total_steps)
+            if is_late or (len(finalists) >= MOST_FINALISTS and has_usable):
+                break
+            label = next(iter(combinations({key: [value] for key, value in values.items()})))
+            if code := self.train(f"final-{label}", values, total_steps, how):
                 return code
         return 0
 

@@ -114,3 +114,27 @@ def test_a_budget_without_two_full_runs_is_refused(tmp_path: Path) -> None:
     state.budget = 240.0
     state._reserve(1000)
     assert state.reserved == pytest.approx(2 * 1.15 * 101)
+
+
+def test_finalists_follow_the_better_direction(tmp_path: Path) -> None:
+    """A high rate is followed by a gentler one; then by what was better on the choosing half."""
+    state = tuning(tmp_path, 0.5)
+    rates = []
+
+    def finish(loss: float, **more: str) -> None:
+        values = state._next_finalist()
+        assert values is not None
+        rates.append(values[tune.RATE])
+        state.runs[f"final-{len(rates)}"] = {**GOOD, "values": values, "loss": loss, **more}
+
+    finish(0.4)
+    finish(0.5)
+    finish(0.45)  # three times the first: too much
+    assert rates == ["1e-6", "3.33e-07", "3e-06"]
+    assert state._next_finalist() is None  # the best is between the others
+    state.runs.clear()
+    state.runs["a"] = dict(GOOD, loss=0.5)
+    rates.clear()
+    for _ in range(3):
+        finish(0.4, problem="eval/drift is 3 nats per token, above drift_limit (1).")
+    assert rates == ["1e-6", "3.33e-07", "1.11e-07"]
