@@ -1,6 +1,6 @@
 """Writes the pages that are made from the code: `python -m docs.generate`.
 
-The pages of the losses come from the docstrings in rather/losses. A docstring has a first line
+The table of other tools' keys comes from rather/tools/migrate. The pages of the losses come from the docstrings in rather/losses. A docstring has a first line
 `Title (paper): when to use it.`, a description, the formula (indented), and paragraphs that begin
 with `When:`, `Start with:` and `NAME:` for a number that does not have its usual meaning.
 """
@@ -11,6 +11,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,9 @@ import yaml
 from rather.losses.losses import LOSSES, LossRule
 from rather.losses.objective import TAKES
 from rather.recipes import list_recipes
+from rather.tools.migrate.engine import Peer
+from rather.tools.migrate.peers import PEERS
+from rather.tools.migrate.rules import full
 
 DOCS = Path(__file__).resolve().parent
 BEGIN, END = "<!-- begin: docs/generate.py -->", "<!-- end: docs/generate.py -->"
@@ -58,6 +62,21 @@ TASKS = {
         "instead of log-probs. In formulas, r is the score of an answer and σ is the sigmoid.",
     ),
 }
+
+
+# What the rules of `rather migrate` are asked with, to see which key of Rather each key sets.
+PROBES: tuple[Any, ...] = (
+    *(1, 2, 0.5, True, "1", "x", ["x"], {"a": 1}),
+    *("auto", "sigmoid", "dpo", "linear", "cosine", "bf16", "epoch", "adamw_torch"),
+)
+TRAININGS = (
+    *(
+        ("dpo", "sigmoid", "train_dpo"),
+        ("simpo", "simpo", "train_dpo"),
+        ("kto", "kto", "train_kto"),
+    ),
+    *(("rm", "", "rm"), ("orpo", "orpo", "train_orpo"), ("cpo", "cpo", "")),
+)
 
 
 class LossText(NamedTuple):
@@ -197,6 +216,49 @@ def loss_tables() -> str:
     return "\n".join(parts)
 
 
+def settings_of(kind: str, loss: str, program: str) -> dict[str, Any]:
+    """Return settings that choose a kind of training with LoRA, in the keys of every tool."""
+    kinds = dict.fromkeys(("stage", "rl", "rlhf_type"), kind)
+    losses = dict.fromkeys(("pref_loss", "loss_type"), loss)
+    lora = dict.fromkeys(("finetuning_type", "adapter", "tuner_type", "train_type"), "lora")
+    ranks = dict.fromkeys(("lora_r", "lora_rank"), 8)
+    return {**kinds, **losses, **lora, **ranks, "(program)": program, "bf16": True}
+
+
+def keys_set_by(peer: Peer, key: str) -> set[str]:
+    """Return the keys of Rather that a key of another tool sets, for any of the probes."""
+    fixed = {name: value for name, value in peer.defaults.items() if not callable(value)}
+    paths: set[str] = set()
+    for value in (*PROBES, *peer.programs):
+        for training in TRAININGS:
+            # A rule may refuse a value, or fail on one that its tool never has.
+            with suppress(Exception):
+                outcome = peer.rules[key](value, {**fixed, **settings_of(*training), key: value})
+                paths |= {full(path) for path in outcome.values}
+    return paths
+
+
+def keys_page() -> str:
+    """Return the table of keys: one row for each key of Rather, one column for each tool."""
+    tools = [name for name in PEERS if name != "roll"]  # ROLL's keys are Rather's
+    table: dict[str, dict[str, list[str]]] = {}
+    for tool in tools:
+        for key in PEERS[tool].rules:
+            for path in keys_set_by(PEERS[tool], key) if key[0] != "(" else ():
+                table.setdefault(path, {}).setdefault(tool, []).append(f"`{key}`")
+    lines = [f"| Rather | {' | '.join(tools)} |", "|---" * (len(tools) + 1) + "|"]
+    for path in sorted(table):
+        cells = [", ".join(table[path].get(tool, ())) for tool in tools]
+        lines.append(f"| `{path}` | {' | '.join(cells)} |")
+    intro = (
+        "The keys of other tools that set a key of Rather, as [`rather migrate`](index.md) converts "
+        "them. Values may differ: `rather migrate` prints each key with its old and new value and any "
+        "change in meaning. ROLL's keys are Rather's."
+    )
+    note = NOTE.format(source="rather/tools/migrate").replace("docstrings", "tables")
+    return f"# Keys of other tools\n\n{note}\n{wrapped(intro)}\n\n" + "\n".join(lines) + "\n"
+
+
 def between_markers(page: Path, text: str) -> str:
     """Return a hand-written page with a new text between its markers."""
     head, rest = page.read_text(encoding="utf-8").split(BEGIN)
@@ -208,6 +270,7 @@ def pages() -> dict[Path, str]:
     """Return all generated pages with their text."""
     index = DOCS / "losses" / "index.md"
     made = {DOCS / "losses" / f"{task}.md": loss_page(task) for task in TASKS}
+    made[DOCS / "coming_from" / "keys.md"] = keys_page()
     return {**made, index: between_markers(index, loss_tables())}
 
 

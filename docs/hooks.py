@@ -15,6 +15,13 @@ LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)\s#]+)")
 
 MOVED = {  # old page -> page and heading that hold its text now
     "losses/{name}.html": "losses/{task}.html#{name}",  # each loss
+    "coming_from/llama-factory.html": "coming_from/index.html#llama-factory",
+    "coming_from/roll.html": "coming_from/index.html#roll",
+    "coming_from/colossalchat.html": "coming_from/index.html#colossalchat",
+    "coming_from/axolotl.html": "coming_from/index.html#axolotl",
+    "coming_from/openrlhf.html": "coming_from/index.html#openrlhf",
+    "coming_from/nemo-rl.html": "coming_from/index.html#nemo-rl",
+    "coming_from/swift.html": "coming_from/index.html#ms-swift",
 }
 
 
