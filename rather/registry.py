@@ -9,6 +9,7 @@ TOOLS = {
     "board": "rather.tools.commands:board_command",
     "compare": "rather.tools.commands:compare_command",
     "demo": "rather.tools.commands:demo_command",
+    "gguf": "rather.tools.gguf_file:write_gguf",
     "migrate": "rather.tools.commands:migrate_command",
     "pairs": "rather.tools.pairs:pairs_command",
     "report": "rather.tools.commands:report_command",

@@ -35,6 +35,7 @@ from rather.model.policy import PolicyModel
 from rather.model.reward import is_reward_model, merging_files, set_padding
 from rather.optim.rounding import Rounding
 from rather.parallel.load import DTYPES, load_policy, takes_4_bits
+from rather.registry import tool
 from rather.run_folder.model_source import Weights, here, weights_of
 
 log = logging.getLogger(__name__)
@@ -127,6 +128,22 @@ def _card_in(folder: Path) -> str:
         return read_bytes(file).decode("utf-8", "replace")
     except ValueError as error:  # too large
         raise ConfigError(f"{file}: {error}") from error
+
+
+def export_gguf(name: str, out: Path, **options: Any) -> str:
+    """Write the file `out` for llama.cpp; return how the log-probs of its weights compare."""
+    if out.suffix != ".gguf":
+        raise ConfigError(f"--format gguf writes a file: end {out} with .gguf.")
+    _refuse_existing(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = out.with_name(f".tmp-{out.stem}")
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        comparison = export(name, folder, **options)
+        tool("gguf")(folder, out, out.stem)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return comparison
 
 
 def _adapter_of(name: str, trust: Trust) -> Weights:
@@ -244,7 +261,7 @@ def _asked(rounding: Rounding | None, dtype: torch.dtype) -> Rounding | None:
 
 def _refuse_existing(out: Path) -> None:
     if out.exists():
-        raise ConfigError(f"{out}: already exists; choose a new folder.")
+        raise ConfigError(f"{out}: already exists; choose a new name.")
 
 
 @torch.no_grad()

@@ -276,25 +276,32 @@ def export_command(
     dtype: DtypeOption = None,
     shard_size: str | None = None,
     rounding: RoundingOption = None,
+    file_format: Annotated[str, typer.Option("--format")] = "hf",
     trust_code: TrustCode = False,
     trust_paths: TrustPaths = False,
     any_base: AnyBase = False,
 ) -> None:
     """Write a model to a new folder, after comparing its log-probs with those of the source.
 
-    out: The new folder to write.
+    out: The new folder to write; with --format gguf, the file.
     adapter: Export the adapter alone, not merged.
     shard_size: Largest file, such as 500MB; default: 4GB.
+    file_format: hf, a folder for transformers, or gguf, a file for llama.cpp.
     """
+    if file_format not in ("hf", "gguf"):
+        raise ConfigError(f"--format {file_format}: write hf or gguf.")
+    if file_format == "gguf" and (adapter or shard_size):
+        raise ConfigError("--adapter and --shard-size do not apply to --format gguf.")
     with heavy_imports():
-        from rather.commands.export import export
+        from rather.commands.export import export, export_gguf
     from rather.config.found import Trust
     from rather.optim.rounding import Rounding
 
     options: JsonObject = {"adapter": adapter, "dtype": dtype, "size": shard_size}
     options["trust"] = Trust(trust_code, trust_paths, any_base)
     options["rounding"] = Rounding(rounding) if rounding else None
-    echo(f"{out}: {export(source, out, **options)}")
+    write = export if file_format == "hf" else export_gguf
+    echo(f"{out}: {write(source, out, **options)}")
 
 
 @command

@@ -101,7 +101,7 @@ def test_what_does_not_open_is_not_there(
 
 def test_what_cannot_be_exported_says_why(run: DPOConfig, lora: DPOConfig, tmp_path: Path) -> None:
     for arguments, sentence in (
-        ((run.run_dir, tmp_path), "already exists; choose a new folder"),
+        ((run.run_dir, tmp_path), "already exists; choose a new name"),
         (
             (run.run_dir, tmp_path / "out", "--adapter"),
             "has no adapter; export the model without it",
