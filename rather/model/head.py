@@ -42,19 +42,21 @@ def token_logps(
     softcap: float | None = None,
     squares: bool = False,
     words: Words | None = None,
+    statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target | hidden) per row in float32, and log sum p^2 if `squares`, else nothing.
 
     `scale` and `softcap` are the family's own treatment of logits. With `words`, weight and bias
     hold only these, while hidden rows, targets and results are the same on all ranks. Then the
     gradient of the hidden rows is this rank's term of a sum over ranks, which the caller has to
-    form (`enter`, `gather`).
+    form (`enter`, `gather`). `statistics` [3, rows] is filled with each row's entropy, its mean logit,
+    and 1 if the target has the largest logit; not with `words`.
     """
     size, budget = len(hidden_TD) * _row_bytes(weight_VD), KEEP_BYTES[hidden_TD.device.type]
     keep = torch.is_grad_enabled() and 0 < size <= budget
     treatment = _Treatment(scale, softcap)
     return _TokenLogps.apply(
-        hidden_TD, weight_VD, bias_V, targets_T, treatment, squares, keep, words
+        hidden_TD, weight_VD, bias_V, targets_T, treatment, squares, keep, words, statistics
     )
 
 
@@ -72,6 +74,7 @@ class _TokenLogps(torch.autograd.Function):
         squares: bool,
         keep: bool,
         words: Words | None,
+        statistics: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         rows_of_numbers = 4 if squares else 3  # log-prob, log-sum-exp, largest logit, log sum p^2
@@ -82,6 +85,8 @@ class _TokenLogps(torch.autograd.Function):
         ctx.kept, ctx.treatment = [], treatment
         for rows in _chunks(len(hidden), weight, whole=keep and hidden.is_cuda):
             logits = treatment.logits(hidden[rows], weight, bias)
+            if statistics is not None:  # before the logits become exponentials
+                _fill_statistics(statistics[:, rows], logits, targets[rows])
             treatment.fill_numbers(numbers[:, rows], logits, targets[rows].clamp(min=0))
             if keep:
                 ctx.kept.append(logits)
@@ -118,7 +123,7 @@ class _TokenLogps(torch.autograd.Function):
                 d_bias += d_logits.sum(0)
         if ctx.needs_input_grad[1] and d_weight is None:  # no rows at all
             d_weight = torch.zeros_like(weight)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, *[None] * 6
 
 
 class _Treatment(NamedTuple):
@@ -196,6 +201,18 @@ class _Treatment(NamedTuple):
         if self.scale != 1.0:
             d_logits.mul_(self.scale)
         return d_logits.to(logits.dtype)
+
+
+def _fill_statistics(statistics: Tensor, logits: Tensor, targets: Tensor) -> None:
+    """Fill in entropy, mean logit, and whether the target is the most likely word."""
+    size = max(1, CHUNK_BYTES["cpu"] // (4 * logits.shape[1]))
+    for first in range(0, len(logits), size):
+        rows = slice(first, first + size)
+        part = logits[rows].float()
+        logps = part.log_softmax(dim=-1)
+        statistics[0, rows] = -(logps.exp() * logps).sum(dim=-1)
+        statistics[1, rows] = part.mean(dim=-1)
+        statistics[2, rows] = (part.argmax(dim=-1) == targets[rows]).float()
 
 
 def _add_weight_gradient(

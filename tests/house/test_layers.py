@@ -15,7 +15,7 @@ from tests.tiny import in_child
 
 # From the roof to the ground. Rooms on one floor may import each other as long as no circle closes.
 FLOORS = [
-    {"tools"},
+    {"tools", "trl"},
     {"rather", "__main__"},
     {"cli"},
     {"commands"},
@@ -45,6 +45,7 @@ DOORS = {
         "rather/parallel/load.py",
         "rather/data/template.py",
         "rather/tools/demo.py",
+        "rather/trl/",
     ),
     "tensorboard": ("rather/tracking/",),
     "torch.utils.tensorboard": ("rather/tracking/",),
@@ -55,7 +56,7 @@ DOORS = {
     "ray": ("rather/cluster/",),
     "boto3": ("rather/checkpoint/store.py",),
     "botocore": ("rather/checkpoint/store.py",),
-    "peft": ("rather/model/adapters.py",),
+    "peft": ("rather/model/adapters.py", "rather/trl/"),
     "plotly": ("rather/tools/report/",),
 }
 

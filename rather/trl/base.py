@@ -1,0 +1,376 @@
+"""What the trainers have in common: transformers' Trainer over packed pairs.
+
+transformers' Trainer keeps its loop, as under TRL: order of the rows, optimizer, schedule, callbacks,
+checkpoints and log_history are its own. Rather's part is a micro-batch: rows become packed pairs, in
+which no token is computed twice, and Rather's forward, head and losses run on them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
+
+from rather.data.batch import PairBatch, PairFacts, PairLogps, TokenPair
+from rather.errors import ConfigError
+from rather.losses.objective import PairLoss
+from rather.model.check import check_length
+from rather.trl.configs import NO_LOGITS, TrlConfig
+from rather.trl.forward import PackedForward
+from rather.trl.tokens import Packer, Recipe, Row
+
+log = logging.getLogger(__name__)
+
+OWN_LOSS = (
+    "write the loss as a function with @rather.losses.losses.loss() and name it in loss_type; the page "
+    "'Coming from TRL' shows one"
+)
+# Methods of transformers' and TRL's trainers that would change what is computed.
+NOT_CALLED = (
+    "compute_loss", "training_step", "prediction_step", "_compute_loss", "dpo_loss", "kto_loss",
+    "get_batch_loss_metrics", "concatenated_forward", "get_batch_logps", "tokenize_row",
+    "_prepare_dataset", "compute_ref_log_probs", "odds_ratio_loss", "cpo_loss",
+)  # fmt: skip
+# Arguments of a trainer that only their default is accepted for -> why.
+NOT_TAKEN = {
+    "data_collator": "rows are packed, not padded; remove it",
+    "compute_metrics": NO_LOGITS,
+    "preprocess_logits_for_metrics": NO_LOGITS,
+    "compute_loss_func": OWN_LOSS,
+    "model_init": "pass the model, or its name",
+}
+
+
+class PackedTrainer(Trainer):
+    """A trainer of TRL over packed pairs. Subclasses say what rows and losses are."""
+
+    config_class: type[TrlConfig]
+    positions: str  # TRL's arguments, in order
+    args: Any
+    model: Any
+    train_dataset: Any
+    _signature_columns: Any
+    at_end = False  # the last token of an answer is scored, by a reward model
+    by_side = False  # both answers of a pair are computed apart
+    has_reference = False
+    counts_tokens = True  # log_history has num_tokens
+    default_dtype = "float32"
+    loss_is_scaled_for_ga = False  # each micro-batch has its own mean, as in TRL
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        """Take the arguments of TRL's trainer, in its order."""
+        given = {**dict(zip(self.positions.split(), positional, strict=False)), **named}
+        self._refuse(given)
+        model, ref_model = given.get("model"), given.get("ref_model")
+        args = given.get("args") or self._default_args(model)
+        self._refuse_args(args)
+        if given.get("train_dataset") is None or model is None:
+            raise ConfigError("model, train_dataset: are required.")
+        set_seed(args.seed)
+        self._metrics: dict[str, dict[str, list[float]]] = {
+            "train": defaultdict(list),
+            "eval": defaultdict(list),
+        }
+        self._tokens_seen = 0
+        self._numbered_rows = 0  # of all data sets
+        model = self._load(model, args, given.get("quantization_config"))
+        self.tokenizer = self._tokenizer(model, args, given.get("processing_class"))
+        model = self._with_adapter(model, given.get("peft_config"), ref_model)
+        self._refuse_model(model, args)
+        self.args, self.loss = args, self._loss(args)
+        self.recipe = Recipe(self.tokenizer, args.max_length, args.dataset_num_proc)
+        prepared = self._prepared(given["train_dataset"], "train")
+        if args.device.type == "cpu":
+            args.gradient_checkpointing = False  # memory is not short, and no number changes
+        elif hasattr(model, "peft_config") and args.gradient_checkpointing:
+            model.enable_input_require_grads()
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=Packer(self.token_pairs, at_end=self.at_end, by_side=self.by_side),
+            train_dataset=prepared,
+            eval_dataset=self._prepared_sets(given.get("eval_dataset")),
+            processing_class=self.tokenizer,
+            callbacks=given.get("callbacks"),
+            optimizers=given.get("optimizers") or (None, None),
+            optimizer_cls_and_kwargs=given.get("optimizer_cls_and_kwargs"),
+        )
+        if args.n_gpu > 1:
+            raise ConfigError(
+                "this process sees several GPUs: start it with torchrun or accelerate launch, or set "
+                "CUDA_VISIBLE_DEVICES."
+            )
+        self.can_return_loss, self.label_names = True, []
+        self._add_reference(ref_model)
+        self.packed = PackedForward(self.model, self.loss.token_columns)
+        self.model.add_model_tags(["rather", self.name.lower()])
+
+    # --- what a subclass defines ---
+
+    @property
+    def name(self) -> str:
+        """ "DPO" for a DPOTrainer."""
+        return self.config_class.__name__.removesuffix("Config")
+
+    def _loss(self, args: Any) -> PairLoss:
+        """Return Rather's objective for TRL's arguments."""
+        raise NotImplementedError
+
+    def _rows(self, dataset: Any, name: str) -> Any:
+        """Return a dataset of token ids in TRL's columns."""
+        raise NotImplementedError
+
+    def token_pairs(self, row: Row) -> list[TokenPair]:
+        """Return the pairs of one row."""
+        raise NotImplementedError
+
+    def _add_reference(self, ref_model: Any) -> None:
+        """Keep the reference, if there is one, before the model learns to take pairs."""
+
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+        """Return the loss of a micro-batch; store its metrics."""
+        raise NotImplementedError
+
+    # --- before training ---
+
+    def _refuse(self, given: Mapping[str, Any]) -> None:
+        """Refuse arguments and overridden methods that would have no effect."""
+        for name, value in given.items():
+            if name in NOT_TAKEN and value is not None:
+                raise ConfigError(f"{name}: {NOT_TAKEN[name]}.")
+            if name not in self.positions.split():
+                raise ConfigError(
+                    f"{type(self).__name__}: {name}: not an argument in TRL 1.16. `rather migrate "
+                    "SCRIPT.py` converts the settings of older versions."
+                )
+        ours = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("rather.trl"))
+        for name in NOT_CALLED:
+            if getattr(type(self), name, None) is not getattr(ours, name, None):
+                raise ConfigError(
+                    f"{type(self).__name__}.{name}: it would not be used; {OWN_LOSS}."
+                )
+
+    def _default_args(self, model: Any) -> Any:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return self.config_class(f"{name.split('/')[-1]}-{self.name}")
+
+    def _refuse_args(self, args: Any) -> None:
+        if not isinstance(args, self.config_class):
+            mine = f"rather.trl.{self.config_class.__name__}"
+            raise ConfigError(
+                f"args: must be a {mine} (got {type(args).__module__}.{type(args).__name__})."
+            )
+        batches = args.accelerator_config
+        if getattr(batches, "split_batches", None) or getattr(batches, "dispatch_batches", None):
+            raise ConfigError(
+                "accelerator_config: split_batches, dispatch_batches: packed batches are not divided; "
+                "remove them."
+            )
+
+    def _load(self, model: Any, args: Any, quantization_config: Any) -> Any:
+        """Return the model; a name is loaded as TRL loads it, in float32 by default."""
+        if not isinstance(model, str):
+            if quantization_config is not None or args.model_init_kwargs:
+                raise ConfigError(
+                    "quantization_config, model_init_kwargs: they belong to a model that is given by "
+                    "its name; this one is loaded."
+                )
+            return model
+        options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+        dtype = options.pop("dtype", self.default_dtype)
+        is_named = isinstance(dtype, str) and dtype != "auto"
+        options["dtype"] = getattr(torch, dtype) if is_named else dtype
+        if quantization_config is not None:
+            options["quantization_config"] = quantization_config
+        if args.device.type == "cuda":
+            options.setdefault("device_map", {"": args.device})
+        return self._model_class(model, options).from_pretrained(model, **options)
+
+    def _model_class(self, name: str, options: dict[str, Any]) -> Any:
+        kept = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+        config = AutoConfig.from_pretrained(name, **kept)
+        return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+
+    def _tokenizer(self, model: Any, args: Any, tokenizer: Any) -> Any:
+        if tokenizer is None:
+            kept = {"revision": (args.model_init_kwargs or {}).get("revision")}
+            name, trusts = model.config._name_or_path, args.trust_remote_code
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trusts, **kept)
+        if hasattr(tokenizer, "image_processor") or not hasattr(tokenizer, "eos_token"):
+            raise ConfigError(
+                "processing_class: only tokenizers of text; images are not trained on here."
+            )
+        text = model.config.get_text_config()
+        if end := getattr(args, "eos_token", None):
+            if end not in tokenizer.get_vocab():
+                raise ConfigError(f"eos_token: '{end}' is not in the tokenizer's vocabulary.")
+            tokenizer.eos_token = end
+            text.eos_token_id = tokenizer.eos_token_id
+        if path := getattr(args, "chat_template_path", None):
+            if not str(path).endswith((".jinja", ".j2")):
+                raise ConfigError("chat_template_path: name a Jinja file (.jinja or .j2).")
+            with open(path, encoding="utf-8") as file:
+                tokenizer.chat_template = file.read()
+        padding = getattr(args, "pad_token", None) or tokenizer.pad_token or tokenizer.eos_token
+        tokenizer.pad_token = padding
+        text.pad_token_id = tokenizer.pad_token_id
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.pad_token_id = tokenizer.pad_token_id
+        return tokenizer
+
+    def _with_adapter(self, model: Any, peft_config: Any, ref_model: Any) -> Any:
+        """Return the model with its adapter; a given adapter's start is kept as the reference."""
+        is_adapted = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+        if peft_config is not None:
+            from peft import get_peft_model
+
+            if is_adapted:
+                raise ConfigError(
+                    "peft_config: the model has an adapter already; pass one of them."
+                )
+            return get_peft_model(model, peft_config)
+        if is_adapted and self.has_reference and ref_model is None:
+            model.add_adapter("ref", model.peft_config["default"])
+            for name, weight in model.named_parameters():
+                if ".default." in name:
+                    model.get_parameter(name.replace(".default.", ".ref.")).data.copy_(weight.data)
+        return model
+
+    def _refuse_model(self, model: Any, args: Any) -> None:
+        """Refuse what a packed forward cannot reproduce: random dropout, and losses of routers."""
+        text = model.config.get_text_config()
+        coefficient = getattr(args, "router_aux_loss_coef", None)
+        routes = hasattr(text, "output_router_logits")
+        if coefficient if not routes else coefficient != 0.0:
+            raise ConfigError(
+                "router_aux_loss_coef: set it to 0.0 to train a mixture of experts without its router "
+                "loss, or use `rather train` with model_args.moe_aux_loss_coef."
+            )
+        layers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Dropout) and module.p
+        }
+        what = "lora_dropout" if any("lora_dropout" in name for name in layers) else "dropout"
+        if layers and not getattr(args, "disable_dropout", False):
+            raise ConfigError(f"{what}: random dropout is not supported here; set it to 0.")
+        for layer in layers.values():
+            layer.p = 0.0
+        if layers:
+            log.info("%s: disable_dropout sets it to 0, as in TRL", what)
+        if getattr(text, "attention_dropout", 0):
+            raise ConfigError("attention_dropout: the model's config has it; set it to 0.")
+        if args.max_length:
+            check_length(model.config, args.max_length)
+
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        first = next(iter(dataset))
+        if "image" in first or "images" in first:
+            raise ConfigError(
+                "train_dataset: images are not trained on here; use a YAML with `rather train`."
+            )
+        with self.args.main_process_first(desc=f"tokenising {name}"):
+            dataset = self._rows(dataset, name)
+        if not self.has_reference or not hasattr(dataset, "num_rows"):
+            return dataset
+        first_row, self._numbered_rows = self._numbered_rows, self._numbered_rows + len(dataset)
+        return dataset.add_column("row", list(range(first_row, self._numbered_rows)))
+
+    def _prepared_sets(self, dataset: Any) -> Any:
+        if dataset is None or isinstance(dataset, str):
+            return dataset
+        if isinstance(dataset, dict):
+            return {key: self._prepared(each, key) for key, each in dataset.items()}
+        return self._prepared(dataset, "eval")
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keep all columns: a row of tokens has nothing else."""
+        self._signature_columns = list(next(iter(self.train_dataset)))
+
+    # --- a micro-batch ---
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of packed pairs."""
+        mode = "train" if self.model.training else "eval"
+        if mode == "train":
+            self._tokens_seen += int(self.accelerator.gather(inputs["tokens"]).sum())
+        if self.counts_tokens:
+            self._metrics[mode]["num_tokens"] = [self._tokens_seen]
+        self._items = num_items_in_batch
+        loss = self._micro_batch_loss(model, inputs, mode)
+        return (loss, {}) if return_outputs else loss
+
+    def training_step(self, *args: Any, **named: Any) -> Tensor:
+        with self.packed.attention():  # backward may compute layers again
+            return super().training_step(*args, **named)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager(), self.packed.attention():
+            return self.compute_loss(model, inputs), None, None
+
+    def logps(self, batch: PairBatch, policy: Any, reference: Any = None) -> PairLogps:
+        """Return what a loss may know about a micro-batch."""
+        facts = PairFacts.of(batch)
+        return facts.with_logps(policy, reference, facts.mean_chosen_length)
+
+    def note(self, mode: str, **metrics: Tensor | float) -> None:
+        """Add metrics of a micro-batch: means over the ranks, as log_history shows them."""
+        for name, value in metrics.items():
+            mean = torch.as_tensor(value, device=self.args.device).double().detach()
+            self._metrics[mode][name].append(float(self.accelerator.gather(mean).mean()))
+
+    def note_ratio(self, mode: str, name: str, total: Tensor, count: Tensor) -> None:
+        """Add a mean over the tokens of all ranks."""
+        both = torch.stack([total.detach().double(), count.double()])
+        total, count = self.accelerator.gather(both).view(-1, 2).sum(0)
+        self._metrics[mode][name].append(float(total / count) if count else 0.0)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the means of the micro-batches since the last time, with TRL's names."""
+        mode = "train" if self.model.training else "eval"
+        prefix = "" if mode == "train" else "eval_"
+        for name, values in self._metrics[mode].items():
+            logs[prefix + name] = sum(values) / len(values)
+        self._metrics[mode].clear()
+        super().log(logs, start_time)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate; rows that are given here are tokenised first."""
+        if isinstance(eval_dataset, dict):
+            found: dict[str, float] = {}
+            for key, rows in eval_dataset.items():
+                found |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{key}")
+            return found
+        is_new = eval_dataset is not None and not isinstance(eval_dataset, str)
+        if is_new and not self._is_prepared(eval_dataset):
+            eval_dataset = self._prepared(eval_dataset, "eval")
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def _is_prepared(self, dataset: Any) -> bool:
+        ready = (
+            self.eval_dataset.values()
+            if isinstance(self.eval_dataset, dict)
+            else [self.eval_dataset]
+        )
+        return any(dataset is each for each in ready)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return an estimate: 6 per weight and token, embeddings left out."""
+        weights = int(self.packed.base.num_parameters(exclude_embeddings=True))
+        return 6 * int(inputs["tokens"]) * weights
+
+    def _get_num_items_in_batch(self, batch_samples: Sequence[Any], device: Any) -> Any:
+        return None

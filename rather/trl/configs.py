@@ -1,0 +1,323 @@
+"""TRL 1.16's configs, and what becomes of each of their arguments.
+
+A config is a dataclass over transformers' TrainingArguments, as in TRL, so that TrlParser takes it.
+An argument either means what it means in TRL (OURS names Rather's key for it; transformers' Trainer
+reads its own ones), or a value other than the default is refused. None is ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import wraps
+from typing import Any
+
+from transformers import TrainingArguments
+
+from rather.errors import ConfigError
+
+# Arguments of TRL that Rather reads -> Rather's key, or what the argument does.
+OURS = {
+    "loss_type": "pref_loss",
+    "loss_weights": "loss_weights",
+    "beta": "beta",
+    "label_smoothing": "label_smoothing",
+    "f_divergence_type": "f_divergence_type",
+    "f_alpha_divergence_coef": "f_alpha_divergence_coef",
+    "discopop_tau": "discopop_tau",
+    "ld_alpha": "ld_alpha",
+    "use_weighting": "use_weighting",
+    "desirable_weight": "desirable_weight",
+    "undesirable_weight": "undesirable_weight",
+    "center_rewards_coefficient": "center_rewards_coefficient",
+    "cpo_alpha": "rpo_alpha; cpo_alpha for loss_type sigmoid",
+    "simpo_gamma": "gamma",
+    "alpha": "alphapo_alpha",
+    "max_length": "sequence_length",
+    "truncation_mode": "data_args.overlong",
+    "sync_ref_model": "sync_ref_model",
+    "ref_model_mixup_alpha": "ref_model_mixup_alpha",
+    "ref_model_sync_steps": "ref_model_sync_steps",
+    "model_init_kwargs": "model_args",
+    "trust_remote_code": "model_args.trust_remote_code",
+    "disable_dropout": "dropout is off; false is refused for a model that has dropout",
+    "router_aux_loss_coef": "0 for a mixture of experts, else refused: model_args.moe_aux_loss_coef",
+    "precompute_ref_log_probs": "reference.cache",
+    "precompute_ref_batch_size": "reference.infer_batch_size",
+    "dataset_num_proc": "processes that tokenise",
+    "dataset_text_field": "column of plain text",
+    "completion_only_loss": "data_args.score",
+    "assistant_only_loss": "data_args.score: assistant; the chat template must mark the turns",
+    "chat_template_path": "data_args.template; a Jinja file",
+    "eos_token": "end token of the tokenizer",
+    "pad_token": "padding token of the tokenizer that is saved",
+    "shuffle_dataset": "shuffles the rows once",
+    "padding_free": "always: nothing is padded, which changes no number",
+    "pad_to_multiple_of": "nothing is padded, which changes no number",
+    "gradient_checkpointing": "recomputes activations on a GPU; changes no number",
+    "prediction_loss_only": "evaluation returns the loss and metrics only",
+    "eval_accumulation_steps": "evaluation returns the loss and metrics only",
+}  # fmt: skip
+SHARDING = "set strategy_args.strategy_name in a YAML and use `rather train`"
+COMPILED = "set compile: on in a YAML and use `rather train`"
+NO_LOGITS = (
+    "logits are never kept; use a metric of rather.losses.own or TrainerCallback.on_evaluate"
+)
+# Arguments of which only the default is accepted -> why, and what to do instead.
+REFUSED = {
+    "deepspeed": f"no DeepSpeed here; for ZeRO {SHARDING}: zero2 or zero3",
+    "fsdp": f"for sharded models {SHARDING}: fsdp2_train",
+    "fsdp_config": f"for sharded models {SHARDING}: fsdp2_train",
+    "parallelism_config": f"for tensor and context parallelism {SHARDING}",
+    "torch_compile": COMPILED,
+    "torch_compile_backend": COMPILED,
+    "torch_compile_mode": COMPILED,
+    "use_liger_kernel": "Rather's own kernels are always on; remove it",
+    "liger_kernel_config": "Rather's own kernels are always on; remove it",
+    "neftune_noise_alpha": "noise on embeddings is not supported; remove it",
+    "label_smoothing_factor": "preference losses have label_smoothing; remove it",
+    "label_names": "batches have no labels; remove it",
+    "include_num_input_tokens_seen": "num_tokens in log_history counts them; remove it",
+    "include_for_metrics": NO_LOGITS,
+    "batch_eval_metrics": NO_LOGITS,
+    "eval_do_concat_batches": NO_LOGITS,
+    "eval_use_gather_object": NO_LOGITS,
+    "activation_offloading": f"to offload activations {SHARDING} with offload",
+    "packing": "a step counts answers here, not filled sequences; raise per_device_train_batch_size",
+    "packing_strategy": "belongs to packing, which is refused; remove it",
+    "eval_packing": "belongs to packing, which is refused; remove it",
+    "dataset_kwargs": "prepared rows are recognised by their column input_ids; remove it",
+    "max_completion_length": "TRL uses it for encoder-decoder models only; remove it",
+    "generate_during_eval": "set eval_prompts in a YAML and use `rather train`",
+    "is_encoder_decoder": "only decoders are trained; remove it",
+    "padding_value": "nothing is padded; remove it",
+}  # fmt: skip
+# Arguments that only count with another one -> that one, and its value.
+NEEDS = {
+    "discopop_tau": ("loss_type", "discopop"),
+    "f_alpha_divergence_coef": ("f_divergence_type", "alpha_divergence"),
+    "simpo_gamma": ("loss_type", "simpo"),
+    "alpha": ("loss_type", "simpo"),
+    "ref_model_mixup_alpha": ("sync_ref_model", True),
+    "ref_model_sync_steps": ("sync_ref_model", True),
+    "precompute_ref_batch_size": ("precompute_ref_log_probs", True),
+}
+# What `accelerate launch` sets for a config file with one of these -> its key in the file.
+LAUNCHED = {
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_config",
+    "ACCELERATE_USE_FSDP": "fsdp_config",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_config",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
+
+
+def default_of(argument: Field[Any]) -> Any:
+    """Return the default of a dataclass field."""
+    factory = argument.default_factory
+    return argument.default if factory is MISSING else factory()
+
+
+def changed_arguments(config: Any) -> Iterator[str]:
+    """Yield the names of the arguments that differ from their defaults."""
+    for argument in fields(config):
+        value, default = getattr(config, argument.name), default_of(argument)
+        is_off = value is False and default == "no"  # how a parser reads "no"
+        if value != default and not is_off:
+            yield argument.name
+
+
+def describe_argument(name: str) -> tuple[str, str]:
+    """Return "exact" or "refused", and Rather's key or the reason: a row of the docs' table."""
+    if name in REFUSED:
+        return "refused", REFUSED[name]
+    return "exact", OURS.get(name, "transformers' Trainer reads it, as in TRL")
+
+
+def refuse_launcher() -> None:
+    """Refuse what a config file of accelerate asks for and this process would not do."""
+    for variable, key in LAUNCHED.items():
+        if os.environ.get(variable, "false").lower() in ("true", "1"):
+            raise ConfigError(f"accelerate's config file: {key}: {SHARDING}, started by torchrun.")
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise ConfigError(f"accelerate's config file: dynamo_config: {COMPILED}.")
+
+
+def strict(cls: type[Any]) -> type[Any]:
+    """Name unknown arguments of a config: those of other versions of TRL, or misspelt ones."""
+    plain_init = cls.__init__
+
+    @wraps(plain_init)
+    def init(self: Any, *arguments: Any, **named: Any) -> None:
+        unknown = sorted(set(named) - {argument.name for argument in fields(self)})
+        if unknown:
+            raise ConfigError(
+                f"{type(self).__name__}: {', '.join(unknown)}: not an argument in TRL 1.16. "
+                "`rather migrate SCRIPT.py` converts the settings of older versions."
+            )
+        plain_init(self, *arguments, **named)
+
+    cls.__init__ = init
+    return cls
+
+
+@dataclass
+class TrlConfig(TrainingArguments):
+    """What the configs have in common. Defaults are TRL's."""
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]  # noqa: RUF012
+
+    learning_rate: float = 1e-6
+    logging_steps: float = 10
+    gradient_checkpointing: bool = True
+    bf16: bool | None = None  # type: ignore[assignment]
+    lr_scheduler_kwargs: dict[str, Any] | str | None = None
+    model_init_kwargs: dict[str, Any] | str | None = None
+    trust_remote_code: bool = False
+    dataset_num_proc: int | None = None
+    max_length: int | None = 1024
+
+    def __post_init__(self) -> None:
+        refuse_launcher()
+        if problems := list(self._problems()):
+            raise ConfigError(problems)
+        if self.bf16 is None:
+            self.bf16 = not self.fp16
+        super().__post_init__()  # type: ignore[no-untyped-call]
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what would not be done, or would have no effect."""
+        for name in changed_arguments(self):
+            if name in REFUSED:
+                yield f"{name}: {REFUSED[name]}."
+            if name in NEEDS:
+                other, value = NEEDS[name]
+                is_on = getattr(self, other)
+                if value != is_on and value not in (is_on if isinstance(is_on, list) else []):
+                    yield f"{name}: has an effect only with {other}: {value}; remove it."
+
+
+@dataclass
+class WithReference(TrlConfig):
+    """A policy that is compared with a reference."""
+
+    router_aux_loss_coef: float | None = None
+    disable_dropout: bool = True
+    pad_to_multiple_of: int | str | None = "auto"
+    precompute_ref_log_probs: bool = False
+    precompute_ref_batch_size: int | None = None
+    beta: float = 0.1
+    activation_offloading: bool = False
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
+
+
+@strict
+@dataclass
+class DPOConfig(WithReference):
+    """TRL's DPOConfig."""
+
+    truncation_mode: str = "keep_start"
+    padding_free: bool = False
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
+    loss_weights: list[float] | None = None
+    ld_alpha: float | None = None
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
+    label_smoothing: float = 0.0
+    use_weighting: bool = False
+    discopop_tau: float = 0.05
+    pad_token: str | None = None
+
+    def __post_init__(self) -> None:
+        names: Any = self.loss_type
+        self.loss_type = [names] if isinstance(names, str) else list(names)
+        super().__post_init__()
+
+
+@strict
+@dataclass
+class KTOConfig(WithReference):
+    """TRL's KTOConfig."""
+
+    train_sampling_strategy: str = "sequential"
+    loss_type: str = "kto"
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+@strict
+@dataclass
+class RewardConfig(TrlConfig):
+    """TRL's RewardConfig."""
+
+    learning_rate: float = 1e-4
+    chat_template_path: str | None = None
+    disable_dropout: bool = True
+    eos_token: str | None = None
+    pad_to_multiple_of: int | str | None = "auto"
+    center_rewards_coefficient: float | None = None
+    activation_offloading: bool = False
+    pad_token: str | None = None
+
+
+@strict
+@dataclass
+class SFTConfig(TrlConfig):
+    """TRL's SFTConfig."""
+
+    _VALID_DICT_FIELDS = [*TrlConfig._VALID_DICT_FIELDS, "dataset_kwargs"]  # noqa: RUF012
+
+    learning_rate: float = 2e-5
+    router_aux_loss_coef: float | None = None
+    chat_template_path: str | None = None
+    dataset_text_field: str = "text"
+    dataset_kwargs: dict[str, Any] | str | None = None
+    eos_token: str | None = None
+    truncation_mode: str = "keep_start"
+    shuffle_dataset: bool = False
+    packing: bool = False
+    packing_strategy: str = "bfd"
+    padding_free: bool = False
+    pad_to_multiple_of: int | str | None = "auto"
+    eval_packing: bool | None = None
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    loss_type: str = "nll"
+    activation_offloading: bool = False
+    pad_token: str | None = None
+
+
+@dataclass
+class WithoutReference(TrlConfig):
+    """The pairwise losses of trl.experimental that have no reference."""
+
+    max_completion_length: int | None = None
+    beta: float = 0.1
+    disable_dropout: bool = True
+    generate_during_eval: bool = False
+    is_encoder_decoder: bool | None = None
+
+
+@strict
+@dataclass
+class ORPOConfig(WithoutReference):
+    """TRL's ORPOConfig."""
+
+    padding_value: int | None = None
+
+
+@strict
+@dataclass
+class CPOConfig(WithoutReference):
+    """TRL's CPOConfig."""
+
+    label_smoothing: float = 0.0
+    loss_type: str = "sigmoid"
+    cpo_alpha: float = 1.0
+    simpo_gamma: float = 0.5
+    alpha: float = 0.0
+
+
+CONFIGS = (DPOConfig, KTOConfig, RewardConfig, SFTConfig, ORPOConfig, CPOConfig)

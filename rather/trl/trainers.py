@@ -1,0 +1,472 @@
+"""DPO, KTO, reward, SFT, ORPO and CPO trainers: TRL's arguments as Rather's losses, TRL's metrics."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, TrainerCallback
+
+from rather.data.batch import PairBatch, TokenPair
+from rather.errors import ConfigError
+from rather.losses.losses import LOSSES, gap, log_odds_ratio, log_ratios
+from rather.losses.objective import PairLoss, configure
+from rather.trl.base import PackedTrainer
+from rather.trl.configs import (
+    CPOConfig,
+    DPOConfig,
+    KTOConfig,
+    ORPOConfig,
+    RewardConfig,
+    SFTConfig,
+    TrlConfig,
+)
+from rather.trl.forward import PackedForward, as_reference
+from rather.trl.tokens import Row, cut_answer, token_pair
+
+DIVERGENCES = {"js_divergence": "js", "alpha_divergence": "alpha"}
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # TRL ignores label_smoothing elsewhere
+Reference = dict[str, Tensor]
+
+
+class MoveReference(TrainerCallback):
+    """TR-DPO: moves the reference towards the policy every few steps."""
+
+    def __init__(self, trainer: WithReference) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps:
+            return
+        trainer = self.trainer
+        pairs = zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True)
+        with torch.no_grad():
+            for policy, reference in pairs:
+                reference.lerp_(policy.to(reference.dtype), args.ref_model_mixup_alpha)
+        trainer.known.clear()
+
+
+class Pairwise(PackedTrainer):
+    """Metrics of chosen and rejected answers."""
+
+    def _note_logits(self, mode: str, policy: Mapping[str, Tensor], length: Tensor) -> None:
+        for side, name in enumerate(("logits/chosen", "logits/rejected")):
+            self.note_ratio(mode, name, policy["logits"][:, side].sum(), length[:, side].sum())
+
+    def _note_rewards(self, mode: str, rewards: Tensor, logps: Tensor) -> None:
+        chosen, rejected = rewards.unbind(1)
+        self.note(mode, **{
+            "rewards/chosen": chosen.mean(),
+            "rewards/rejected": rejected.mean(),
+            "rewards/accuracies": (chosen > rejected).double().mean(),
+            "rewards/margins": (chosen - rejected).mean(),
+            "logps/chosen": logps[:, 0].mean(),
+            "logps/rejected": logps[:, 1].mean(),
+        })  # fmt: skip
+
+
+class WithReference(PackedTrainer):
+    """A trainer whose loss compares with a reference, which sees each row once."""
+
+    has_reference = True
+
+    positions = (
+        "model ref_model args data_collator train_dataset eval_dataset processing_class "
+        "compute_metrics callbacks optimizers quantization_config peft_config"
+    )
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        self.known: dict[int, Tensor] = {}  # reference log-probs of a row
+        super().__init__(*positional, **named)
+        if self.args.sync_ref_model:
+            if self.ref_model is None:
+                raise ConfigError(
+                    "sync_ref_model: not with an adapter or precompute_ref_log_probs."
+                )
+            self.add_callback(MoveReference(self))
+        if self.args.precompute_ref_log_probs:
+            self._precompute()
+
+    def _add_reference(self, ref_model: Any) -> None:
+        if ref_model is self.model:
+            raise ConfigError("ref_model: is the model itself; leave it out.")
+        self.ref_model = ref_model
+        is_adapted = hasattr(self.model, "peft_config")
+        if ref_model is None and not is_adapted and not self.args.precompute_ref_log_probs:
+            self.ref_model = copy.deepcopy(self.model)
+        if self.ref_model is None:
+            return
+        self.ref_model = self.ref_model.to(self.args.device).eval().requires_grad_(False)
+        self.packed_reference = PackedForward(self.ref_model, self.loss.token_columns)
+
+    def _precompute(self) -> None:
+        """Compute the reference log-probs of all rows now, while the policy is the reference."""
+        size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
+        sets = self.eval_dataset
+        sets = list(sets.values()) if isinstance(sets, dict) else [] if sets is None else [sets]
+        for dataset in [self.train_dataset, *sets]:
+            if not hasattr(dataset, "num_rows"):
+                raise ConfigError(
+                    "precompute_ref_log_probs: not with a streamed dataset; remove it."
+                )
+            for inputs in DataLoader(dataset, batch_size=size, collate_fn=self.data_collator):
+                batch = inputs["pairs"].to(str(self.args.device))
+                self.reference(batch, inputs["rows"].tolist())
+
+    @torch.no_grad()
+    def reference(self, batch: PairBatch, rows: Sequence[int]) -> Reference:
+        """Return the reference's columns of a micro-batch: known ones, or those of its model."""
+        names = ["sum", *sorted(self.loss.token_columns & {"shared"})]
+        own_rows = [rows[place] for place in batch.pair_P.tolist()]
+        if not all(row in self.known for row in own_rows):
+            columns = self._ask_reference(batch)
+            if -1 in own_rows:  # streamed rows have no number
+                return columns
+            table = torch.stack([columns[name] for name in names], 1).cpu()
+            self.known.update(zip(own_rows, table, strict=True))
+        table = torch.stack([self.known[row] for row in own_rows]).to(self.args.device)
+        return dict(zip(names, table.unbind(1), strict=True))
+
+    def _ask_reference(self, batch: PairBatch) -> Reference:
+        with self.accelerator.autocast():
+            if self.ref_model is not None:
+                with self.packed_reference.attention():
+                    found: Reference = self.ref_model(pairs=batch)
+                return found
+            with self.packed.attention():
+                if not hasattr(self.model, "peft_config"):
+                    if self.state.global_step:
+                        raise ConfigError(
+                            "precompute_ref_log_probs: rows that are new after training began have no "
+                            "reference; give them as eval_dataset."
+                        )
+                    return dict(self.model(pairs=batch))
+                with as_reference(self.accelerator.unwrap_model(self.model)):
+                    return dict(self.model(pairs=batch))
+
+
+def dpo_loss(args: Any) -> PairLoss:
+    """Return Rather's objective of a DPOConfig."""
+    if args.label_smoothing and not all(name in SMOOTHED for name in args.loss_type):
+        raise ConfigError(
+            f"label_smoothing: TRL 1.16 ignores it for {', '.join(args.loss_type)}; remove it, or take "
+            f"one of {', '.join(SMOOTHED)}."
+        )
+    numbers = {"beta": args.beta, "discopop_tau": args.discopop_tau}
+    numbers["label_smoothing"] = args.label_smoothing
+    taken = {key for name in args.loss_type for key in LOSSES.find(name, "loss_type").numbers}
+    kind = DIVERGENCES.get(args.f_divergence_type, args.f_divergence_type)
+    modifiers = {"ld_alpha": args.ld_alpha, "use_weighting": args.use_weighting or None}
+    if kind != "reverse_kl":
+        modifiers["f_divergence_type"] = kind
+    if kind == "alpha":
+        modifiers["f_alpha_divergence_coef"] = args.f_alpha_divergence_coef
+    numbers = {key: value for key, value in numbers.items() if key in taken}
+    return configure(args.loss_type, numbers, args.loss_weights, modifiers)
+
+
+class DPOTrainer(WithReference, Pairwise):
+    """TRL's DPOTrainer."""
+
+    config_class: type[TrlConfig] = DPOConfig
+
+    def _loss(self, args: Any) -> PairLoss:
+        return dpo_loss(args)
+
+    def _rows(self, dataset: Any, name: str) -> Any:
+        return self.recipe.preference(dataset, drops=self.args.truncation_mode == "keep_start")
+
+    def token_pairs(self, row: Row) -> list[TokenPair]:
+        most = self.args.max_length
+        kept = slice(None, most)
+        if most is not None and self.args.truncation_mode == "keep_end":
+            kept = slice(-most, None)
+        prompt = row["prompt_ids"]
+        sides = [cut_answer(prompt, row[f"{side}_ids"], kept) for side in ("chosen", "rejected")]
+        return [token_pair(sides, len(prompt))]
+
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+        batch = inputs["pairs"]
+        policy = model(pairs=batch)
+        reference = None
+        if self.loss.needs_reference:
+            reference = self.reference(batch, inputs["rows"].tolist())
+        x = self.logps(batch, policy, reference)
+        loss = self.loss(x).mean()
+        seen = self.loss.effective(x)
+        rewards = self.args.beta * (log_ratios(seen) if reference else seen.policy).detach()
+        self.note_ratio(mode, "entropy", policy["entropy"].sum(), x.length.sum())
+        self._note_logits(mode, policy, x.length)
+        self.note_ratio(
+            mode, "mean_token_accuracy", policy["top1"][:, 0].sum(), x.length[:, 0].sum()
+        )
+        self._note_rewards(mode, rewards, seen.policy)
+        return loss
+
+
+class KTOTrainer(WithReference):
+    """TRL's KTOTrainer: the KL of a micro-batch comes from answers of neighbouring rows."""
+
+    config_class: type[TrlConfig] = KTOConfig
+    by_side = True
+
+    def _loss(self, args: Any) -> PairLoss:
+        self.with_kl = args.loss_type != "apo_zero_unpaired"
+        if args.loss_type not in ("kto", "apo_zero_unpaired"):
+            raise ConfigError(
+                f"loss_type: '{args.loss_type}' is neither kto nor apo_zero_unpaired."
+            )
+        if self.with_kl and args.train_sampling_strategy != "sequential":
+            raise ConfigError("train_sampling_strategy: kto needs 'sequential', as in TRL.")
+        if self.with_kl and args.per_device_train_batch_size < 2:
+            raise ConfigError("per_device_train_batch_size: kto needs at least 2 rows, as in TRL.")
+        names = ("beta", "desirable_weight", "undesirable_weight")
+        return configure([args.loss_type], {name: getattr(args, name) for name in names})
+
+    def _rows(self, dataset: Any, name: str) -> Any:
+        size = self.args.per_device_train_batch_size
+        return self.recipe.unpaired(dataset, size if self.with_kl else None)
+
+    def token_pairs(self, row: Row) -> list[TokenPair]:
+        kept, prompt = slice(None, self.args.max_length), row["prompt_ids"]
+        names = ["completion_ids", *(["KL_completion_ids"] if self.with_kl else [])]
+        sides = [cut_answer(prompt, row[name], kept) for name in names]
+        return [token_pair(sides, len(prompt), soft_label=float(row["label"]))]
+
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+        reference = self.reference(inputs["pairs"], inputs["rows"].tolist())
+        kl = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        if self.with_kl:
+            with torch.no_grad():
+                neighbours = model(pairs=inputs["rejected"])["sum"][:, 1]
+            kl = (neighbours - reference["sum"][:, 1]).mean()
+            kl = self.accelerator.gather(kl).mean().clamp(min=0)
+        batch = inputs["chosen"]
+        policy = model(pairs=batch)
+        baseline = kl.expand_as(reference["sum"])
+        x = self.logps(batch, policy, {**reference, "baseline": baseline})
+        self._note(mode, x, policy, kl)
+        return self.loss(x).mean()
+
+    def _note(self, mode: str, x: Any, policy: Mapping[str, Tensor], kl: Tensor) -> None:
+        self.note(mode, kl=kl)
+        ratios = log_ratios(x)[:, 0].detach()
+        length = x.length[:, 0]
+        self.note_ratio(mode, "entropy", policy["entropy"][:, 0].sum(), length.sum())
+        label = x.extra["soft_label"]
+        means = {"rewards": self.args.beta * ratios, "logps": x.policy[:, 0].detach()}
+        found = self._metrics[mode]
+        counts = {"chosen": label, "rejected": 1 - label}
+        present = {
+            side: self.accelerator.gather(mask.sum()).sum() > 0 for side, mask in counts.items()
+        }
+        for side, mask in counts.items():
+            if not present[side]:
+                continue
+            sums = (policy["logits"][:, 0] * mask).sum(), (length * mask).sum()
+            self.note_ratio(mode, f"logits/{side}", *sums)
+            for name, values in means.items():
+                self.note_ratio(mode, f"{name}/{side}", (values * mask).sum(), mask.sum())
+        if all(present.values()):
+            margin = found["rewards/chosen"][-1] - found["rewards/rejected"][-1]
+            found["rewards/margins"].append(margin)
+
+
+class RewardTrainer(PackedTrainer):
+    """TRL's RewardTrainer."""
+
+    config_class: type[TrlConfig] = RewardConfig
+    at_end = True
+
+    positions = (
+        "model args data_collator train_dataset eval_dataset processing_class compute_metrics callbacks "
+        "optimizers optimizer_cls_and_kwargs preprocess_logits_for_metrics quantization_config peft_config"
+    )
+
+    def _model_class(self, name: str, options: dict[str, Any]) -> Any:
+        options["num_labels"] = 1
+        return AutoModelForSequenceClassification
+
+    def _loss(self, args: Any) -> PairLoss:
+        return configure(
+            ["bradley_terry"], {"center_rewards_coefficient": args.center_rewards_coefficient}
+        )
+
+    def _rows(self, dataset: Any, name: str) -> Any:
+        return self.recipe.reward(dataset)
+
+    def token_pairs(self, row: Row) -> list[TokenPair]:
+        sides = [
+            (row[f"{side}_ids"], [1] * len(row[f"{side}_ids"])) for side in ("chosen", "rejected")
+        ]
+        shorter = min(len(ids) for ids, _ in sides) - 1  # each side has a token of its own
+        facts = {"margin": float(row["margin"])} if row.get("margin") is not None else {}
+        return [token_pair(sides, shorter, **facts)]
+
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+        x = self.logps(inputs["pairs"], model(pairs=inputs["pairs"]))
+        scores = self.accelerator.gather(x.policy.detach())
+        margin = gap(x.policy)
+        self._metrics[mode]["min_reward"].append(float(scores.min()))
+        self._metrics[mode]["mean_reward"].append(float(scores.mean()))
+        self._metrics[mode]["max_reward"].append(float(scores.max()))
+        self.note(mode, accuracy=(margin > 0).double().mean(), margin=margin.mean())
+        return self.loss(x).mean()
+
+
+class SFTTrainer(PackedTrainer):
+    """TRL's SFTTrainer: a mean over the scored tokens of the whole step."""
+
+    config_class: type[TrlConfig] = SFTConfig
+    loss_is_scaled_for_ga = True
+
+    positions = (
+        "model args data_collator train_dataset eval_dataset processing_class compute_loss_func "
+        "compute_metrics callbacks optimizers optimizer_cls_and_kwargs preprocess_logits_for_metrics "
+        "quantization_config peft_config formatting_func"
+    )
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        self.formatting_func = named.get("formatting_func")
+        super().__init__(*positional, **named)
+
+    def _loss(self, args: Any) -> PairLoss:
+        if args.loss_type != "nll":
+            raise ConfigError(f"loss_type: '{args.loss_type}' is not supported; take nll.")
+        return replace(configure(["sft"], {}), task="sft")
+
+    def _rows(self, dataset: Any, name: str) -> Any:
+        args, template = self.args, str(self.tokenizer.chat_template)
+        if args.assistant_only_loss and "{% generation %}" not in template.replace("{%-", "{%"):
+            raise ConfigError(
+                "assistant_only_loss: the chat template does not mark the assistant's turns with "
+                "{% generation %}; add it, or set data_args.score: assistant in a YAML."
+            )
+        if self.formatting_func is not None:
+            formatted = self.formatting_func
+            dataset = self.recipe.map(dataset, lambda row: {"text": formatted(row)})
+        first = next(iter(dataset))
+        only = args.completion_only_loss
+        only = "prompt" in first and "completion" in first if only is None else only
+        dataset = self.recipe.language_modelling(dataset, args, completion_only=only)
+        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+
+    def token_pairs(self, row: Row) -> list[TokenPair]:
+        scored = [int(label != -100) for label in row["labels"]]
+        return [token_pair([(row["input_ids"], scored)])]
+
+    def _get_num_items_in_batch(self, batch_samples: Sequence[Any], device: Any) -> Any:
+        count = sum(batch["pairs"].length_P2.sum() for batch in batch_samples)
+        count = torch.as_tensor(count, device=device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            count = self.accelerator.gather(count).sum()
+        return count
+
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+        batch = inputs["pairs"]
+        policy = model(pairs=batch)
+        tokens = batch.length_P2[:, 0].sum()
+        items = tokens if self._items is None else self._items
+        loss: Tensor = -policy["sum"][:, 0].sum() / items
+        if self.args.average_tokens_across_devices and self._items is not None:
+            loss = loss * self.accelerator.num_processes
+        self.note_ratio(mode, "entropy", policy["entropy"].sum(), tokens)
+        self.note_ratio(mode, "mean_token_accuracy", policy["top1"].sum(), tokens)
+        return loss
+
+
+class WithoutReference(Pairwise):
+    """The pairwise trainers of trl.experimental that have no reference."""
+
+    counts_tokens = False
+    default_dtype = "auto"
+
+    positions = (
+        "model args data_collator train_dataset eval_dataset processing_class model_init callbacks "
+        "optimizers preprocess_logits_for_metrics peft_config compute_metrics"
+    )
+
+    def _rows(self, dataset: Any, name: str) -> Any:
+        return self.recipe.concatenated(dataset)
+
+    def token_pairs(self, row: Row) -> list[TokenPair]:
+        sides = [
+            (row[f"{side}_input_ids"], row[f"{side}_scored"]) for side in ("chosen", "rejected")
+        ]
+        shared = min(scored.index(1) for _, scored in sides)
+        return [token_pair(sides, shared)]
+
+    def _note_pairs(self, mode: str, x: Any, policy: Mapping[str, Tensor], averages: bool) -> None:
+        """Add TRL's metrics; its logits are means over padding, too, here over scored tokens."""
+        logps = (x.policy / x.length if averages else x.policy).detach()
+        # Like TRL's, it leaves out rows of the last micro-batches of an epoch.
+        logps = self.accelerator.gather_for_metrics(logps)
+        self._note_rewards(mode, self.args.beta * logps, logps)
+        self._note_logits(mode, policy, x.length)
+
+
+class ORPOTrainer(WithoutReference):
+    """TRL's ORPOTrainer: its NLL is a mean over the tokens of prompt and chosen answer."""
+
+    config_class: type[TrlConfig] = ORPOConfig
+
+    def _loss(self, args: Any) -> PairLoss:
+        return configure(["orpo"], {"beta": args.beta})
+
+    def token_pairs(self, row: Row) -> list[TokenPair]:
+        """Return the pair, and its chosen sequence with every token scored."""
+        (pair,) = super().token_pairs(row)
+        ids = row["chosen_input_ids"]
+        return [pair, token_pair([(ids, [1] * len(ids))], len(pair.prompt))]
+
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+        batch = inputs["pairs"]
+        columns = model(pairs=batch)
+        every = self.logps(batch, columns)
+        is_pair = batch.pair_P % 2 == 0
+        whole = every.policy[~is_pair, 0].sum(), every.length[~is_pair, 0].sum()
+        nll = -whole[0] / whole[1]
+        x = every._replace(policy=every.policy[is_pair], length=every.length[is_pair])
+        policy = {name: column[is_pair] for name, column in columns.items()}
+        log_odds = log_odds_ratio(x)
+        ratio = logsigmoid(log_odds).mean()
+        self._note_pairs(mode, x, policy, averages=True)
+        self.note(mode, nll_loss=nll, log_odds_ratio=ratio, log_odds_chosen=log_odds.mean())
+        loss: Tensor = nll - self.args.beta * ratio
+        return loss
+
+
+class CPOTrainer(WithoutReference):
+    """TRL's CPOTrainer, with SimPO and AlphaPO."""
+
+    config_class: type[TrlConfig] = CPOConfig
+
+    def _loss(self, args: Any) -> PairLoss:
+        numbers = {"beta": args.beta, "label_smoothing": args.label_smoothing or None}
+        modifiers: dict[str, Any] = {"rpo_alpha": args.cpo_alpha}
+        if args.loss_type == "sigmoid":
+            return configure(["cpo"], {**numbers, "cpo_alpha": args.cpo_alpha})
+        if args.loss_type == "simpo" and args.alpha:
+            own = {"gamma": args.simpo_gamma, "alphapo_alpha": args.alpha}
+            return configure(["alphapo"], {**numbers, **own}, None, modifiers)
+        if args.loss_type == "simpo":
+            return configure(["simpo"], {**numbers, "gamma": args.simpo_gamma}, None, modifiers)
+        if args.loss_type in ("hinge", "ipo"):
+            return configure([args.loss_type], numbers, None, {**modifiers, "reference_free": True})
+        raise ConfigError(f"loss_type: '{args.loss_type}' is not sigmoid, hinge, ipo or simpo.")
+
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+        batch = inputs["pairs"]
+        policy = model(pairs=batch)
+        x = self.logps(batch, policy)
+        self._note_pairs(mode, x, policy, averages=self.args.loss_type in ("ipo", "simpo"))
+        tokens = x.length[:, 0].sum()
+        nll = -x.policy[:, 0].sum() / tokens if self.args.cpo_alpha else 0.0
+        self.note(mode, nll_loss=nll)
+        return self.loss(x).mean()

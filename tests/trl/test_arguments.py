@@ -1,0 +1,252 @@
+"""Every argument of TRL's configs and trainers means what it means there, or is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from transformers import HfArgumentParser, TrainerCallback
+
+import rather.trl
+from rather.errors import ConfigError
+from rather.trl.configs import NEEDS, OURS, REFUSED, default_of, describe_argument
+from rather.trl.trainers import dpo_loss
+from tests.golden.trl_run import make_model, make_rows
+from tests.trl.cases import PATHS, TRAINERS, Case, make_trainer
+
+ARGUMENTS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("expected_1_16.json").read_text(encoding="utf-8")
+)["arguments"]
+OF_TRANSFORMERS = {argument.name for argument in fields(transformers.TrainingArguments)}
+CELLS = [(trainer, name) for trainer in TRAINERS for name in ARGUMENTS[trainer]]
+# Values for arguments whose default says nothing about their type.
+VALUES: dict[str, Any] = {
+    "deepspeed": {"zero_optimization": {"stage": 2}},
+    "fsdp": "full_shard",
+    "fsdp_config": {"version": 2},
+    "include_for_metrics": ["loss"],
+    "label_names": ["labels"],
+    "liger_kernel_config": {"rope": True},
+    "include_num_input_tokens_seen": "all",
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+    "torch_compile_backend": "inductor",
+    "torch_compile_mode": "default",
+}
+# Arguments of DPO's loss: another value, and what it needs to have an effect.
+OF_THE_LOSS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "loss_type": (["hinge"], {}),
+    "loss_weights": ([1.0, 0.5], {"loss_type": ["sigmoid", "sft"]}),
+    "beta": (0.3, {}),
+    "label_smoothing": (0.2, {"loss_type": ["robust"]}),
+    "f_divergence_type": ("js_divergence", {}),
+    "f_alpha_divergence_coef": (0.7, {"f_divergence_type": "alpha_divergence"}),
+    "discopop_tau": (0.1, {"loss_type": ["discopop"]}),
+    "ld_alpha": (0.5, {}),
+    "use_weighting": (True, {}),
+}
+
+
+def config_of(trainer: str) -> Any:
+    return getattr(rather.trl, f"{trainer}Config")
+
+
+def another(name: str, default: Any) -> Any:
+    """Return a value that is not the default."""
+    if name in VALUES:
+        return VALUES[name]
+    if isinstance(default, bool):
+        return not default
+    return default + 1 if isinstance(default, int | float) else 3
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_configs_have_trls_arguments_and_defaults(trainer: str) -> None:
+    ours = {argument.name: default_of(argument) for argument in fields(config_of(trainer))}
+    assert set(ours) == set(ARGUMENTS[trainer])
+    for name, default in ARGUMENTS[trainer].items():
+        assert ours[name] == default or str(ours[name]) == default, name
+
+
+@pytest.mark.parametrize(("trainer", "name"), [c for c in CELLS if c[1] in REFUSED])
+def test_a_refused_argument_is_named(trainer: str, name: str, tmp_path: Path) -> None:
+    value = another(name, ARGUMENTS[trainer][name])
+    with pytest.raises(ConfigError, match=f"{name}: "):
+        config_of(trainer)(output_dir=str(tmp_path), **{name: value})
+
+
+def test_every_argument_is_in_the_table() -> None:
+    for trainer, name in CELLS:
+        status, text = describe_argument(name)
+        assert (name in OURS) + (name in REFUSED) + (name in OF_TRANSFORMERS) >= 1, name
+        assert status in ("exact", "refused"), (trainer, name)
+        assert text
+    known = {name for _, name in CELLS}
+    assert set(OURS) <= known
+    assert set(REFUSED) <= known
+
+
+@pytest.mark.parametrize("name", OF_THE_LOSS)
+def test_an_argument_of_the_loss_changes_the_objective(name: str, tmp_path: Path) -> None:
+    value, others = OF_THE_LOSS[name]
+    plain = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **others}
+    before = dpo_loss(rather.trl.DPOConfig(**plain)).description()
+    after = dpo_loss(rather.trl.DPOConfig(**{**plain, name: value})).description()
+    assert after != before
+
+
+@pytest.mark.parametrize(("trainer", "name"), [c for c in CELLS if c[1] in NEEDS])
+def test_an_argument_without_effect_is_refused(trainer: str, name: str, tmp_path: Path) -> None:
+    value = another(name, ARGUMENTS[trainer][name])
+    with pytest.raises(ConfigError, match=f"{name}: has an effect only with {NEEDS[name][0]}"):
+        config_of(trainer)(output_dir=str(tmp_path), **{name: value})
+
+
+def test_label_smoothing_that_trl_ignores_is_refused(tmp_path: Path) -> None:
+    args = rather.trl.DPOConfig(output_dir=str(tmp_path), use_cpu=True, label_smoothing=0.1)
+    with pytest.raises(ConfigError, match=r"label_smoothing: TRL 1\.16 ignores it for sigmoid"):
+        dpo_loss(args)
+
+
+def test_real_trl_has_the_stored_arguments() -> None:
+    trl = pytest.importorskip("trl", reason="the `bench` extra is not installed")
+    assert trl.__version__.startswith("1.16.")
+    for trainer in TRAINERS:
+        path = ".".join(["trl", *filter(None, [PATHS.get(trainer)])])
+        theirs = getattr(importlib.import_module(path), f"{trainer}Config")
+        assert [argument.name for argument in fields(theirs)] == list(ARGUMENTS[trainer])
+
+
+def test_paths_of_trl() -> None:
+    from rather.trl.experimental import bco, cpo, kto, orpo
+
+    assert kto.KTOTrainer is rather.trl.KTOTrainer
+    assert orpo.ORPOConfig is rather.trl.ORPOConfig
+    assert cpo.CPOTrainer is rather.trl.CPOTrainer
+    with pytest.raises(ConfigError, match="pref_loss: bco"):
+        _ = bco.BCOConfig
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_parser_of_trls_scripts_takes_it(trainer: str, tmp_path: Path) -> None:
+    """TrlParser is an HfArgumentParser."""
+    parser = HfArgumentParser(config_of(trainer))
+    line = [
+        f"--output_dir={tmp_path}", "--use_cpu", "--bf16=False", "--learning_rate=1e-4",
+        "--max_length=77", '--model_init_kwargs={"revision": "main"}',
+    ]  # fmt: skip
+    (args,) = parser.parse_args_into_dataclasses(line)
+    assert (args.learning_rate, args.max_length) == (1e-4, 77)
+    assert args.model_init_kwargs == {"revision": "main"}
+
+
+# --- what a trainer refuses ---
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model(tmp_path_factory.mktemp("model")))
+
+
+class OwnLoss(rather.trl.DPOTrainer):
+    def compute_loss(self, *args: Any, **named: Any) -> Any:
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"compute_metrics": len}, "compute_metrics: logits are never kept"),
+        ({"data_collator": len}, "data_collator: rows are packed"),
+        ({"tokenizer": 1}, "tokenizer: not an argument in TRL 1.16"),
+    ],
+)
+def test_arguments_of_a_trainer(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        rather.trl.DPOTrainer("no model is loaded", **given)
+
+
+def test_an_overridden_loss_is_refused_with_the_way_to_write_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"OwnLoss.compute_loss: .*@rather.losses.losses.loss\(\)"
+    ):
+        OwnLoss("no model is loaded")
+
+
+def test_unknown_arguments_of_a_config() -> None:
+    with pytest.raises(ConfigError, match=r"max_prompt_length: not an argument in TRL 1\.16"):
+        rather.trl.DPOConfig(output_dir="x", max_prompt_length=3)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "true", "deepspeed_config"),
+        ("ACCELERATE_USE_FSDP", "true", "fsdp_config"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "dynamo_config"),
+    ],
+)
+def test_files_of_accelerate(
+    variable: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=text):
+        rather.trl.DPOConfig(output_dir=str(tmp_path))
+
+
+def test_sft_refuses_dropout_of_an_adapter(model: str, tmp_path: Path) -> None:
+    case = Case("SFT", columns="completion", lora={"lora_dropout": 0.1})
+    with pytest.raises(ConfigError, match="lora_dropout: random dropout is not supported"):
+        make_trainer("rather.trl", case, model, tmp_path)
+
+
+# --- callbacks, saving, evaluation ---
+
+
+class Recorder(TrainerCallback):
+    """Records where it is called, and stops the run after two steps."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_") and name != "on_step_end":
+            object.__getattribute__(self, "calls").append(name)
+        return object.__getattribute__(self, name)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.calls.append("on_step_end")
+        assert named["model"] is not None
+        control.should_training_stop = state.global_step == 2
+        control.should_evaluate = control.should_save = state.global_step == 1
+
+
+def test_callbacks_saving_and_a_dict_of_datasets(model: str, tmp_path: Path) -> None:
+    recorder = Recorder()
+    rows = Dataset.from_list(make_rows("chat"))
+    case = Case("DPO", settings={"max_steps": 50, "save_strategy": "steps", "save_steps": 99})
+    sets = {"one": rows.select(range(3)), "two": rows.select(range(3, 8))}
+    trainer = make_trainer(
+        "rather.trl", case, model, tmp_path, callbacks=[recorder], eval_dataset=sets
+    )
+    result = trainer.train()
+    assert result.global_step == trainer.state.global_step == 2
+    assert result.metrics["train_loss"] > 0
+    first = ["on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin"]
+    assert recorder.calls[:4] == first
+    for name in ("on_log", "on_evaluate", "on_save", "on_train_end", "on_optimizer_step"):
+        assert name in recorder.calls
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+    assert {"eval_one_loss", "eval_rewards/margins"} <= set(trainer.state.log_history[1])
+    assert trainer.evaluate(rows)["eval_loss"] > 0
+    trainer.save_model(str(tmp_path / "saved"))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.tensor([[1, 7, 8, 9]])
+    assert torch.equal(again(ids).logits, trainer.model.eval()(ids).logits)  # its own forward
+    assert trainer.model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > 4
