@@ -118,10 +118,10 @@ def default_of(argument: Field[Any]) -> Any:
     return argument.default if factory is MISSING else factory()
 
 
-def changed_arguments(config: Any) -> Iterator[str]:
+def changed_arguments(settings: Any) -> Iterator[str]:
     """Yield the names of the arguments that differ from their defaults."""
-    for argument in fields(config):
-        value, default = getattr(config, argument.name), default_of(argument)
+    for argument in fields(settings):
+        value, default = getattr(settings, argument.name), default_of(argument)
         is_off = value is False and default == "no"  # how a parser reads "no"
         if value != default and not is_off:
             yield argument.name

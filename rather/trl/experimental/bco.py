@@ -1,5 +1,7 @@
 """trl.experimental.bco, which TRL removed before 1.16: its names say what to use instead."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from rather.errors import ConfigError
