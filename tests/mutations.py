@@ -462,10 +462,11 @@ def _test(copy: Path, mutation: Mutation) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
+    """Copy with the times of the files, so that compiled files in __pycache__ are still used."""
     if source.is_dir():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(source, target)
     else:
-        shutil.copy(source, target)
+        shutil.copy2(source, target)
 
 
 def main(wanted: list[int]) -> int:
