@@ -114,6 +114,8 @@ def test_the_command_reads_a_script(tmp_path: Path) -> None:
         ("trainer = ", "lora.r = 2\ntrainer = ", "(adapter)"),
         ("beta=0.2", "beta=0.2 if strong else 0.1", "beta"),
         ("beta=0.2,", "**more,", "**more"),
+        ("beta=0.2,", "beta=0.2, lr_scheduler_kwargs=dict(min_lr=1e-7, **more),",
+         "lr_scheduler_kwargs"),
         ("trainer.train()", "args.beta = 0.5\ntrainer.train()", "beta"),
         ("from_pretrained(NAME, t", "from_pretrained(f(NAME), t", "model_name_or_path"),
         ("trainer = ", "model = setup(model)\ntrainer = ", "model_name_or_path"),

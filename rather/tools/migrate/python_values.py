@@ -163,12 +163,8 @@ class Module:
                 return self._value_of_name(node)
             case ast.List() | ast.Tuple() | ast.Set():
                 return [self.value(element) for element in node.elts]
-            case ast.Dict() if None not in node.keys:  # None: `**other`
-                entries = zip(node.keys, node.values, strict=True)
-                return {self.value(key): self.value(entry) for key, entry in entries if key}
-            case ast.Call(func=ast.Name(id="dict"), args=[]):
-                with_name = [keyword for keyword in node.keywords if keyword.arg]
-                return {keyword.arg: self.value(keyword.value) for keyword in with_name}
+            case ast.Dict() | ast.Call(func=ast.Name(id="dict"), args=[]):
+                return self._mapping(node)
             case ast.JoinedStr():
                 return "".join(str(self.value(piece)) for piece in node.values)
             case ast.FormattedValue(conversion=-1, format_spec=None):
@@ -182,6 +178,21 @@ class Module:
             case ast.Attribute() if self.origin(node) in DTYPES:
                 return node.attr
         raise NotKnown(node)
+
+    def _mapping(self, node: ast.Dict | ast.Call) -> dict[Any, Any]:
+        """Return the value of `{...}` or `dict(...)`; what `**other` adds is not known."""
+        values: dict[Any, Any] = {}
+        if isinstance(node, ast.Dict):
+            for key, entry in zip(node.keys, node.values, strict=True):
+                if key is None:
+                    raise NotKnown(node)
+                values[self.value(key)] = self.value(entry)
+            return values
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                raise NotKnown(node)
+            values[keyword.arg] = self.value(keyword.value)
+        return values
 
     def _value_of_name(self, name: ast.Name) -> Any:
         expression = self.assigned(name)
