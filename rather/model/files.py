@@ -117,6 +117,10 @@ class ModelFiles(ShardedFiles):
         for name in packed:
             self._unpack(name.removesuffix(BLOCKS))
         self._stored = list(self._shards)
+        self._stack_experts()
+
+    def _stack_experts(self) -> None:
+        """Offer experts that are stored one by one under the names that the model has for them."""
         matrices: dict[str, dict[tuple[int, int], str]] = {}
         for name in self._stored:
             if (match := EXPERT.fullmatch(name)) and match[3] in PARTS:
@@ -143,8 +147,8 @@ class ModelFiles(ShardedFiles):
             packed = PackedExperts(blocks.get_slice(name + BLOCKS), scales.get_slice(name + SCALES))
         except (StopIteration, RuntimeError, ValueError) as error:
             raise ConfigError(f"{name!r} of the weights cannot be unpacked: {error}") from error
-        whole = ShardSpec.full(packed.shape)
-        self._shards[name] = {whole.offsets: (packed, whole)}
+        spec = ShardSpec.full(packed.shape)
+        self._shards[name] = {spec.offsets: (packed, spec)}
 
     def _stack(self, stack: str, matrices: Mapping[tuple[int, int], str]) -> None:
         """Offer the matrices of all experts, by (expert, block), as one tensor."""
