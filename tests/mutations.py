@@ -308,8 +308,8 @@ MUTATIONS = (
     Mutation(
         "pipeline stages: a tied embedding keeps the gradient of one end",
         "rather/parallel/stages.py",
-        "gradient.add_(theirs)",
-        "gradient.add_(theirs * 0)",
+        "gradient.add_(received)",
+        "gradient.add_(received * 0)",
         ("tests/same/test_stages.py::test_two_ranks_by_every_schedule",),
     ),
     Mutation(

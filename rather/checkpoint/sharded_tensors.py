@@ -95,7 +95,7 @@ class ShardedFiles(Mapping[str, Tensor]):
     def __init__(self, files: Iterable[Path]) -> None:
         self._shards: dict[str, dict[Numbers, tuple[Any, ShardSpec]]] = {}
         for file in files:
-            os.close(regular(file, os.O_RDONLY))  # nobody waits for a pipe
+            os.close(regular(file, os.O_RDONLY))  # do not wait for a pipe
             try:
                 self._add(safe_open(file, framework="pt"))
             except (SafetensorError, ValueError, TypeError, AttributeError) as error:

@@ -267,7 +267,7 @@ class Uploads:
                     if (self.run_dir / name).is_file():
                         self.store.put(name, self.run_dir / name)
                 self.store.upload(folder, step, self.keep if kind == "checkpoint" else 1)
-            except Exception as error:  # whatever it is, the run goes on
+            except Exception as error:  # of any kind: the run continues
                 with self._turn:
                     self._waiting.setdefault(kind, (folder, step))
                 facts = {"folder": str(folder), "reason": str(error)}

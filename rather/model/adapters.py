@@ -77,7 +77,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {  # of values in an adapter's config
     "revision": _is_text,
     "base_weights": _is_text,
 }
-# Families in which PEFT refuses these layers: kernels of theirs read the weights themselves.
+# Families in which PEFT refuses these layers: their kernels read the weights themselves.
 MAMBA = ("falcon_h1", "nemotron_h")
 MAMBA_PARTS = {"out_proj", "conv1d"}
 _PEFT = "base_model.model."  # the prefix of every name in an adapter's file
@@ -140,7 +140,7 @@ def saved_config(folder: Path) -> LoraConfig:
         )
     settings = {key: values[key] for key in KNOWN[:6] if values.get(key) is not None}
     if isinstance(settings.get("target_modules"), str):
-        # A stranger's regular expression may never end; the file has the names that it matched.
+        # An untrusted regular expression may never end; the file has the names that it matched.
         names = (name.removeprefix(_PEFT).partition(".lora_") for name in _open(folder))
         settings["target_modules"] = sorted({module for module, is_lora, _ in names if is_lora})
     return LoraConfig(**settings, init_lora_weights=True, task_type="CAUSAL_LM")

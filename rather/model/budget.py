@@ -29,11 +29,11 @@ LEAST = 3072  # with fewer tokens a GPU is badly used, and recomputing activatio
 LADDER = {"cpu": 0, "cuda": 512}  # compiled shapes are padded to a multiple
 REHEARSED = (2048, 4096)
 REHEARSED_PAIR = 1024  # tokens of the pairs in them
-# From so many tokens per step, copying an offloaded reference back is cheaper than recomputing.
+# From this many tokens per step on, copying an offloaded reference back is cheaper than recomputing.
 PARKING_PAYS = 20_000
 SHARE = 0.94  # of the free memory is used; the rest covers fragmentation
 SHARED = 0.85  # the same on several ranks, which cannot try and fail: the others would wait
-ROOMY = 12  # kept activations take at most so many times the memory of recomputed ones
+ROOMY = 12  # kept activations take at most this many times the memory of recomputed ones
 
 
 class NoRoom(MemoryShortage):

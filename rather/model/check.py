@@ -235,7 +235,10 @@ def two_pairs(vocab: int, longest: int = LONGEST) -> list[TokenPair]:
 
 
 def random_pairs(vocab: int, lengths: Iterable[tuple[int, int, int]]) -> list[TokenPair]:
-    """Return pairs with so many tokens of prompt, chosen and rejected answer; always the same."""
+    """Return pairs with these numbers of tokens in prompt, chosen and rejected answer.
+
+    They are the same at each call.
+    """
     random = np.random.default_rng(0)
     pairs = []
     for p, c, r in lengths:

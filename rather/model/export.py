@@ -259,7 +259,7 @@ def whole_model(
     largest: int | None = None,
     source: ShardedFiles | None = None,
 ) -> Path:
-    """Write a model that `publish` renames to `folder`, in files of at most so many bytes."""
+    """Write a model that `publish` renames to `folder`, in files of at most `largest` bytes."""
     model = policy.causal_lm
     if has_tower(model):
         streams = {

@@ -88,7 +88,7 @@ def weight_files(folder: Path | None) -> list[Path]:
         try:
             listed = read_json(index)["weight_map"]
             names = sorted(set(map(str, listed.values())))
-        except Exception as error:  # a stranger's file may be anything
+        except Exception as error:  # an untrusted file may hold anything
             raise ConfigError(f"{index}: is not an index of weight files ({error!r})") from error
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
@@ -303,7 +303,7 @@ def weights_digest(folder: Path) -> str | None:
     of every tensor, and all bytes of a model up to 1 GiB. Of a larger one, whose files cannot be
     read at every chat, it covers 8 blocks of 512 bytes spread evenly over each tensor (2 blocks of
     more than 5,000 tensors): three megabytes of a model of 70B. Other training changes more weights
-    than these blocks can miss; somebody who changes weights between them on purpose is not noticed.
+    than these blocks can miss; a deliberate change between them is not noticed.
     """
     try:
         tensors = {
@@ -341,7 +341,7 @@ def _header(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _blocks(file: Path, start: int, end: int, spots: int | None) -> Iterator[bytes]:
-    """Yield the bytes of a span: all of them, or so many evenly spread blocks."""
+    """Yield the bytes of a span: all of them, or `spots` evenly spread blocks."""
     offsets, length = [*range(start, end, BLOCK)], BLOCK
     if spots and end - start > spots * SPOT:
         offsets = [start + (end - start - SPOT) * i // (spots - 1) for i in range(spots)]

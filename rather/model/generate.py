@@ -129,7 +129,7 @@ def _prefilled(causal_lm: Any, ids: Tensor, seen: Tensor, answers: int) -> Dynam
 
 
 def batch_that_fits(causal_lm: Any, tokens: int) -> int:
-    """Return how many answers of so many tokens, prompts included, are generated at a time."""
+    """Return how many answers of `tokens` tokens with their prompts are generated at a time."""
     device = causal_lm.device
     if device.type != "cuda":
         return BATCH_ON_CPU

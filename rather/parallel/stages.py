@@ -338,14 +338,14 @@ class Stages(nn.Module):
         peer = self._last_rank if self._rank == self._first_rank else self._first_rank
         gradient = gradient_of(self.tied)
         assert gradient is not None
-        theirs = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         exchange = [
             dist.P2POp(dist.isend, gradient.contiguous(), group=self._group, group_peer=peer),
-            dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=peer),
+            dist.P2POp(dist.irecv, received, group=self._group, group_peer=peer),
         ]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
-        gradient.add_(theirs)
+        gradient.add_(received)
 
     def backward(
         self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective | None
@@ -381,7 +381,7 @@ class Stages(nn.Module):
         return self._objective(self._own[-1].batches[number], columns)
 
     def _scheduled(self, number: int, tokens: int) -> Any:
-        """Return the schedule for so many micro-batches of one size; it is kept for the next."""
+        """Return the schedule for `number` micro-batches of `tokens` tokens; it is kept for reuse."""
         if self._schedule is None or self._schedule[0] != (number, tokens):
             self._schedule = None  # frees its buffers first
             # torch is given the shapes, so that it need not find them by running the model again.

@@ -2,9 +2,9 @@
 
 Routers and stacked experts are outside regions, like norms: every rank has them whole.
 
-Parameters become plain local tensors, so that layers compile and shard as ever. A region begins
-where an attention or MLP module is entered and ends behind its row-wise linear: all that lies
-between works on this rank's columns.
+Parameters become plain local tensors, so that layers compile and shard as usual. A region begins
+where an attention or MLP module is entered and ends behind its row-wise linear: everything between
+works on this rank's columns.
 
 Outside regions every rank computes the same from the same numbers, because a region ends with a sum
 over ranks and its gradient begins with one: replicated weights get equal gradients everywhere, and

@@ -69,7 +69,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def _is_private(group: int) -> bool:
-    """Whether a group is the user's own, with nobody else in it."""
+    """Return whether a group is the user's own and has no other member."""
     try:
         name, entry = getpwuid(os.geteuid()).pw_name, getgrgid(group)
     except KeyError:  # a container may have no names

@@ -136,7 +136,7 @@ class RankTrainer:
         router_loss: float | None = None,
         owns_weights: bool = True,
     ) -> None:
-        """`owns_weights`: nobody else replaces weights, so that layers can keep joined copies."""
+        """`owns_weights`: nothing else replaces weights, so that layers can keep joined copies."""
         self.policy, self.loss, self.optimizer = policy, loss, optimizer
         self.mesh, self.count_zeros = mesh or Mesh(), count_zeros
         self.parked: HostOffloaded | None = None

@@ -16,7 +16,7 @@ class SourceSettings:
     name: str
     values: JsonObject
     words: tuple[str, ...] = ()
-    devices: int | None = None  # 0: the launcher is told, but only when it runs
+    devices: int | None = None  # 0: only known when the launcher runs
     file: Path | None = None
     program: str = ""
     flags: JsonObject = field(default_factory=dict)

@@ -32,7 +32,7 @@ LAUNCHED = (*PROCESSES, *NODES)
 CONFIG_FLAGS = ("config", "config_path", "config_name")  # name a file
 ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "CUDA_VISIBLE_DEVICES")
 ALL_VISIBLE = ("accelerate", "deepspeed", "llamafactory-cli", "axolotl")  # start one each
-STARTS_ONE = ("torchrun", "swift", "megatron")  # processes, unless told otherwise
+STARTS_ONE = ("torchrun", "swift", "megatron")  # process by default
 MAPPING_OF = ("compute_environment", "distributed_type")  # keys of accelerate's own file
 
 

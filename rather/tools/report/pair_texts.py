@@ -29,7 +29,7 @@ class PairTexts:
     def of(run_dir: Path, trust: Trust | None = None) -> PairTexts:
         """Open the pairs that a run folder names. Raise RatherError or OSError if that fails.
 
-        Outside of the folder nothing is read for a run of somebody else, unless it is trusted.
+        For a run of another user, nothing outside of the folder is read unless it is trusted.
         """
         from rather.config.found import NO_TRUST
         from rather.config.load import load_found

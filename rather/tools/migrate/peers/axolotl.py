@@ -185,7 +185,7 @@ def ratio(value: Any, given: Given) -> Outcome:
 
 
 def per_epoch(path: str) -> Rule:
-    """Axolotl turns so many per epoch into a fraction of the run."""
+    """Convert a number per epoch, which Axolotl turns into a fraction of the run."""
 
     def rule(value: Any, given: Given) -> Outcome:
         share = 1 / (value * given["num_epochs"]) if value else 0

@@ -79,7 +79,7 @@ def blended(value: Any, given: Given) -> Outcome:
 
 
 def most_rows(value: Any, given: Given) -> Outcome:
-    """OpenRLHF takes so many rows of all data sets together."""
+    """Limit the rows; OpenRLHF limits those of all data sets together."""
     if value is None or value in UNLIMITED:
         return NOT_NEEDED
     if len(names_of(given.get("dataset"))) > 1:
