@@ -59,7 +59,7 @@ def _keep(experts: Any, rank: int, ranks: int) -> int:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the host counts the rows that travel
 def _dispatch(experts: Any, hidden_ND: Tensor, chosen_NK: Tensor, scores_NK: Tensor) -> Tensor:
-    """The forward of experts that a group of ranks divides."""
+    """Run experts that a group of ranks divides: the forward of their module."""
     (tokens, choices), group, experts_here = chosen_NK.shape, experts.group, experts.num_experts
     order = chosen_NK.flatten().argsort(stable=True)
     with torch.no_grad():

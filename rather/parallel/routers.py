@@ -144,7 +144,7 @@ def _unscored(batch: PairBatch) -> PairBatch:
 
 
 def _count(router: Any, *args: Tensor) -> tuple[Tensor, ...]:
-    """The forward of a router, all of whose layers share this function and its compiled code."""
+    """Run a router and count its choices; all layers share this function and its compiled code."""
     outputs: tuple[Tensor, ...] = type(router).forward(router, *args)
     logits, scores, chosen_NK = routed(router, outputs)
     balance: Balance = router.balance

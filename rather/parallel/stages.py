@@ -381,7 +381,7 @@ class Stages(nn.Module):
         return self._objective(self._own[-1].batches[number], columns)
 
     def _scheduled(self, number: int, tokens: int) -> Any:
-        """Return the schedule for `number` micro-batches of `tokens` tokens; it is kept for reuse."""
+        """Return the schedule for `number` micro-batches of `tokens` tokens; it is reused."""
         if self._schedule is None or self._schedule[0] != (number, tokens):
             self._schedule = None  # frees its buffers first
             # torch is given the shapes, so that it need not find them by running the model again.

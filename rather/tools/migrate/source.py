@@ -221,7 +221,7 @@ def _written(words: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _ends_values(word: str, taken: list[str]) -> bool:
-    """After one value, `a.b=c` is a setting of its own."""
+    """Return whether a word ends the values of a flag: after one value, `a.b=c` is a setting."""
     is_flag = word.startswith("-") and not NUMBER.fullmatch(word)
     return is_flag or word.endswith(".py") or bool(taken and SETTING.match(word))
 

@@ -145,7 +145,7 @@ def datasets(path: str) -> Rule:
 
 
 def template(value: Any, given: Given) -> Outcome:
-    """Several types of rows name a template, which wins."""
+    """Set the template, unless the type of the rows names one, which wins."""
     templates = [read_as(entry, given)[0] for entry in entries(given.get("datasets"))]
     return NOT_NEEDED if any(templates) else to("global_template", TEMPLATES)(value, given)
 
@@ -160,7 +160,7 @@ def special_tokens(value: Any, given: Given) -> Outcome:
 
 
 def warmup_steps(given: Given) -> Any:
-    """By default 3 % of the steps, at most 100, and never 1; known only with max_steps."""
+    """Return the default: 3 % of the steps, at most 100, never 1; known only with max_steps."""
     steps = given.get("max_steps") or 0
     if given.get("warmup_ratio") is not None or steps <= 0:
         return UNSET

@@ -181,7 +181,7 @@ def named_sets(value: Any, given: Given) -> Outcome:
 
 
 def with_validation(value: Any, given: Given) -> Outcome:
-    """Older files name one data set, and evaluate on its other split."""
+    """Set the data. Older files name one data set, and evaluate on its other split."""
     if value not in (*BUILT_IN, *HUB):
         return dataset(value, given)
     values = {SAMPLES: file_of({"dataset_name": value})[0]}

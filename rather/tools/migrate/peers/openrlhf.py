@@ -45,7 +45,7 @@ UNLIMITED = (100000000, 1000000)  # defaults of different versions
 
 
 def schedule(value: Any, given: Given) -> Outcome:
-    """Its cosine ends at a share of the peak."""
+    """Translate the schedule; a cosine ends at a share of the peak."""
     values: dict[str, Any] = {"training.lr_scheduler_type": SCHEDULES[value]}
     if value == "cosine_with_min_lr":
         values["training.lr_scheduler_kwargs.min_lr_rate"] = given["min_lr_ratio"]
@@ -68,7 +68,7 @@ def column(own: str) -> Rule:
 
 
 def blended(value: Any, given: Given) -> Outcome:
-    """Before 0.7 the same data set is evaluated on another split."""
+    """Set the data. Before 0.7 the same data set is evaluated on another split."""
     if not given.get("train_split"):
         return dataset(value, given, split="dataset_split")
     trained_on = dataset(value, given, split="train_split")
@@ -124,7 +124,7 @@ ALIASES = pairs("""
 
 
 def precision(given: Given) -> Any:
-    """In 0.11 it is bf16; without groups, the version and so the default are not known."""
+    """Return bf16, the default of 0.11; without groups the version is not known."""
     return "bf16" if "bf16" not in given and given[ALIASED] else UNSET
 
 

@@ -48,7 +48,7 @@ IMAGES = "a setting for images, video or audio; Rather trains language models on
 
 
 def optimizer(value: Any, given: Given) -> Outcome:
-    """AdamW whose states are stored in 8 bits is AdamW."""
+    """Accept AdamW, also with states stored in 8 bits."""
     if str(value) in EIGHT_BITS:
         return gives({}, "its states are exact here; precision: lean makes them smaller")
     return only(*ADAMW, why="the optimizer is AdamW")(value, given)
@@ -234,7 +234,7 @@ def warmup_ratio(value: Any, given: Given) -> Outcome:
 
 
 def evaluated(value: Any, given: Given) -> Outcome:
-    """eval_strategy: steps without eval_steps means every logging_steps."""
+    """Set eval_steps; eval_strategy: steps without it means every logging_steps."""
     if str(value) != "steps" or given.get("eval_steps"):
         return Outcome(NEEDLESS, note="evaluation is always after each epoch and at the end")
     return gives({"eval_steps": int(given.get("logging_steps") or 1)}, "as often as logging_steps")
@@ -248,7 +248,7 @@ def eval_steps(value: Any, given: Given) -> Outcome:
 
 
 def save_strategy(value: Any, given: Given) -> Outcome:
-    """After each epoch is after the same fraction of the run, if it has whole epochs."""
+    """Translate `epoch` into a fraction of the run, if the run has whole epochs."""
     if str(value) == "steps":
         return NOT_NEEDED
     if str(value) == "no":
@@ -371,7 +371,7 @@ HF_DEFAULTS = {
 
 
 def trained(value: Any, given: Given) -> Outcome:
-    """The weights are trained whole, or by a LoRA adapter."""
+    """Accept training of all weights, or of a LoRA adapter."""
     if value == "full":
         return gives({"model.lora_rank": None})
     return only("lora", why="weights are trained whole or by a LoRA adapter")(value, given)

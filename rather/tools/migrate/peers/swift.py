@@ -58,14 +58,14 @@ ALIASES = pairs(
 
 
 def accumulation(given: Given) -> Any:
-    """Without it swift fills a batch up to 16 pairs; Megatron names the whole batch."""
+    """Return the default: a batch of up to 16 pairs; Megatron names the whole batch."""
     if "megatron" in str(given.get(PROGRAM)):
         return UNSET
     return max(1, -(-16 // (given["per_device_train_batch_size"] * given[COUNT])))
 
 
 def own_dtype(given: Given) -> Any:
-    """Without torch_dtype it is that of the model's config.json, if that is here."""
+    """Return the default of torch_dtype: that of the model's config.json, if it is here."""
     for folder in (given[FOLDER], Path()):
         file = folder / str(given.get("model")) / "config.json"
         if file.is_file():
@@ -75,7 +75,7 @@ def own_dtype(given: Given) -> Any:
 
 
 def columns(value: Any, given: Given) -> Outcome:
-    """swift writes {the file's: its own}, Rather the other way round."""
+    """Translate names of columns: swift writes {the file's: its own}, Rather the reverse."""
     if unread := set(value.values()) - {"messages", "rejected_response", "system", "tools"}:
         raise Unsupported(f"{', '.join(sorted(unread))}: rename the columns in the file")
     return gives({"data.columns": {ours: theirs for theirs, ours in value.items()}})

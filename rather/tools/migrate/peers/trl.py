@@ -233,7 +233,7 @@ def init_kwargs(value: Any, given: Given) -> Outcome:
 
 
 def named_dataset(value: Any, given: Given) -> Outcome:
-    """TRL evaluates on another split of the same data set."""
+    """Set the data; TRL evaluates on another split of the same data set."""
     outcome = dataset(value, given, split="dataset_train_split", config="dataset_config")
     is_local = str(value).endswith(READABLE)
     is_script = "(script)" in given and "dataset_test_split" not in given
@@ -251,7 +251,7 @@ def named_dataset(value: Any, given: Given) -> Outcome:
 
 
 def held_out_rows(value: Any, given: Given) -> Outcome:
-    """Of a script: rows of another data set than those that are trained on."""
+    """Set the held-out rows of a script, from another data set than the training rows."""
     names = names_of(value["dataset_name"])
     files = [address(name, value["split"], value.get("dataset_config")) or name for name in names]
     return dataset(files, given, HELD_OUT)
@@ -308,7 +308,7 @@ def handbook_mixer(value: Any, given: Given) -> Outcome:
 
 
 def system_message(value: Any, given: Given) -> Outcome:
-    """Of the scripts that read dataset_mixer: an empty system message, if the template has some."""
+    """Report the empty system message that scripts with dataset_mixer add to rows."""
     template = str(given.get("chat_template") or "")
     if not value or (template and "system" not in template and "<|im_start|>" not in template):
         return NOT_NEEDED
@@ -336,7 +336,7 @@ def mixture(value: Any, given: Given) -> Outcome:
 
 
 def launched(value: Any, given: Given) -> Outcome:
-    """Of `trl dpo`: accelerate's file, of which --num_processes replaces the processes."""
+    """Translate accelerate's file of `trl dpo`; --num_processes replaces its processes."""
     strategy, count = converted(LAUNCHED, value)
     return gives({STRATEGY: strategy} | devices(given.get("num_processes") or count))
 
