@@ -29,7 +29,8 @@ LEAST = 3072  # with fewer tokens a GPU is badly used, and recomputing activatio
 LADDER = {"cpu": 0, "cuda": 512}  # compiled shapes are padded to a multiple
 REHEARSED = (2048, 4096)
 REHEARSED_PAIR = 1024  # tokens of the pairs in them
-# From this many tokens per step on, copying an offloaded reference back is cheaper than recomputing.
+# With at least this many tokens per step, copying an offloaded reference back is cheaper than
+# recomputing.
 PARKING_PAYS = 20_000
 SHARE = 0.94  # of the free memory is used; the rest covers fragmentation
 SHARED = 0.85  # the same on several ranks, which cannot try and fail: the others would wait

@@ -1,7 +1,7 @@
 """Weights that are stored in four bits with a scale for 32 of them (MXFP4), as gpt-oss is released.
 
 A byte holds two numbers of four bits, the lower half first: a sign and one of eight sizes. A scale
-is a power of two. Every product of both is a bfloat16 number, so nothing is lost by reading them so.
+is a power of two. Every product of both is a bfloat16 number, so nothing is lost in bfloat16.
 """
 
 from __future__ import annotations

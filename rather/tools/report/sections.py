@@ -527,7 +527,8 @@ def pairs(run: Folder) -> str:
     if calibration := doctor.calibration:
         text += (
             f"<p>Planted flips: AUC {calibration['auc']:.2f}; the cut finds "
-            f"{calibration['recall']:.0%} of them, and at least {calibration['precision']:.0%} of what it finds is wrong.</p>"
+            f"{calibration['recall']:.0%} of them, and at least {calibration['precision']:.0%} of "
+            "what it finds is wrong.</p>"
         )
     summary = table("What training says about its pairs", ["finding", "pairs", "meaning"], counts)
     text += _grid([summary, _margins_chart(doctor.history)])
