@@ -46,7 +46,7 @@ TASKS = {
     ),
     "unpaired": (
         "Losses on thumbs up and down",
-        "These losses need [`task: unpaired`](../unpaired.md). In formulas, a is "
+        "These losses need [`task: unpaired`](../tasks.md#thumbs-up-and-down). In formulas, a is "
         "log π(answer) - log π_ref(answer) in nats and σ is the sigmoid.",
     ),
     "scored": (
@@ -58,7 +58,7 @@ TASKS = {
     ),
     "reward": (
         "Losses of reward models",
-        "These losses need [`task: reward`](../reward.md): the model gives scores "
+        "These losses need [`task: reward`](../tasks.md#reward-models): the model gives scores "
         "instead of log-probs. In formulas, r is the score of an answer and σ is the sigmoid.",
     ),
 }

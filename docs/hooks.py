@@ -15,6 +15,10 @@ LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)\s#]+)")
 
 MOVED = {  # old page -> page and heading that hold its text now
     "losses/{name}.html": "losses/{task}.html#{name}",  # each loss
+    "unpaired.html": "tasks.html#thumbs-up-and-down",
+    "reward.html": "tasks.html#reward-models",
+    "sft.html": "tasks.html#sft",
+    "never_run.html": "limits.html#what-has-never-been-run",
     "coming_from/llama-factory.html": "coming_from/index.html#llama-factory",
     "coming_from/roll.html": "coming_from/index.html#roll",
     "coming_from/colossalchat.html": "coming_from/index.html#colossalchat",

@@ -56,7 +56,7 @@ def test_a_message_that_is_not_in_the_code_is_found(all_messages: str) -> None:
     assert blank("device_mapping: GPU ... has gone for lunch") not in all_messages
 
 
-@pytest.mark.parametrize("page", ["promises.md", "never_run.md"])
+@pytest.mark.parametrize("page", ["promises.md", "limits.md"])
 def test_every_test_that_is_named_exists(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     named = re.findall(r"`(?:tests/)?([\w/]+\.py)(?:::(\w+))?`", text)
