@@ -37,7 +37,7 @@ ifdef FRESH
 .PHONY: $(BASE)
 endif
 
-.PHONY: help install demo test test-wide test-all test-gpu test-faults soak fuzz check docs screenshots sbom bench clean
+.PHONY: help install demo test test-wide test-all test-gpu test-faults soak fuzz check coverage docs notebook screenshots sbom release bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -50,9 +50,12 @@ help:
 	@echo "make soak     break runs at random for an hour; MINUTES=10 for less"
 	@echo "make fuzz     damaged inputs for the commands, for ten minutes; MINUTES=60 for more"
 	@echo "make check    ruff, mypy --strict and bandit on the package, pip-audit on the installed packages, docs and links"
+	@echo "make coverage run the test suite and print which lines it executes; ARGS=tests/data for a part"
 	@echo "make docs     build the documentation site: site/index.html"
+	@echo "make notebook run the cells of examples/align_in_ten_minutes.ipynb again and store their outputs"
 	@echo "make screenshots  take the pictures of the docs again; needs Chromium"
 	@echo "make sbom     sbom.json: a list of all installed packages (CycloneDX)"
+	@echo "make release  check and build wheel and source distribution: dist/; VERSION=0.2.0, TAG=1, DRAFT=1: CONTRIBUTING.md"
 	@echo "make bench    list the benchmarks; make bench NAME=<one of them> runs it"
 	@echo "make install  create $(VENV) with the command 'rather' (the other targets do it when needed)"
 	@echo "make clean    remove $(VENV), if make created it, and the caches of the tools"
@@ -94,9 +97,19 @@ check: $(DEV)
 	@$(VENV)/bin/python .ci/audit
 	@$(MKDOCS)
 
+# Processes that tests start are measured, too ([tool.coverage] in pyproject.toml).
+coverage: $(DEV)
+	@$(VENV)/bin/python -m coverage erase
+	@$(VENV)/bin/python -m coverage run -m pytest -q -n $(WORKERS) --no-loadscope-reorder $(ARGS)
+	@$(VENV)/bin/python -m coverage combine -q
+	@$(VENV)/bin/python -m coverage report
+
 docs: $(DEV)
 	@$(MKDOCS)
 	@echo "site/index.html; its search needs a server: python3 -m http.server -b 127.0.0.1 -d site"
+
+notebook: $(BASE)
+	@$(VENV)/bin/python -m docs.notebook
 
 screenshots: $(DEV)
 	@$(VENV)/bin/python -m docs.screenshots
@@ -105,6 +118,11 @@ screenshots: $(DEV)
 sbom: $(DEV)
 	@$(VENV)/bin/python -m cyclonedx_py environment $(VENV) --pyproject pyproject.toml --of JSON -o sbom.json
 	@echo "sbom.json: every package of $(VENV) in CycloneDX format"
+
+# It needs git and a Python with setuptools, not PyTorch: any suitable interpreter will do if there is no $(VENV).
+release:
+	@found=$(VENV)/bin/python; [ -x $$found ] || { $(FIND_PYTHON); }; \
+	  "$$found" .ci/release.py $(if $(VERSION),--version $(VERSION)) $(if $(TAG),--tag) $(if $(DRAFT),--draft)
 
 bench: $(DEV)
 ifdef NAME
@@ -124,7 +142,7 @@ endef
 
 clean:
 	@[ ! -e $(VENV) ] || { $(REFUSE_FOREIGN); rm -rf $(VENV); }
-	rm -rf .pytest_cache .ruff_cache .mypy_cache build site *.egg-info
+	rm -rf .pytest_cache .ruff_cache .mypy_cache build dist site *.egg-info .coverage .coverage.*
 	find rather tests bench examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # An interpreter is suitable if it runs (a pyenv shim may not), is 3.11 or newer and can create a venv with pip.

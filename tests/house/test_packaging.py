@@ -54,9 +54,7 @@ def test_every_dependency_is_pinned_inside_its_range() -> None:
 def test_versions_agree() -> None:
     from rather import __version__
 
-    version = PROJECT["project"]["version"]
-    assert __version__ == version
-    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_requirements_install_the_package_under_the_constraints() -> None:
