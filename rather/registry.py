@@ -1,4 +1,4 @@
-"""What the core calls in `rather.tools`, by name. It is imported when it is first used."""
+"""What the core calls in rooms above it, by name. It is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ TOOLS = {
     "report": "rather.tools.commands:report_command",
     "sweep": "rather.tools.commands:sweep_command",
     "tune": "rather.tools.commands:tune_command",
+    "answer_judge": "rather.commands.judge:answer_judge",
     "live_report": "rather.tools.report.write:LiveReport",
     "data_page": "rather.tools.report.sections:data_page",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +16,10 @@ from rather.commands.journal import write_atomic
 from rather.commands.judges import Question, Scorer, ServerJudge, VerdictCache, is_server, scorer_of
 from rather.commands.terminal import echo
 from rather.config.found import NO_TRUST, Trust
+from rather.config.schema import AnswerJudge
 from rather.data.json_rows import DropReason
 from rather.data.read import chunks, find_sources, parsed_rows
-from rather.errors import ConfigError, DataError, counted
+from rather.errors import ConfigError, DataError, RatherError, counted
 from rather.files import JsonObject
 from rather.tracking.json_lines import strict_json
 
@@ -131,22 +132,69 @@ def judge_files(
     """Return how often the answers of file B are better than those of file A."""
     first = read_answers(a)
     second = match_rows(first, read_answers(b), a, b)
+    compared = compare_rows(
+        first, second, name, a, model=model, template=template, concurrency=concurrency, trust=trust
+    )
+    result: JsonObject = {"a": str(a), "b": str(b), "with": name, "prompts": len(first)}
+    return result | compared
+
+
+def compare_rows(
+    first: Sequence[AnswerRow],
+    second: Sequence[AnswerRow],
+    name: str,
+    file: Path,
+    *,
+    model: str | None = None,
+    template: Path | None = None,
+    concurrency: int = 16,
+    trust: Trust = NO_TRUST,
+) -> JsonObject:
+    """Return how often the second answers are better; verdicts are cached next to `file`."""
     more: JsonObject = {"flips": 0, "unreadable": 0, "tokens_spent": 0}
     if is_server(name):
         if not model:
             raise ConfigError("--judge-model: name the model of the server that judges.")
-        judge = ServerJudge(name, model, template, concurrency, VerdictCache(a))
+        judge = ServerJudge(name, model, template, concurrency, VerdictCache(file))
         comparisons, counts = _compare_by_server(judge, first, second)
         more |= counts
     else:
         if model or template:
             raise ConfigError("--judge-model and --judge-template need --with http(s)://...")
-        comparisons, means = _compare_by_scores(scorer_of(name, a, trust), first, second)
+        comparisons, means = _compare_by_scores(scorer_of(name, file, trust), first, second)
         more["mean_score"] = means
     if not comparisons:
         raise DataError(f"--with {name}: no verdict could be read; look at --judge-template.")
-    result: JsonObject = {"a": str(a), "b": str(b), "with": name, "prompts": len(first)}
-    return result | win_rates(comparisons) | answer_facts(first, second) | more
+    return win_rates(comparisons) | answer_facts(first, second) | more
+
+
+# A prompt, the answer of the base, and that of the trained model.
+AnswersToPrompt = tuple[Any, str, str]
+
+
+def answer_judge(
+    asked: AnswerJudge, file: Path
+) -> Callable[[Sequence[AnswersToPrompt]], JsonObject]:
+    """Return a function that compares the answers before and after training, for eval_prompts."""
+    options: JsonObject = {"model": asked.model}
+    options["template"] = Path(asked.template) if asked.template else None
+    if is_server(asked.name) and not asked.model:
+        raise ConfigError("eval_prompts.judge.model: name the model of the server that judges.")
+    if ".py" in asked.name:  # a wrong name is found before training, not after it
+        scorer_of(asked.name, file)
+
+    def compare(answers: Sequence[AnswersToPrompt]) -> JsonObject:
+        rows: list[list[AnswerRow]] = [[], []]
+        for number, (prompt, *texts) in enumerate(answers, 1):
+            for side, text in zip(rows, texts, strict=True):
+                question = Question(prompt, {"prompt": prompt}, f"eval_prompts: prompt {number}")
+                side.append(AnswerRow(question, [text], None))
+        try:
+            return compare_rows(*rows, asked.name, file, **options)
+        except RatherError as error:
+            raise type(error)(f"eval_prompts.judge: {error}") from error
+
+    return compare
 
 
 def _compare_by_scores(

@@ -31,15 +31,18 @@ def health_command(run: RunFolder, as_json: AsJson = False) -> None:
     from rather.run_folder.names import refuse_other_folder
     from rather.tracking.health import read_findings, urgency
     from rather.tracking.json_lines import read_object
-    from rather.tracking.outcome import outcome_text
+    from rather.tracking.outcome import outcome_text, result_of
 
     refuse_other_folder(run)
     found = sorted(read_findings(run), key=lambda one: urgency(one.name, one.severity))
     if as_json:
         print_json([asdict(one) for one in found])
         return
-    if outcome := outcome_text(read_object(run / "report.json")):
+    report = read_object(run / "report.json")
+    if outcome := outcome_text(report):
         echo(f"Outcome: {outcome}.")
+    for line in result_of(report):
+        echo(line)
     if found:
         rows = [
             (one.step, one.severity, one.name, f"{one.number:.4g}", f"{one.text} {one.advice}")

@@ -18,7 +18,7 @@ from rather.config.strategies import (
     reference_is_policy,
     strategy_problems,
 )
-from rather.config.values import FORGETTING
+from rather.config.values import FORGETTING, WIN_RATE
 
 FLOOR = ("min_lr", "min_lr_rate")
 SCHEDULE_NUMBERS = {
@@ -60,6 +60,7 @@ NEEDS = [
     (("num_nodes",), ("num_gpus_per_node",)),
     ((*OF_ADAPTER, f"{ARGS}.quantization"), (*NEW_ADAPTER, OLD_ADAPTER)),
     (("eval_prompts",), ("eval_prompts.prompts", "eval_prompts.file")),
+    (("eval_prompts.judge",), ("eval_prompts.judge.with",)),
 ]
 # None of the first conditions can be combined with one of the second.
 EXCLUDES = [
@@ -173,6 +174,11 @@ def _evaluation(config: RunConfig) -> Problems:
     prefixes = tuple(_metric_prefix(name) for name in evaluation_sets)
     if selects_a_step and metric.startswith(FORGETTING):
         yield from _forgetting_metric(config)
+    elif selects_a_step and metric == WIN_RATE:
+        if not config.eval_prompts or not config.eval_prompts.judge:
+            yield "metric_for_best_model", f"'{metric}' needs eval_prompts.judge"
+        if _has_several_devices(config):
+            yield "metric_for_best_model", ANSWERS_AT_END.format(metric)
     elif selects_a_step and prefixes and not metric.startswith(prefixes):
         examples = ", ".join(f"{prefix}loss" for prefix in prefixes)
         yield "metric_for_best_model", f"'{metric}' is not measured; examples: {examples}"

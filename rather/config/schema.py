@@ -466,6 +466,24 @@ class SpikeArgs(Section):
     """log it; skip the step; or rollback to the last checkpoint and skip the step from there."""
 
 
+class AnswerJudge(Section):
+    """Who compares the policy's answers with the reference's."""
+
+    # `with` is a word of Python, so it cannot be written as a field.
+    __annotations__["with"] = (
+        "Annotated[Text | None, Field(default=None, description='A rule (rule.py:score), a reward "
+        "model, or a server (http://...), as in `rather judge --with`.')]"
+    )
+    model: Text | None = None
+    """Name of the model on the server."""
+    template: Text | None = None
+    """Jinja file of the question to the server, with prompt, answer_a and answer_b."""
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self, "with"))
+
+
 class EvalPrompts(Section):
     """Prompts that policy and reference answer at each evaluation."""
 
@@ -476,6 +494,9 @@ class EvalPrompts(Section):
     `prompt`."""
     max_new_tokens: Count = 128
     """Maximum tokens of an answer."""
+    judge: AnswerJudge | None = None
+    """Compare the answers with the reference's: eval/win_rate, at the end, and at every evaluation
+    with save_best; null: do not."""
 
 
 class StepKeys(Section):

@@ -30,6 +30,7 @@ from rather.config.reserved import RESERVED_IN_TEMPLATES
 from rather.files import JsonObject, real_path
 
 MASK = "***"
+WIN_RATE = "eval/win_rate"
 FORGETTING = "eval/forgetting/"  # how the names of its metrics begin
 MOST_DEVICES = 65_536
 STORE = "s3://"  # how the address of an object store begins

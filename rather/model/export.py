@@ -416,7 +416,9 @@ def publish(temporary: Path, folder: Path, card: str) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def model_card(config: DPOConfig, step: int, pairs: int, *, with_reference: bool) -> str:
+def model_card(
+    config: DPOConfig, step: int, pairs: int, *, with_reference: bool, result: str = ""
+) -> str:
     """Return Markdown with the front matter that model hubs read."""
     training, settings = (
         config.actor_train.training_args,
@@ -427,6 +429,7 @@ def model_card(config: DPOConfig, step: int, pairs: int, *, with_reference: bool
     adapter = config.actor_train.model_args.adapter_settings or {}
     adapter_text = ", ".join(f"{key} {value}" for key, value in adapter.items() if value)
     row = f"\n| adapter | {adapter_text} |" if adapter_text else ""
+    separator = "\n\n" if result else ""
     kind = "text-classification" if config.task == "reward" else "text-generation"
     task = "preference-alignment" if config.task == "preference" else config.task
     tags = ["rather", task, *config.loss_names]
@@ -438,7 +441,7 @@ tags: [{", ".join(tags)}]
 
 # {config.exp_name}
 
-`{config.actor_train.model_path}` trained by Rather (task: {config.task}).
+{result}{separator}`{config.actor_train.model_path}` trained by Rather (task: {config.task}).
 
 | | |
 |---|---|

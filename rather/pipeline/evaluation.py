@@ -19,6 +19,7 @@ from rather.cluster.role import Role, as_local
 from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.config.schema import EvalPrompts
+from rather.config.values import WIN_RATE
 from rather.data.batch import Columns, PairFacts
 from rather.data.formats import TextPair
 from rather.data.json_rows import DropReason
@@ -36,6 +37,7 @@ from rather.model.generate import GeneratedAnswer
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import EVALUATION_CHUNK
+from rather.registry import tool
 from rather.run_folder.names import ANSWERS
 from rather.tracking.json_lines import read_lines, strict_json
 
@@ -47,6 +49,8 @@ AT_ONCE = 64  # prompts; fewer if memory runs out
 RUN = 4  # tokens: repetition is the share of such runs that came before in the same answer
 
 Stopped = Callable[[], bool]
+# Compares (prompt, answer before, answer after) and returns what `rather judge --json` prints.
+JudgeAnswers = Callable[[Sequence[tuple[Any, str, str]]], Mapping[str, Any]]
 # Some pairs, and their log-probs of the policy and of the reference, if there is one.
 EvaluatedPart = tuple[PairFacts, Columns, Columns | None]
 
@@ -185,13 +189,19 @@ class Answers:
     no weight is touched.
     """
 
-    def __init__(self, config: DPOConfig, roles: Roles) -> None:
+    def __init__(self, config: DPOConfig, roles: Roles, last_step: int) -> None:
         assert config.eval_prompts is not None
+        self.last_step = last_step
         as_local(roles.actor_train)
         self.config, self.roles, self.asked = config, roles, config.eval_prompts
         self.file = config.run_dir / ANSWERS
         self.prompts = read_prompts(self.asked, config)
         self.known: list[GeneratedAnswer] | None = None  # of the reference
+        selects = bool(config.save_best or config.early_stopping_patience)
+        self.is_always_judged = selects and config.metric_for_best_model == WIN_RATE
+        self.judge: JudgeAnswers | None = None
+        if self.asked.judge:
+            self.judge = tool("answer_judge")(self.asked.judge, self.file)
 
     def begin(self, tokenizer: Any, *, resumes: bool) -> None:
         """Tokenise the prompts as training does.
@@ -247,7 +257,17 @@ class Answers:
                 total = sum(float(numbers[key]) for numbers in stats)
                 means[f"{METRICS}{name}/{key}"] = total / len(stats)
         self._write([*read_lines(self.file)[0], *rows])
-        return {**means, f"{METRICS}prompts": len(rows)}
+        return {**means, f"{METRICS}prompts": len(rows), **self._win_rate(step, rows)}
+
+    def _win_rate(self, step: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return how often the policy's answers are better; before the first step all are ties."""
+        if self.judge is None or not (self.is_always_judged or step == self.last_step):
+            return {}
+        names = ("win_rate", "win_rate_low", "win_rate_high", "win_rate_length_controlled")
+        if step == 0:
+            return dict.fromkeys((f"eval/{name}" for name in names), 0.5)
+        compared = self.judge([(row["prompt"], row["reference"], row["policy"]) for row in rows])
+        return {f"eval/{name}": compared[name] for name in names}
 
     def _answers(self, role: Role, stopped: Stopped = lambda: False) -> list[GeneratedAnswer]:
         most = self.asked.max_new_tokens

@@ -35,6 +35,7 @@ from rather.losses.objective import Running, from_config
 from rather.losses.own import METRICS
 from rather.losses.trial import try_own_losses, try_own_metrics
 from rather.model.export import model_card
+from rather.outcome.result import LINES, run_result
 from rather.pipeline.callbacks import refuse_callbacks_of_scripts, registered_callbacks
 from rather.pipeline.checks import (
     check_step_zero,
@@ -174,13 +175,14 @@ class DPOPipeline(Run):
         self.evaluators: list[Evaluator] = [self.evaluation.record] if self.data.evals else []
         self.answers: Answers | None = None
         if config.eval_prompts:
-            self.answers = Answers(config, roles)
+            self.answers = Answers(config, roles, source.total_steps)
             self.evaluators.append(self.answers.record)
         self.forgetting = ForgettingCheck.of(config, roles, parts.retry, self.state, source)
         if self.forgetting:
             self.evaluators.append(self.forgetting.record)
         self.summary = RunSummary(config, roles, source)
         self.changes: Mapping[str, float] = {}  # of the weights, as the export found them
+        self.result: list[str] = []  # what was achieved, as the export found it
 
     @property
     def reference_stream(self) -> ReferenceStream:
@@ -377,7 +379,14 @@ class DPOPipeline(Run):
 
     def _export_model(self, folder: Path) -> Mapping[str, float]:
         pairs, with_reference = len(self.data.train), self.reference is not None
-        card = model_card(self.config, self.progress.step, pairs, with_reference=with_reference)
+        self.result = run_result(self.run_dir) if self.roles.is_main else []
+        card = model_card(
+            self.config,
+            self.progress.step,
+            pairs,
+            with_reference=with_reference,
+            result=" ".join(self.result[:LINES]),
+        )
         kept = self.actor_train.save_model(folder, self.tokenizer, card)
         if folder.name != "model":  # the outcome of the run describes that one
             log.info("%s: %s", folder, kept)
@@ -398,7 +407,13 @@ class DPOPipeline(Run):
         log.info("The trained model is in %s.", folder)
 
     def outcome(self) -> Record:
-        return {**super().outcome(), **self.changes}
+        result = {"result": self.result} if self.result else {}
+        return {**super().outcome(), **self.changes, **result}
+
+    def _report_outcome(self, error: Exception | None = None) -> None:
+        super()._report_outcome(error)
+        if self.result and error is None:
+            log.info("Did it get better?\n%s", "\n".join(f"  {line}" for line in self.result))
 
     def _summarize(self) -> None:
         self.summary.report(self.outcome(), self.parts.timeline, self.reference_stream)

@@ -1,5 +1,7 @@
 """What a run has changed: fields of report.json, each of which may be missing, and their text.
 
+`result` has the lines of rather.outcome.result.
+
 `updates`, `skipped_steps`, `skip_reasons` and `idle_updates` are counted during the run. The export
 adds `changed_masters` and `changed_file` (shares of the float32 weights and of the written weights
 that differ from the source), `kept_share` (share of the update that the written file keeps), and
@@ -58,6 +60,12 @@ def outcome_text(report: Mapping[str, Any]) -> str:
         return "; ".join([*found, "the weights did not change"])
     shares = [text.format(percent(known[name])) for name, text in SHARES.items() if name in known]
     return "; ".join(found + shares)
+
+
+def result_of(report: Mapping[str, Any]) -> list[str]:
+    """Return what the run achieved, line by line; empty if it has not finished."""
+    lines = report.get("result")
+    return [str(line) for line in lines] if isinstance(lines, list) else []
 
 
 def percent(share: float) -> str:

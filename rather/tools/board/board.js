@@ -358,6 +358,7 @@
     const about = `: ${run.state}; model ${last(run.model || "unknown")}; folder ${last(given.folder)}/${run.name}`;
     const link = run.report ? element("a", { href: `/report?run=${run.id}`, target: "_blank", rel: "noopener" }, "Report of this run") : null;
     const parts = [element("p", { title: `${run.model || ""}\n${found.folder}` }, element("strong", {}, run.name), about, link && "; ", link)];
+    if (found.result) parts.unshift(element("p", {}, found.result));
     for (const problem of found.problems) parts.push(element("p", { className: "damaged" }, problem));
     parts.push(element("div", { className: "grid" },
       element("div", {}, element("h3", {}, "Findings"), findings(found.health.lines)),

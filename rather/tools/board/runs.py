@@ -33,7 +33,9 @@ from rather.tools.report.folder import MetricsReader, newest_records
 from rather.tools.report.page import downsample
 from rather.tracking.health import urgency
 from rather.tracking.json_lines import flatten, read_lines, read_object
+from rather.tracking.outcome import result_of
 
+RESULT_LINES = 4  # after these come answers, which the board shows itself
 EVENTS = (INCIDENTS, HEALTH, ANSWERS)
 MARKS = {METRICS, control.LOCK, FINISHED, "LATEST", DATA_REPORT}  # one of them makes a run folder
 DEPTH = 4  # folders between the given one and a run
@@ -107,6 +109,7 @@ class RunList:
         """Return config and events of a run, and what is wrong with its folder."""
         problems = []
         details: JsonObject = {"folder": str(path), "config": {}}
+        details["result"] = " ".join(result_of(read_object(path / RUN_REPORT))[:RESULT_LINES])
         try:
             details["config"] = read_config(path)
         except FolderProblem as problem:

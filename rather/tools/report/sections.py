@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from rather.config.values import FORGETTING, WIN_RATE
 from rather.data.findings import BARS, bar_labels
 from rather.data.show import report_rows, short, side_name, unit_of
 from rather.files import JsonObject
+from rather.outcome.result import accuracy_of, judge_accuracy, judged_prefix, result_lines
 from rather.run_folder.names import ANSWERS, CONFIG, DATA_REPORT, REPORT_PAGE, STARTS
 from rather.tools.report.folder import Folder, MetricColumns
 from rather.tools.report.page import LEVELS, chart, escape, lines, page, plotly_bundle, slug, table
@@ -99,11 +101,13 @@ def held_out_sets(columns: MetricColumns) -> dict[str, str]:
 
 def verdict(run: Folder, state: str) -> str:
     """Return one sentence: was it worth it?"""
-    judged = next((prefix for prefix in held_out_sets(run.metrics)
-                   if prefix + "rewards/accuracies" in run.metrics), None)  # fmt: skip
+    metrics = {name: column.values for name, column in run.metrics.items()}
+    judged = judged_prefix(metrics)
     if judged is None:
         return ""
-    answer, reason = judge_accuracy(run, judged)
+    answer, reason = judge_accuracy(metrics, run.data, judged)
+    if FORGETTING + "loss" in metrics or WIN_RATE in metrics:
+        reason = " ".join(result_lines(metrics, run.data))
     serious_findings = [entry for entry in run.health if entry["severity"] == "serious"]
     serious = sorted({entry["name"] for entry in serious_findings})
     if serious:
@@ -118,45 +122,6 @@ def verdict(run: Folder, state: str) -> str:
     )
 
 
-def judge_accuracy(run: Folder, prefix: str) -> tuple[str, str]:
-    """Return an answer and its reason: accuracy against the untrained model and against length."""
-    first, last, low, high = _accuracy(run, prefix)
-    ties = run.metrics.get(prefix + "rewards/ties")
-    before = f"{first:.1%} before training"
-    if ties and ties.values[0] == 1:  # policy and reference are equal before the first step
-        first, before = 0.5, "all ties before training"
-    pairs = run.metrics.get(prefix + "pairs")
-    count = f"{pairs.values[-1]:,.0f} " if pairs else ""
-    text = f"Held-out accuracy is {last:.1%} (95 %: {low:.1%} to {high:.1%}) "
-    text += f"on {count}{unit_of(run.data)}; {before}."
-    name = f"eval {prefix[5:-1]}".strip()
-    sets = run.data.get("look", {}).get("sets", {})
-    longer = sets.get(name, {}).get("length_bias", {}).get("longer_wins", 0.5)
-    by_length = max(longer, 1 - longer)
-    which = "longer" if longer >= 0.5 else "shorter"
-    if low <= max(first, 0.5):
-        return "No" if last <= max(first, 0.5) else "Not shown", f"{text} That may be chance."
-    length_alone = f" Always picking the {which} answer is right on {by_length:.1%}"
-    if run.data.get("rows") == "labelled":
-        length_alone = f" The {which} of a desirable and an undesirable answer is the desirable "
-        length_alone += f"one in {by_length:.1%}"
-    if low <= by_length:
-        return "Not shown", f"{text}{length_alone}: the model has not been shown to beat length."
-    if by_length > 0.5:
-        text += f"{length_alone}."
-    return "Yes", text
-
-
-def _accuracy(run: Folder, prefix: str) -> tuple[float, float, float, float]:
-    """Return the accuracy at the first and the last evaluation, and the last one's interval."""
-    values = run.metrics[prefix + "rewards/accuracies"].values
-    ends = []
-    for end in ("low", "high"):
-        column = run.metrics.get(f"{prefix}rewards/accuracies_{end}")
-        ends.append(column.values[-1] if column else values[-1])
-    return values[0], values[-1], ends[0], ends[1]
-
-
 def tiles(run: Folder, state: str) -> str:
     """Return the numbers that a reader looks for first, each with a note below it."""
     total = f" of {run.total_steps}" if run.total_steps else ""
@@ -168,7 +133,8 @@ def tiles(run: Folder, state: str) -> str:
                 first, last = f"{column.values[0]:{form}}", f"{column.values[-1]:{form}}"
                 notes = []
                 if metric_name == "accuracy":
-                    _, _, low, high = _accuracy(run, prefix)
+                    values = {key: each.values for key, each in run.metrics.items()}
+                    _, _, low, high = accuracy_of(values, prefix)
                     notes.append(f"95 %: {low:.1%} to {high:.1%}")
                     if ties and ties.values[0] == 1:
                         first = "all ties"  # policy and reference are equal before the first step

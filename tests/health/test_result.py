@@ -1,0 +1,102 @@
+"""The end of a run in four lines: what they say, and where they are found again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rather.config.run_config import DPOConfig
+from rather.errors import ConfigError, RatherError
+from rather.outcome.result import LINES, answer_lines, result_lines, run_result
+from rather.pipeline.pipeline import DPOPipeline
+from rather.tools.board.runs import RESULT_LINES
+from tests.health.test_forgetting import EASY, asked_as_trained
+from tests.health.tiny_runs import TinyRuns
+from tests.tiny import make_config, metrics
+
+RULE = "def score(prompt, answer):\n    return -len(answer)\n"
+
+
+@pytest.fixture(scope="module")
+def run(tiny_runs: TinyRuns) -> DPOConfig:
+    rule = tiny_runs.folder / "rule.py"
+    rule.write_text(RULE)
+    config = tiny_runs.config(
+        "four-lines", EASY, forgetting=str(asked_as_trained(tiny_runs.folder))
+    )
+    values = config.model_dump(mode="json", exclude_unset=True)
+    values["eval_prompts"]["judge"] = {"with": f"{rule}:score"}
+    config = DPOConfig.model_validate(values)
+    DPOPipeline(config).run()
+    return config
+
+
+def test_the_lines_are_in_report_card_and_page(run: DPOConfig) -> None:
+    report = json.loads((run.run_dir / "report.json").read_text())
+    lines = report["result"]
+    assert lines == run_result(run.run_dir)
+    assert RESULT_LINES == LINES
+    starts = (
+        "Held-out accuracy is",
+        "Win rate against the base is",
+        "Forgetting: the loss",
+        "Drift",
+    )
+    for line, start in zip(lines, starts, strict=False):
+        assert line.startswith(start), lines
+    assert [line.split(":")[0] for line in lines[LINES:]] == ["Prompt", "Before", "After"] * 2
+    card = (run.run_dir / "model" / "README.md").read_text()
+    assert " ".join(lines[:LINES]) in card
+
+
+def test_the_win_rate_is_that_of_the_answers(run: DPOConfig) -> None:
+    last = metrics(run)[-1]
+    rows = [json.loads(line) for line in (run.run_dir / "answers.jsonl").read_text().splitlines()]
+    lengths = [(len(row["reference"]), len(row["policy"])) for row in rows if row["step"] == 4]
+    wins = sum((before > after) + (before == after) / 2 for before, after in lengths)
+    assert last["eval/win_rate"] == wins / len(lengths)
+    assert last["eval/win_rate_low"] <= last["eval/win_rate"] <= last["eval/win_rate_high"]
+    assert not any("eval/win_rate" in line for line in metrics(run)[:-1])  # asked once
+
+
+def test_what_was_not_measured_is_said() -> None:
+    lines = result_lines({}, {})
+    assert len(lines) == LINES
+    assert all("not measured" in line for line in lines)
+    assert answer_lines([]) == []
+
+
+def test_length_alone_is_named() -> None:
+    held_out = {"eval/loss": [0.69, 0.5], "eval/rewards/accuracies": [0.0, 0.7], "eval/pairs": [400.0] * 2,
+                "eval/rewards/accuracies_low": [0.0, 0.66], "eval/rewards/accuracies_high": [0.0, 0.74],
+                "eval/rewards/ties": [1.0, 0.0]}  # fmt: skip
+    bias = {"look": {"sets": {"eval": {"length_bias": {"longer_wins": 0.75}}}}}
+    assert "has not been shown to beat length" in result_lines(held_out, bias)[0]
+    bias["look"]["sets"]["eval"]["length_bias"]["longer_wins"] = 0.55
+    assert "Always picking the longer answer is right on 55.0%." in result_lines(held_out, bias)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eval_prompts": {"prompts": ["w1"], "judge": {}}}, r"needs eval_prompts\.judge\.with"),
+        (
+            {"metric_for_best_model": "eval/win_rate", "save_best": True},
+            r"needs eval_prompts\.judge",
+        ),
+    ],
+)
+def test_a_judge_needs_a_name(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(tmp_path, **changes)
+
+
+def test_a_judge_that_is_not_there_is_named(tmp_path: Path) -> None:
+    judge = {"with": str(tmp_path / "missing.py:score")}
+    config = make_config(
+        tmp_path, eval_prompts={"prompts": ["w1"], "judge": judge, "max_new_tokens": 2}
+    )
+    with pytest.raises(RatherError, match=r"missing\.py"):
+        DPOPipeline(config)  # before anything is trained
