@@ -155,6 +155,7 @@ COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "Train": (
         ("train", train, "dpo.yaml beta=0.05 actor_train.training_args.learning_rate=1e-6"),
         ("sweep", tool("sweep"), "dpo.yaml beta=0.01,0.05,0.1"),
+        ("rounds", tool("rounds"), "rounds.yaml rounds.count=3"),
         ("tune", tool("tune"), "dpo.yaml --budget 20m --out tuned.yaml"),
         ("eval", evaluate, "dpo.yaml --model output/dpo/model"),
         ("demo", tool("demo"), "--out rather-demo"),

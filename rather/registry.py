@@ -13,6 +13,7 @@ TOOLS = {
     "migrate": "rather.tools.commands:migrate_command",
     "pairs": "rather.tools.pairs:pairs_command",
     "report": "rather.tools.commands:report_command",
+    "rounds": "rather.tools.commands:rounds_command",
     "sweep": "rather.tools.commands:sweep_command",
     "tune": "rather.tools.commands:tune_command",
     "answer_judge": "rather.commands.judge:answer_judge",

@@ -132,6 +132,11 @@ def _limited_insertions() -> Iterator[None]:
 def _validated(path: Path, composed: DictConfig, sources: dict[str, str]) -> DPOConfig:
     """Fill in ${...} and return the config; or raise an error with all problems."""
     raw = _plain(composed)
+    if "rounds" in raw:
+        place = _near("rounds", sources)
+        raise ConfigError(
+            f"rounds{place}: is for `rather rounds {path}`; other commands train once."
+        )
     if "exp_name" not in raw:
         raw["exp_name"] = composed.exp_name = path.stem
         sources["exp_name"] = "name of the file"
@@ -163,10 +168,10 @@ def _validated(path: Path, composed: DictConfig, sources: dict[str, str]) -> DPO
 
 
 @_limited_insertions()
-def composed_values(path: Path) -> JsonObject:
+def composed_values(path: Path, overrides: Iterable[str] = ()) -> JsonObject:
     """Return the values of a file, its defaults list and ${...} filled in, before validation."""
     try:
-        return _plain(_compose(path, [], _key_lines(path)), resolve=True)
+        return _plain(_compose(path, overrides, _key_lines(path)), resolve=True)
     except UNREADABLE as error:
         raise ConfigError(f"{path.name}: {_in_short(error)}") from None
 

@@ -59,6 +59,7 @@ MEMORY = 2 << 30  # bytes of a child on top of what it needs to start
 SKIPPED = {
     "ties_skipped": "two answers of the same rank give no pair",
     "cut_answer": "an answer that a limit cut off is not used",
+    "empty_answer": "a sampled answer without text is not used",
     "duplicate_answer": "an answer that repeats an earlier one to the same prompt is not used",
     "small_gap": "the scores of a pair differ by less than min_gap",
     "length_gap": "the answers of a pair differ by more tokens than max_length_gap",

@@ -13,7 +13,7 @@ EXAMPLES = 5
 CHANGES = (
     "boundary_moved", "double_bos", "double_eos", "eos_lost", "eos_text_removed",
     "special_token_escaped", "ties_skipped", "truncated_prompt", "truncated_response",
-    "turn_not_scored", "cut_answer", "duplicate_answer", "small_gap", "length_gap", "own_tokens",
+    "turn_not_scored", "cut_answer", "duplicate_answer", "empty_answer", "small_gap", "length_gap", "own_tokens",
     "tokens_changed",
 )  # fmt: skip
 GROUPS = ("dropped", "changed", "warned")
@@ -39,6 +39,7 @@ double_bos: several BOS became one
 double_eos: several end tokens became one
 duplicate_answer: the same answer to a prompt again
 duplicate_pair: the same one again
+empty_answer: a sampled answer of white space
 empty_prompt: nothing is asked
 empty_response: an answer of white space
 end_as_text: the template ends answers with text instead of a token

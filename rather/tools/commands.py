@@ -27,9 +27,11 @@ from rather.commands.terminal import (
     command,
     count,
     echo,
+    heavy_imports,
     print_json,
     writable,
 )
+from rather.config import plugins
 from rather.errors import ConfigError
 from rather.tools.migrate import NAMES
 
@@ -101,6 +103,37 @@ def tune_command(
         echo(f"Best: do not train ({found['reason']}). {out} was not written.")
     else:
         echo(f"Best: {best} ({found['reason']}); written to {out}")
+
+
+@command
+def rounds_command(
+    config: Annotated[Path, typer.Argument(help="The YAML with the key rounds, or `status`.")],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    imports: Imports = None,
+) -> None:
+    """Generate answers, judge them, train on the pairs, and repeat; keep the best round.
+
+    Run the same command again to continue. `rather rounds status rounds.yaml` prints what is done.
+    """
+    from rather.tools.rounds.settings import load_plan
+    from rather.tools.rounds.status import print_rounds, status_of
+
+    changes = list(overrides or [])
+    if str(config) == "status":
+        if not changes:
+            raise ConfigError("status: name the YAML, as in `rather rounds status rounds.yaml`.")
+        found = status_of(load_plan(Path(changes.pop(0)), changes))
+        print_json(found) if as_json else print_rounds(found)
+        return
+    plan = load_plan(config, changes)
+    plugins.load_requested()
+    with heavy_imports():
+        from rather.tools.rounds.run import run_rounds
+
+    with redirect_stdout(sys.stderr):  # what the trainings print
+        result = run_rounds(plan)
+    print_json(result) if as_json else print_rounds(result)
 
 
 @command

@@ -326,6 +326,8 @@ def _kept_answers(ranked: Ranked, skipped: Counter[str]) -> list[int]:
     for i, answer in enumerate(ranked.answers):
         if not ranked.ended[i]:
             skipped["cut_answer"] += 1
+        elif isinstance(answer, str) and not answer.strip():
+            skipped["empty_answer"] += 1
         elif any(answer == ranked.answers[earlier] for earlier in kept):
             skipped["duplicate_answer"] += 1
         else:

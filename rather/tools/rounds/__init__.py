@@ -1,0 +1,1 @@
+"""`rather rounds`: generate answers, judge them, train on the pairs, evaluate, and repeat."""
