@@ -22,7 +22,9 @@ class FakeServer:
 
 
 @contextmanager
-def serving(behaviour: Behaviour, models: list[str] | None = None) -> Iterator[FakeServer]:
+def serving(
+    behaviour: Behaviour, models: list[str] | None = None, port: int = 0
+) -> Iterator[FakeServer]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -49,7 +51,7 @@ def serving(behaviour: Behaviour, models: list[str] | None = None) -> Iterator[F
         def log_message(self, *_: Any) -> None:
             """Print nothing."""
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     http.daemon_threads = True
     server = FakeServer(http.server_address[1])
     thread = threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True)

@@ -92,6 +92,8 @@ def test_other_algorithms_are_refused_by_name(source: Any, named: str, tmp_path:
     with pytest.raises(ConfigError) as why:
         of(source if isinstance(source, str) else file)
     assert named in str(why.value)
+    is_online = any(name in named for name in ("online", "grpo", "gdpo", "ppo"))
+    assert ("see `rather rounds`" in str(why.value)) == is_online
 
 
 LF = {"model_name_or_path": "m", "dataset": "d", "bf16": True}

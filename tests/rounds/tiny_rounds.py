@@ -10,11 +10,11 @@ import yaml
 
 from tests.tiny import make_model
 
-RULE = '''
+RULE = """
 def score(prompt, answer):
     words = answer.split()
-    return sum(int(word[1:]) % 2 for word in words if word[0] == "w") / max(1, len(words))
-'''
+    return sum(1 - int(word[1:]) % 2 for word in words if word[0] == "w") / max(1, len(words))
+"""
 
 
 def write_plan(folder: Path, **changes: Any) -> Path:
@@ -36,7 +36,11 @@ def write_plan(folder: Path, **changes: Any) -> Path:
         "report_html": False,
         "rounds": rounds,
         "actor_train": {
-            "training_args": {"learning_rate": 1e-3, "per_device_train_batch_size": 4}
+            "training_args": {
+                "learning_rate": 1e-2,
+                "per_device_train_batch_size": 4,
+                "num_train_epochs": 3,
+            },
         },
     }
     file = folder / "rounds.yaml"

@@ -43,6 +43,7 @@ from rather.tools.migrate.rules import (
     Unsupported,
     algorithm,
     full,
+    rounds_instead,
     short,
 )
 from rather.tools.migrate.settings import SourceSettings
@@ -212,7 +213,7 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     if source.program not in peer.programs and OTHERS.search(source.program):
         raise ConfigError(
             f"{source.name}: {source.program} is not a training that Rather offers; of {peer.name} "
-            f"it converts {', '.join(peer.programs)}."
+            f"it converts {', '.join(peer.programs)}.{rounds_instead(source.program)}"
         )
     count = devices or source.devices
     file = _file_of(source, peer)

@@ -265,6 +265,16 @@ KTO, SFT = {"task": "unpaired"}, {"task": "sft", "pref_loss": "sft"}
 REWARD = {"task": "reward", "pref_loss": "bradley_terry"}
 
 
+ONLINE = re.compile(r"(?i)(ppo|grpo|gspo|gdpo|rloo|xpo|online|nash|reinforce)")
+
+
+def rounds_instead(name: object) -> str:
+    """Return a hint for trainers that generate answers while they train; "" for others."""
+    if not ONLINE.search(str(name)):
+        return ""
+    return " To train on the model's own answers, see `rather rounds`."
+
+
 def algorithm(names: Mapping[Any, str | Mapping[str, str] | None]) -> Rule:
     """Set the loss, or the task, that a name stands for; None: another key does. Refuse others."""
 
@@ -273,6 +283,7 @@ def algorithm(names: Mapping[Any, str | Mapping[str, str] | None]) -> Rule:
             offered = ", ".join(str(name) for name in names if name)
             raise ConfigError(
                 f"{value} is not a training that Rather offers; it converts {offered}."
+                f"{rounds_instead(value)}"
             )
         loss = names[value]
         if not loss:

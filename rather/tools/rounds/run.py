@@ -14,6 +14,8 @@ from rather.commands.journal import write_atomic
 from rather.commands.judge import read_answers, score_file
 from rather.commands.judges import RULE
 from rather.config.load import dump_yaml
+from rather.config.run_config import DPOConfig
+from rather.data.prepare import BadRows, prepare
 from rather.errors import ConfigError, RatherError
 from rather.files import JsonObject, file_sha, make_folder, own, parse_json, read_json, replace_own
 from rather.model.generate import Decoding
@@ -39,6 +41,19 @@ class TrainingEnded(RatherError):
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
         self.exit_code = code
+
+
+class NoPairs(Exception):
+    """All answers of a round are equally good, or cannot be used."""
+
+
+def refuse_no_pairs(config: DPOConfig) -> None:
+    """Raise NoPairs if the scored answers give no pair; the pairs are in the cache afterwards."""
+    try:
+        prepare(config)
+    except BadRows as problem:
+        if problem.report["train"]["pairs"] == 0:
+            raise NoPairs from None
 
 
 def say(text: str) -> None:
@@ -78,7 +93,11 @@ class RoundsRun:
                     break
                 self._generate(number + 1, source)
             self._judge(number + 1)
-            self._train(number + 1)
+            try:
+                self._train(number + 1)
+            except NoPairs:
+                reason = f"round {number + 1} has no pairs: all answers to a prompt score equally"
+                break
         return self._end(reason)
 
     # --- stages ---
@@ -155,6 +174,8 @@ class RoundsRun:
         }
 
         def work(begins_again: bool) -> None:
+            if number > 1:
+                refuse_no_pairs(config)
             say(f"round {number}: training on {', '.join(map(str, args.data_args.files))}")
             code, error = train_here(plan.training(number, overwrite=begins_again))
             if code:

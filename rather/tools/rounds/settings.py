@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from rather.config.found import NO_TRUST
 from rather.config.inherit import set_at
-from rather.config.keys import field_problems
 from rather.config.load import composed_values, config_from_dict
 from rather.config.run_config import DPOConfig
 from rather.config.schema import as_list
@@ -144,9 +143,13 @@ def load_plan(file: Path, overrides: Sequence[str] = ()) -> Plan:
     try:
         rounds = RoundsKeys.model_validate(given)
     except ValidationError as error:
-        problems = field_problems(error, given)
+        problems: dict[str, str] = {}  # of a union, the first reason is enough
+        for one in error.errors():
+            # After the key, pydantic names the member of a union that it tried.
+            names = [str(name) for name in one["loc"] if str(name).islower() and name != "str"]
+            problems.setdefault(".".join(names), f"{one['msg'][:1].lower()}{one['msg'][1:]}")
         raise ConfigError(
-            [f"rounds.{'.'.join(names)} ({file.name}): {text}" for names, text in problems.items()]
+            [f"rounds.{name} ({file.name}): {text}." for name, text in problems.items()]
         ) from None
     for path in OWN_PLACES:
         top, _, rest = path.partition(".")

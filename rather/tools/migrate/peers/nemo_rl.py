@@ -47,6 +47,7 @@ from rather.tools.migrate.rules import (
     keys,
     never,
     only,
+    rounds_instead,
     to,
     when,
 )
@@ -64,7 +65,10 @@ def recipe(path: Path, flags: JsonObject) -> JsonObject:
     values = _merged(inherited(path, 0), nested_keys(flags))
     algorithms = [name for name in OTHER_ALGORITHMS if name in values]
     if "dpo" not in values and algorithms:
-        raise ConfigError(f"{path.name}: {algorithms[0]} is not training on preference pairs.")
+        raise ConfigError(
+            f"{path.name}: {algorithms[0]} is not training on preference pairs."
+            f"{rounds_instead(algorithms[0])}"
+        )
     return {key: _filled(section, values, values, 0) for key, section in values.items()}
 
 

@@ -47,6 +47,7 @@ from rather.tools.migrate.rules import (
     facts,
     gives,
     names_of,
+    rounds_instead,
 )
 
 TRAINER, VERSIONS, OLD, UNCERTAIN = "(trainer)", "(versions)", "(old)", "(defaults)"
@@ -179,6 +180,7 @@ def trains(value: Any, given: Given) -> Outcome:
     if value not in TRAINS:
         raise ConfigError(
             f"{value} is not a training that Rather offers; it converts {', '.join(TRAINS)}."
+            f"{rounds_instead(value)}"
         )
     return algorithm(TRAINS)(value, given)
 

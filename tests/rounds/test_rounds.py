@@ -1,0 +1,334 @@
+"""Rounds: every stage continues after a kill and is not repeated; the best round is exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from rather.commands import generate
+from rather.config.load import load
+from rather.errors import ConfigError, ServerError
+from rather.files import file_sha
+from rather.model.generate import Decoding
+from rather.pipeline.loop import TrainingLoop
+from rather.tools.board.runs import RunList
+from rather.tools.rounds import evaluation, run
+from rather.tools.rounds.answers import AnswerSource, _port
+from rather.tools.rounds.run import run_rounds
+from rather.tools.rounds.settings import ServerKeys, load_plan
+from rather.tools.rounds.status import best_round, status_of
+from tests.commands.conftest import rather
+from tests.commands.fake_server import serving
+from tests.rounds.tiny_rounds import write_plan
+
+FILES = (
+    "round-1/answers.jsonl", "round-1/scored.jsonl", "round-1/train/model/model.safetensors",
+    "round-1/eval.json", "round-2/answers.jsonl", "round-2/scored.jsonl",
+    "round-2/train/model/model.safetensors", "round-2/eval.json", "round-0/eval.json",
+    "rounds.json", "metrics.jsonl",
+)  # fmt: skip
+
+
+class Killed(BaseException):
+    """What a kill is for the process that it hits: nothing after it runs."""
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[Path]:
+    before = Path.cwd()
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    try:
+        yield Path("output/own")
+    finally:
+        os.chdir(before)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {name: file_sha(folder / name) for name in FILES}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """Forgetting is measured with one text instead of twenty and fifty questions."""
+    from rather.outcome import forgetting
+
+    read = forgetting.read_rows
+
+    def one_text(path: Path) -> Any:
+        questions, texts = read(path)
+        return questions[:1], texts[:1]
+
+    forgetting.read_rows = one_text
+    yield
+    forgetting.read_rows = read
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    with working_in(folder):
+        write_plan(Path())
+        run_rounds(load_plan(Path("rounds.yaml")))
+    return folder
+
+
+# In the order in which they come, with the number of the call that dies: in round 2 if there are two.
+KILLS = (
+    (generate.Sampler, "answer", 1),
+    (generate.Sampler, "answer", 1),
+    (run, "score_file", 2),
+    (TrainingLoop, "train_step", 2),
+    (run, "evaluate", 1),
+    (run, "score_file", 2),
+    (TrainingLoop, "train_step", 3),
+    (run, "copy_model", 1),
+)
+
+
+def test_killed_in_every_stage_the_same_command_ends_in_the_same_files(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    with working_in(tmp_path / "killed") as folder:
+        write_plan(Path())
+        for owner, name, number in KILLS:
+            with dying_at(owner, name, number), pytest.raises(Killed):
+                run_rounds(load_plan(Path("rounds.yaml")))
+        run_rounds(load_plan(Path("rounds.yaml")))
+        assert digests(folder) == digests(uninterrupted / "output/own")
+
+
+@contextmanager
+def dying_at(owner: Any, name: str, number: int) -> Iterator[None]:
+    original, calls = getattr(owner, name), 0
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise Killed
+        return original(*args, **kwargs)
+
+    setattr(owner, name, dies)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def test_a_finished_plan_repeats_no_stage(uninterrupted: Path) -> None:
+    with working_in(uninterrupted) as folder, ExitStack() as stack:
+        before = digests(folder)
+        for owner, name in {(owner, name) for owner, name, _ in KILLS if name != "copy_model"}:
+            stack.enter_context(dying_at(owner, name, 1))
+        result = run_rounds(load_plan(Path("rounds.yaml")))
+        assert digests(folder) == before
+    assert result["reason"] == "all 2 rounds are done"
+
+
+def test_status_and_board_show_one_run(uninterrupted: Path) -> None:
+    with working_in(uninterrupted) as folder:
+        found = status_of(load_plan(Path("rounds.yaml")))
+        assert found["reason"] == "all 2 rounds are done"
+        assert len(found["rounds"]) == 3
+        for name in (
+            "score",
+            "length",
+            "drift",
+            "diversity",
+            "forgetting_loss",
+            "pairs",
+            "dropped",
+        ):
+            assert found["rounds"][2][name] is not None, name
+        assert found["rounds"][found["best"]]["score"] == max(e["score"] for e in found["rounds"])
+        printed = rather("rounds", "status", "rounds.yaml")
+        assert printed.exit_code == 0, printed.output
+        assert "win rate" in printed.stdout
+        [row] = RunList(Path("output").absolute()).rows()
+        assert (row["name"], row["step"], row["state"]) == ("own", 2, "ended")
+        assert (folder / "model" / "config.json").is_file() == bool(found["best"])
+
+
+def test_other_commands_name_rather_rounds(tmp_path: Path) -> None:
+    file = write_plan(tmp_path)
+    with pytest.raises(ConfigError, match=r"rounds \(rounds.yaml:\d+\): is for `rather rounds "):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rounds": {"judge": None}}, "rounds.judge: name a rule or a reward model"),
+        ({"rounds": {"prompts": ["prompts.jsonl"] * 3}}, "rounds.prompts: 3 files for 2 rounds"),
+        ({"rounds": {"prompts": "missing.jsonl"}}, "missing.jsonl is not a file with prompts"),
+        ({"rounds": {"server": {}}}, "rounds.server: set either url or start"),
+        ({"rounds": {"server": {"start": "vllm"}}}, "rounds.server.start: has no {port}"),
+        ({"rounds": {"temperature": 0}}, "rounds.temperature"),
+        ({"rounds": {"keep_pair": True}}, "rounds.keep_pair"),
+        ({"pref_loss": "advantage"}, "rounds.reference: loss 'advantage' clips"),
+        ({"task": "sft"}, "task: rounds make pairs or scored answers, and task is sft"),
+        ({"overwrite": True}, "overwrite (rounds.yaml): every round sets it itself"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: Any, message: str, tmp_path: Path) -> None:
+    with working_in(tmp_path):
+        file = write_plan(Path(), **changes)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_plan(file)
+
+
+def test_the_training_of_a_round(tmp_path: Path) -> None:
+    with working_in(tmp_path):
+        plan = load_plan(write_plan(Path()))
+        second = plan.training(2)
+        assert second.actor_train.model_path == "output/own/round-1/train/model"
+        assert second.reference.model_path == "base"
+        assert second.actor_train.data_args.file_name == ["output/own/round-2/scored.jsonl"]
+        assert second.run_dir == Path("output/own/round-2/train")
+        other = {"reference": "previous", "start_from": "base", "keep_pairs": True}
+        second = load_plan(write_plan(Path(), rounds=other)).training(2)
+        assert second.actor_train.model_path == "base"
+        assert second.reference.model_path == "output/own/round-1/train/model"
+        assert len(second.actor_train.data_args.files) == 2
+
+
+# --- stop and choose ---
+
+
+class Pretended(run.RoundsRun):
+    """Rounds whose scores are given."""
+
+    scores: ClassVar[list[list[float]]] = []
+
+    def _generate(self, number: int, source: AnswerSource) -> None:
+        """Do nothing."""
+
+    def _train(self, number: int) -> None:
+        model = Path(self.plan.model(number))
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(str(number))
+
+    def _judge(self, number: int) -> None:
+        """Do nothing."""
+
+    def _evaluate(self, number: int, source: AnswerSource) -> None:
+        scores = self.scores[number]
+        mean = sum(scores) / len(scores)
+        self.evaluated.append({"round": number, "score": mean, "scores": scores})
+
+
+@pytest.mark.parametrize(
+    ("scores", "rounds", "best"),
+    [
+        (
+            [[0.0] * 9, [1.0] * 9, [0.0] * 9, [1.0] * 9],
+            3,
+            1,
+        ),  # round 2 is worse: round 3 is not run
+        (
+            [[0.0] * 9, [0.5, 1.0] * 9, [1.0, 0.4] * 9, [1.0] * 9],
+            4,
+            3,
+        ),  # not by more than its interval
+        ([[1.0] * 9, [0.5] * 9, [1.0] * 9, [1.0] * 9], 2, 0),
+    ],
+)
+def test_the_best_round_is_exported_and_a_worse_one_ends_the_run(
+    scores: Any, rounds: int, best: int, tmp_path: Path
+) -> None:
+    with working_in(tmp_path) as folder:
+        Pretended.scores = scores
+        plan = load_plan(write_plan(Path(), rounds={"count": 3}))
+        folder.mkdir(parents=True)
+        result = Pretended(plan).run()
+        assert len(result["rounds"]) == rounds
+        assert result["best"] == best
+        assert (folder / "model").is_dir() == bool(best)
+        if best:
+            assert (folder / "model" / "config.json").read_text() == str(best)
+        assert ("is worse than round" in result["reason"]) == (rounds < 4)
+
+
+def test_without_a_judge_the_last_round_is_the_best() -> None:
+    assert best_round([{"round": 0}, {"round": 1}]) == 1
+    assert not evaluation.is_worse({}, {})
+
+
+# --- the pool ---
+
+
+def test_answers_of_other_models_are_added(tmp_path: Path) -> None:
+    row = {"prompt": "q", "responses": ["a", "b"], "ended": [True, False], "tokens_digest": "x"}
+    other = row | {"responses": ["c", "d"], "ended": [True, True], "response_ids": [[5], [6]]}
+    files = []
+    for name, each in (("own", row | {"response_ids": [[1], [2]]}), ("weak", other)):
+        files.append(tmp_path / f"{name}.jsonl")
+        files[-1].write_text(json.dumps(each) + "\n")
+    [line] = run.scored_by_source(files)
+    found = json.loads(line)
+    assert found["responses"] == ["a", "b", "c", "d"]
+    assert found["ended"] == [True, False, True, True]
+    assert found["scores"] == [1, 1, 0, 0]
+    assert found["response_ids"] == [[1], [2], [5], [6]]
+    files[1].write_text(json.dumps(other | {"tokens_digest": "y"}) + "\n")
+    [line] = run.pooled(files)
+    assert json.loads(line)["response_ids"] is None  # tokens of another tokenizer
+
+
+# --- a server that is started here ---
+
+SERVE = """
+import sys, threading
+from tests.commands.fake_server import serving
+def answer(path, body):
+    words = f"w{body.get('seed', 0) % 50} w3"
+    ids = body["prompt"] if isinstance(body["prompt"], list) else [1]
+    return 200, {"choices": [{"text": words, "finish_reason": "stop"}],
+                 "usage": {"prompt_tokens": len(ids), "completion_tokens": 2}}
+with serving(answer, [sys.argv[1]], int(sys.argv[2])):
+    threading.Event().wait()
+"""
+
+
+def test_a_server_is_started_asked_and_ended(tmp_path: Path) -> None:
+    with working_in(tmp_path):
+        write_plan(Path())
+        Path("serve.py").write_text(SERVE)
+        root = Path(__file__).resolve().parents[2]
+        start = f"env PYTHONPATH={root} {sys.executable} serve.py {{model}} {{port}}"
+        request = generate.Request(2, Decoding(4, 1.0))
+        with AnswerSource("base", ServerKeys(start=start), Path(), 1) as source:
+            source.write(Path("prompts.jsonl"), Path("out.jsonl"), request)
+            process, port = source.process, Path("port").read_text()
+            assert process is not None
+            assert process.poll() is None
+        assert process.poll() is not None
+        rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+        assert len(rows) == 8
+        assert all(text.endswith(" w3") for row in rows for text in row["responses"])
+        assert _port(Path("port")) == port  # the same after a kill
+
+
+def test_a_server_that_ends_at_once_is_reported(tmp_path: Path) -> None:
+    start = f"{sys.executable} -c 'print(\"no memory\"); exit(3)' {{port}}"
+    with (
+        AnswerSource("base", ServerKeys(start=start), tmp_path, 1) as source,
+        pytest.raises(ConfigError, match=r"rounds.server.start: ended with exit code 3: no memory"),
+    ):
+        source.write(tmp_path, tmp_path, generate.Request(1, Decoding(4)))
+
+
+def test_a_server_with_the_model_of_another_round_is_refused(tmp_path: Path) -> None:
+    with serving(lambda *_: None, ["base"]) as server:
+        source = AnswerSource("round-1", ServerKeys(url=server.url), tmp_path, 1)
+        with pytest.raises(ServerError, match=r"runs base. Start it with round-1 and run the same"):
+            source.write(tmp_path, tmp_path, generate.Request(1, Decoding(4)))
