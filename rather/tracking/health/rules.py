@@ -39,6 +39,11 @@ GRACE = 1 / 3  # of the run, in which a small learning rate or its warm-up may h
 DIVERGED = 1.5  # times the loss at the start; learning makes it smaller
 STORMY = 30.0  # times the first gradient norm; where a run learns, norms fall
 RISEN = 0.1  # of the first held-out loss; evaluations differ by less
+PASSED = 0.02  # of the first held-out loss, above the lowest one: the same pairs, so no chance
+# Nats per token that are always allowed, and more for each share of the held-out pairs above a half:
+# 1.0 with 70 % right, 2.5 with all. The demo drifts by 0.3 with all right.
+FREE_DRIFT, DRIFT_OF_GAIN = 0.5, 5.0
+FORGOTTEN = 0.05  # of the loss on neutral texts, or of the right answers: forgetting_limit
 GIVEN_BACK = 0.25  # of what the calibrated held-out loss had gained
 LONGER, LONGER_TOKENS = 1.5, 3.0  # times as long as the reference's answers, and tokens longer
 REPEATED = 0.25  # more repeated runs of four tokens than in the reference's answers
@@ -324,6 +329,64 @@ def _gave_back(history: EvaluationHistory) -> bool:
     first, best = history.first.get(name, 0.0), history.calibrated
     limit = best + GIVEN_BACK * (first - best)
     return name not in history.first or all(line.get(name, 0.0) > limit for line in history.last)
+
+
+@HealthRule(
+    "warning",
+    "the held-out loss{name} was lowest at step {step} ({best:.4g}) and is {now:.4g} at the end: "
+    "training went past the optimum.",
+    "Keep the best model with save_best, or train less: max_steps {step}, fewer epochs or a lower "
+    "learning_rate.",
+)
+def optimum_passed(h: RunState) -> Found:
+    if not h.is_over or "overfitting" in h.known:
+        return {}
+    for name, known in h.evaluations.items():
+        best, step, _ = known.best
+        now = known.last[-1]["loss"] if known.last else best
+        if step and now - best >= PASSED * abs(known.first["loss"]):
+            losses = {"best": best, "now": now, "step": step}
+            return {"number": now - best, "name": f" of {name}" if name else "", **losses}
+    return {}
+
+
+@HealthRule(
+    "warning",
+    "the policy has drifted by {number:.2g} nats per held-out token, and {right:.0%} of the held-out "
+    "pairs are right: less drift ({allowed:.2g}) should do.",
+    "Lower learning_rate, raise beta, or train fewer epochs; `rather tune` compares settings by both.",
+)
+def drift_without_gain(h: RunState) -> Found:
+    if not h.is_over or "model_wrecked" in h.known:
+        return {}
+    for known in h.evaluations.values():
+        for line in list(known.last)[-1:]:
+            drift = line.get("drift", 0.0) - known.first.get("drift", 0.0)
+            right = right_share(line)
+            allowed = max(FREE_DRIFT, DRIFT_OF_GAIN * (right - 0.5))
+            if drift > allowed:
+                return {"number": drift, "right": right, "allowed": allowed}
+    return {}
+
+
+@HealthRule(
+    "warning",
+    "the model forgets: {what}.",
+    "Lower learning_rate, raise beta, add rpo_alpha, or train less; save_best keeps no model beyond "
+    "forgetting_limit.",
+)
+def forgetting(h: RunState) -> Found:
+    if len(h.forgetting) < 2:
+        return {}
+    before, now = (line.get("loss", math.nan) for line in h.forgetting)
+    if now > before * (1 + FORGOTTEN):
+        what = f"its loss on neutral text was {before:.3f} and is {now:.3f} per token"
+        return {"number": now - before, "what": what}
+    kept = h.forgetting[-1].get("kept", 1.0)
+    if kept < 1 - FORGOTTEN:
+        what = f"only {kept:.0%} of the simple questions that it answered right are still right"
+        return {"number": kept, "what": what}
+    return {}
 
 
 @HealthRule(

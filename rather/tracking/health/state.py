@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from rather.config.values import FORGETTING
 from rather.tracking.json_lines import current_name, held_out_prefix
 
 Line = Mapping[str, float]
@@ -85,6 +86,7 @@ class RunState:
     recent: RecentLines = field(default_factory=RecentLines)
     evaluations: dict[str, EvaluationHistory] = field(default_factory=dict)
     answers: dict[str, float] = field(default_factory=dict)
+    forgetting: list[Line] = field(default_factory=list)  # the first measurement and the last
     known: set[str] = field(default_factory=set)  # the names of what was found
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -101,6 +103,8 @@ class RunState:
             if prefix := held_out_prefix(name):
                 self._add_evaluation(prefix, line)
         self.answers |= _with_prefix(line, "eval/answers/")
+        if measured := _with_prefix(line, FORGETTING):
+            self.forgetting = [*self.forgetting[:1], measured]
 
     def _add_evaluation(self, prefix: str, line: Line) -> None:
         held_out = _with_prefix(line, prefix)
