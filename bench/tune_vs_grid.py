@@ -13,6 +13,7 @@ bench/results/tune_NAME.json; `--picture FILE.svg` draws it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import math
@@ -69,6 +70,11 @@ def main() -> None:
     add("--steps", type=int, help="only try it out: steps of every run")
     add("--out", type=Path, default=Path("output/bench-tune"))
     add("--picture", type=Path)
+    add(
+        "--grid-from",
+        type=Path,
+        help="result.json whose grid counts; only its best cells are trained",
+    )
     args = parser.parse_args()
     logging.disable(logging.INFO)
     began = time.monotonic()
@@ -90,12 +96,13 @@ def main() -> None:
         values = found["runs"][found["best"]]["values"]
     cells = Cells(file, out, args.test.resolve(), overrides)
     grid = {}
-    for rate in args.rates:
-        for beta in args.betas:
+    if args.grid_from:
+        grid = json.loads(args.grid_from.read_text())["grid"]
+    for rate, beta in itertools.product(args.rates, args.betas):
+        name = f"lr {rate:g}, beta {beta:g}"
+        if name not in grid or name in best_cells(grid):
             own = [f"actor_train.training_args.learning_rate={rate}", f"beta={beta}"]
-            grid[f"lr {rate:g}, beta {beta:g}"] = cells.trained(
-                f"grid-{rate:g}-{beta:g}", file, own
-            )
+            grid[name] = cells.trained(f"grid-{rate:g}-{beta:g}", file, own)
     tuned = cells.trained("tuned", chosen, []) if values else cells.untrained()
     result = {
         "machine": machine(), "name": args.name, "test_pairs": len(tuned["margins"]),
@@ -164,8 +171,7 @@ def compare(tuned: dict[str, Any], grid: dict[str, dict[str, Any]]) -> dict[str,
     for which, cells in (("all cells", grid), ("cells within the limits", allowed)):
         if not cells:
             continue
-        top = min(cells, key=lambda name: cells[name]["loss"])
-        top_accuracy = max(cells, key=lambda name: cells[name]["accuracy"])
+        top, top_accuracy = best_of(cells)
         worse = Half(tuned["margins"]).losses - Half(cells[top]["margins"]).losses
         fewer = (cells[top_accuracy]["margins"] > 0) * 1.0 - (tuned["margins"] > 0) * 1.0
         for name, cell, apart in (("loss", top, worse), ("accuracy", top_accuracy, fewer)):
@@ -182,6 +188,20 @@ def compare(tuned: dict[str, Any], grid: dict[str, dict[str, Any]]) -> dict[str,
         "differences": differences,
         "tuned_keeps_limits": keeps_limits(tuned),
     }  # fmt: skip
+
+
+def best_of(cells: dict[str, dict[str, Any]]) -> tuple[str, str]:
+    """Return the names of the cells with the lowest loss and with the highest accuracy."""
+    return (
+        min(cells, key=lambda name: cells[name]["loss"]),
+        max(cells, key=lambda name: cells[name]["accuracy"]),
+    )
+
+
+def best_cells(grid: dict[str, dict[str, Any]]) -> set[str]:
+    """Return the cells that a tuned setting is compared with pair by pair."""
+    allowed = {name: cell for name, cell in grid.items() if keeps_limits(cell)}
+    return {*best_of(grid), *(best_of(allowed) if allowed else ())}
 
 
 def keeps_limits(cell: dict[str, Any]) -> bool:

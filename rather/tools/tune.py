@@ -57,6 +57,10 @@ SHARE = 0.2  # of the budget, for the range test
 FIRST = 4  # steps of each rate before the length of the range test is chosen
 PER_ROUND = 3  # each round trains so many times longer, and keeps one setting of so many
 MOST_FINALISTS = 4
+MOST_GRADES = 8  # times that a setting is made gentler, or stronger
+DIRECT = (
+    3.0  # times the cost of a short run: full runs that cost less follow the range test directly
+)
 MARGIN = 1.15  # of the time that a full run is expected to take
 FEW = 100  # pairs of a half: their accuracy is known to +- 0.1
 MEASURED = ("loss", "accuracy", "drift")  # of the choosing half, but drift
@@ -316,9 +320,17 @@ class Tuning:
             return code
         tried = [name for name in self.runs if name.startswith("range-")]
         rounds.setdefault("rate", self.runs[self.ranked(tried)[0]]["values"][RATE])
-        if code := self._halve(float(rounds["rate"]), losses, total_steps):
-            return code
-        return self._train_finalists(total_steps)
+        trial = start + step * rounds["range"]
+        rounds.setdefault(
+            "direct", 1 if not losses and self._full_run(total_steps) < DIRECT * trial else 2
+        )
+        code = 0 if self._is_direct else self._halve(float(rounds["rate"]), losses, total_steps)
+        return code or self._train_finalists(total_steps)
+
+    @property
+    def _is_direct(self) -> bool:
+        """Return whether full runs are so cheap that further short ones are not worth a start."""
+        return bool(self.state["rounds"].get("direct") == 1)
 
     def _search(self, name: str, values: JsonObject, steps: int) -> int:
         return self.train(name, values, steps, [*OF_SEARCH, f"max_steps={steps}"])
@@ -392,8 +404,8 @@ class Tuning:
     def _next_finalist(self) -> JsonObject | None:
         """Return the next setting to train to the end; None if no other is worth it.
 
-        First the best of the search, and a third of its rate, because few steps favour high rates.
-        Then the rates go on in the direction that was better, and at last comes the second best.
+        First the best of the search and a gentler one, because few steps favour high rates. Then on
+        in the direction that was better, or ever gentler as long as limits are exceeded.
         """
         searched = [name for name in self.runs if not name.startswith("final-")]
         ranked = self.ranked(searched)
@@ -402,22 +414,36 @@ class Tuning:
             self.runs[name]["values"] for name in ranked if self.runs[name]["steps"] == most
         ]
         top = settings[0]
-        tried = [self.runs[name]["values"] for name in self.finalists]
-        for values in (top, with_rate(top, GENTLER)):
-            if values not in tried:
-                return values
-        losses = {}
-        for name in self.finalists:
-            values = self.runs[name]["values"]
-            if {**values, RATE: top[RATE]} == top:
-                losses[float(values[RATE])] = self.loss(name)
+        if self._is_direct:  # the few steps of the range test favour high rates even more
+            top = with_rate(top, GENTLER)
+        tried = {str(self.runs[name]["values"]): self.loss(name) for name in self.finalists}
+        losses = {}  # by how many times gentler than the top
+        for grade in range(-MOST_GRADES, MOST_GRADES):
+            values = self._gentler(top, grade)
+            if str(values) in tried:
+                losses[grade] = tried[str(values)]
+        if len(losses) < 2:
+            return self._gentler(top, len(losses))
         best = min(losses, key=losses.__getitem__)
-        lowest = min(losses)
-        if losses[best] == math.inf or best == lowest:
-            return with_rate(top, GENTLER * lowest / float(top[RATE]))
-        if best == max(losses):
-            return with_rate(top, best / GENTLER / float(top[RATE]))
-        return next((values for values in settings[1:2] if values not in tried), None)
+        if losses[best] == math.inf or (best == max(losses) and losses[best - 1] < math.inf):
+            return self._gentler(top, max(losses) + 1)
+        if best == min(losses):
+            return self._gentler(top, best - 1)
+        return next((values for values in settings[1:2] if str(values) not in tried), None)
+
+    def _gentler(self, values: JsonObject, grade: int) -> JsonObject:
+        """Return a setting that moves the model less: a third of the rate, and in turn thrice beta.
+
+        A negative grade is stronger, by the rate alone.
+        """
+        if grade <= 0:
+            return with_rate(values, GENTLER**grade) if grade else values
+        beta = self.beta(values)
+        steps_of_beta = grade // 2
+        gentler = with_rate(values, GENTLER ** (grade - steps_of_beta))
+        if steps_of_beta:
+            gentler[BETA] = f"{beta / GENTLER**steps_of_beta:.3g}"
+        return gentler
 
     def _train_finalists(self, total_steps: int) -> int:
         self.reserved = 0.0
@@ -452,6 +478,8 @@ class Tuning:
         best = choose(candidates, drift)
         gain, error = candidates[top].gain_over(candidates[best])
         reason = "the lowest loss"
+        if best == NOTHING and not usable:
+            reason = "every finalist exceeded a limit; see the table"
         if best != top:
             reason = f"gentler than {top}, whose loss is lower by only {gain:.4f} +- {error:.4f}"
         finals = {
@@ -545,9 +573,8 @@ def print_result(found: JsonObject) -> None:
     for name, final in found["finalists"].items():
         run = found["runs"].get(name, {})
         mark = "best" if name == found["best"] else run.get("problem", "")
-        rows.append(
-            (name, f"{final['loss']:.4f}", f"{final['accuracy']:.4f}", facts(found, name), mark)
-        )
+        accuracy = f"{final['accuracy']:.4f}" if name != NOTHING else "-"
+        rows.append((name, f"{final['loss']:.4f}", accuracy, facts(found, name), mark))
     for name, run in found["runs"].items():
         if name.startswith("final-") and "error" in run:
             rows.append((name, "", "", "", run["error"]))

@@ -116,25 +116,39 @@ def test_a_budget_without_two_full_runs_is_refused(tmp_path: Path) -> None:
     assert state.reserved == pytest.approx(2 * 1.15 * 101)
 
 
-def test_finalists_follow_the_better_direction(tmp_path: Path) -> None:
+def test_finalists_follow_the_better_direction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A high rate is followed by a gentler one; then by what was better on the choosing half."""
+    monkeypatch.setattr(tune.Tuning, "beta", lambda _, values: float(values.get("beta", 0.1)))
     state = tuning(tmp_path, 0.5)
-    rates = []
+    tried: list[tuple[str, str]] = []
 
     def finish(loss: float, **more: str) -> None:
         values = state._next_finalist()
         assert values is not None
-        rates.append(values[tune.RATE])
-        state.runs[f"final-{len(rates)}"] = {**GOOD, "values": values, "loss": loss, **more}
+        tried.append((values[tune.RATE], values.get("beta", "-")))
+        state.runs[f"final-{len(tried)}"] = {**GOOD, "values": values, "loss": loss, **more}
 
     finish(0.4)
     finish(0.5)
     finish(0.45)  # three times the first: too much
-    assert rates == ["1e-6", "3.33e-07", "3e-06"]
+    assert tried == [("1e-6", "-"), ("3.33e-07", "-"), ("3e-06", "-")]
     assert state._next_finalist() is None  # the best is between the others
+    # Beyond a limit: ever gentler, by the rate and by beta in turn, until one keeps the limits.
     state.runs.clear()
     state.runs["a"] = dict(GOOD, loss=0.5)
-    rates.clear()
-    for _ in range(3):
+    tried.clear()
+    for _ in range(4):
         finish(0.4, problem="eval/drift is 3 nats per token, above drift_limit (1).")
-    assert rates == ["1e-6", "3.33e-07", "1.11e-07"]
+    finish(0.6)
+    rates = ["1e-6", "3.33e-07", "3.33e-07", "1.11e-07", "1.11e-07"]
+    assert tried == list(zip(rates, ["-", "-", "0.3", "0.3", "0.9"], strict=True))
+    assert state._next_finalist() is None
+    # Full runs that cost little follow the range test directly, from a third of its best rate on.
+    state.runs.clear()
+    state.runs["a"] = dict(GOOD, loss=0.5)
+    state.state["rounds"]["direct"] = 1
+    tried.clear()
+    finish(0.4)
+    assert tried == [("3.33e-07", "-")]
