@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".jinja", ".json", ".cfg"}
-OURS = ("rather", "tests", "examples", "docs", "bench", ".ci")
+OURS = ("rather", "tests", "examples", "docs", "bench", ".ci", ".github")
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -19,7 +19,7 @@ def python_files(*folders: str) -> list[Path]:
 
 def text_files() -> list[Path]:
     """Every file of the repository that a person reads: the root and our own folders, nothing a run made."""
-    named = {"Makefile", "LICENSE", ".gitignore"}
+    named = {"Makefile", "Containerfile", "LICENSE", ".gitignore", "CITATION.cff"}
     root = [file for file in ROOT.iterdir() if file.suffix in TEXT or file.name in named]
     below = [file for folder in OURS for file in (ROOT / folder).rglob("*")]
     return sorted(
