@@ -49,8 +49,8 @@ def token_logps(
     `scale` and `softcap` are the family's own treatment of logits. With `words`, weight and bias
     hold only these, while hidden rows, targets and results are the same on all ranks. Then the
     gradient of the hidden rows is this rank's term of a sum over ranks, which the caller has to
-    form (`enter`, `gather`). `statistics` [3, rows] is filled with each row's entropy, its mean logit,
-    and 1 if the target has the largest logit; not with `words`.
+    form (`enter`, `gather`). `statistics` [3, rows] is filled with each row's entropy, its mean
+    logit, and 1 if the target has the largest logit; not with `words`.
     """
     size, budget = len(hidden_TD) * _row_bytes(weight_VD), KEEP_BYTES[hidden_TD.device.type]
     keep = torch.is_grad_enabled() and 0 < size <= budget

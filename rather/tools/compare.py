@@ -95,7 +95,7 @@ def compare_curves(name: str, a: Curve, b: Curve) -> JsonObject:
 
 
 def best(name: str, curve: Curve) -> tuple[float, int]:
-    """Return (value, step): the lowest loss, or the highest other metric; the earliest of equals."""
+    """Return (value, step) of the lowest loss, or of the highest other metric, the earliest."""
     known = {step: value for step, value in curve.items() if not math.isnan(value)} or dict(curve)
     sign = 1 if name.endswith(FALLS) else -1
     step = min(sorted(known), key=lambda each: sign * known[each])

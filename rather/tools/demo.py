@@ -357,7 +357,8 @@ def show(out: Path, result: JsonObject) -> None:
     own = os.path.relpath(Path(sys.executable).with_name("rather"))
     program = "rather" if shutil.which("rather") else own
     echo(
-        f"The aligned model, for AutoModelForCausalLM.from_pretrained: {out / 'output/demo/model'}\n"
+        "The aligned model, for AutoModelForCausalLM.from_pretrained: "
+        f"{out / 'output/demo/model'}\n"
         f"The YAML it was trained with: {yaml}\n"
         f"Every answer before and after: {out / 'answers.json'}\n"
         "Next, try:\n"

@@ -1,4 +1,4 @@
-"""`rather sweep`: train every combination of some values, in turn or side by side, and compare them.
+"""`rather sweep`: train every combination of some values, in turn or in parallel, and compare them.
 
 A run that is finished, or was interrupted, is simply trained again: training resumes it, or finds
 nothing left to do, and refuses a run folder that belongs to other pairs or settings.
@@ -182,8 +182,8 @@ def plan_sweep(file: Path, overrides: Sequence[str], *, overwrite: bool = False)
     if changed and not overwrite:
         lines = "\n".join(changed)
         raise ConfigError(
-            f"{folder} contains a sweep with other settings:\n{lines}\nRestore them, choose another "
-            "exp_name in the YAML, or start from scratch with --overwrite."
+            f"{folder} contains a sweep with other settings:\n{lines}\nRestore them, choose "
+            "another exp_name in the YAML, or start from scratch with --overwrite."
         )
     return Sweep(file, base, axes, folder, runs)
 
