@@ -1,1 +1,1 @@
-"""What a run did to a model besides its loss: what it forgot, and whether its answers are better."""
+"""What a run did to a model besides its loss: what it forgot, whether its answers are better."""

@@ -138,8 +138,8 @@ def read_rows(path: Path) -> tuple[list[Question], list[str]]:
             texts.append(text)
         else:
             raise DataError(
-                f"forgetting: {path}, line {number}: must be {{'text': TEXT}} or {{'question': TEXT, "
-                "'answers': [TEXT, ...]}."
+                f"forgetting: {path}, line {number}: must be {{'text': TEXT}} or "
+                "{'question': TEXT, 'answers': [TEXT, ...]}."
             )
     if not texts:
         raise DataError(f"forgetting: {path} has no row with a text.")

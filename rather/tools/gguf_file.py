@@ -1,7 +1,7 @@
 """A model folder as one GGUF file, for llama.cpp and what is built on it.
 
-Families whose tensors are only renamed (and, for Llama, whose rows of queries and keys change places)
-are written here. llama.cpp's own converter knows all others.
+Families whose tensors are only renamed (and, for Llama, whose rows of queries and keys change
+places) are written here. llama.cpp's own converter knows all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from rather.files import read_json
 from rather.model.files import ModelFiles, weight_files
 
 FAMILIES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
-OTHERS = "llama.cpp's convert_hf_to_gguf.py can convert the folder that `rather export` writes without --format"
+OTHERS = (
+    "llama.cpp's convert_hf_to_gguf.py can convert the folder that `rather export` writes without "
+    "--format"
+)
 FILE_TYPES = {
     torch.float32: "ALL_F32",
     torch.float16: "MOSTLY_F16",

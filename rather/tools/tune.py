@@ -103,8 +103,8 @@ def read_state(file: Path) -> JsonObject:
         return state
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{file}: is damaged ({type(error).__name__}: {error}). Remove {file.parent} to tune from "
-            "scratch, or choose another exp_name."
+            f"{file}: is damaged ({type(error).__name__}: {error}). Remove {file.parent} to tune "
+            "from scratch, or choose another exp_name."
         ) from error
 
 
@@ -180,8 +180,9 @@ class Tuning:
     def of(file: Path, overrides: Sequence[str], budget: float) -> Tuning:
         base = settings(file, overrides)
         if base.task != "preference":
-            raise ConfigError(f"task: settings are compared on held-out pairs, not for {base.task}; "
-                              "compare those of other tasks with `rather sweep`.")  # fmt: skip
+            raise ConfigError("task: settings are compared on held-out pairs, not for "
+                              f"{base.task}; compare those of other tasks with `rather "
+                              "sweep`.")  # fmt: skip
         if not base.validation.data_args.given:
             raise ConfigError("validation.data_args: set file_name or split: settings are compared "
                               "on held-out pairs.")  # fmt: skip
@@ -310,7 +311,8 @@ class Tuning:
 
         if code := probe(first):
             return code
-        # Now the cost of a step is known: leave time to the finalists, use the share of the range test.
+        # Now the cost of a step is known: leave time to the finalists, use the share of the range
+        # test.
         step, start = self._costs
         self._reserve(total_steps)
         room = (SHARE * self.left) / len(probes) - start
@@ -348,10 +350,10 @@ class Tuning:
         if left < 2 * full and len(self.finalists) < 2:
             needed = float(self.state["seconds"]) + 2 * full
             raise ConfigError(
-                f"--budget: {self.budget:.0f} seconds do not hold two full runs, which are compared in "
-                f"the end. A run of {total_steps} steps takes about {full:.0f} seconds here; set "
-                f"--budget {math.ceil(needed)}s or more (twice as much also searches), train for "
-                "fewer steps, or use `rather sweep`. What was measured is kept."
+                f"--budget: {self.budget:.0f} seconds do not hold two full runs, which are "
+                f"compared in the end. A run of {total_steps} steps takes about {full:.0f} seconds "
+                f"here; set --budget {math.ceil(needed)}s or more (twice as much also searches), "
+                "train for fewer steps, or use `rather sweep`. What was measured is kept."
             )
         self.reserved = 3 * full if left >= 6 * full else 2 * full
 

@@ -1,8 +1,9 @@
 """What the trainers have in common: transformers' Trainer over packed pairs.
 
-transformers' Trainer keeps its loop, as under TRL: order of the rows, optimizer, schedule, callbacks,
-checkpoints and log_history are its own. Rather's part is a micro-batch: rows become packed pairs, in
-which no token is computed twice, and Rather's forward, head and losses run on them.
+transformers' Trainer keeps its loop, as under TRL: order of the rows, optimizer, schedule,
+callbacks, checkpoints and log_history are its own. Rather's part is a micro-batch: rows become
+packed pairs, in which no token is computed twice, and Rather's forward, head and losses run on
+them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from rather.trl.tokens import Packer, Recipe, Row
 log = logging.getLogger(__name__)
 
 OWN_LOSS = (
-    "write the loss as a function with @rather.losses.losses.loss() and name it in loss_type; the page "
-    "'Coming from TRL' shows one"
+    "write the loss as a function with @rather.losses.losses.loss() and name it in loss_type; the "
+    "page 'Coming from TRL' shows one"
 )
 # Methods of transformers' and TRL's trainers that would change what is computed.
 NOT_CALLED = (
@@ -103,8 +104,8 @@ class PackedTrainer(Trainer):
         )
         if args.n_gpu > 1:
             raise ConfigError(
-                "this process sees several GPUs: start it with torchrun or accelerate launch, or set "
-                "CUDA_VISIBLE_DEVICES."
+                "this process sees several GPUs: start it with torchrun or accelerate launch, or "
+                "set CUDA_VISIBLE_DEVICES."
             )
         self.can_return_loss, self.label_names = True, []
         self._add_reference(ref_model)
@@ -169,8 +170,8 @@ class PackedTrainer(Trainer):
         batches = args.accelerator_config
         if getattr(batches, "split_batches", None) or getattr(batches, "dispatch_batches", None):
             raise ConfigError(
-                "accelerator_config: split_batches, dispatch_batches: packed batches are not divided; "
-                "remove them."
+                "accelerator_config: split_batches, dispatch_batches: packed batches are not "
+                "divided; remove them."
             )
 
     def _load(self, model: Any, args: Any, quantization_config: Any) -> Any:
@@ -178,8 +179,8 @@ class PackedTrainer(Trainer):
         if not isinstance(model, str):
             if quantization_config is not None or args.model_init_kwargs:
                 raise ConfigError(
-                    "quantization_config, model_init_kwargs: they belong to a model that is given by "
-                    "its name; this one is loaded."
+                    "quantization_config, model_init_kwargs: they belong to a model that is given "
+                    "by its name; this one is loaded."
                 )
             return model
         options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -249,8 +250,8 @@ class PackedTrainer(Trainer):
         routes = hasattr(text, "output_router_logits")
         if coefficient if not routes else coefficient != 0.0:
             raise ConfigError(
-                "router_aux_loss_coef: set it to 0.0 to train a mixture of experts without its router "
-                "loss, or use `rather train` with model_args.moe_aux_loss_coef."
+                "router_aux_loss_coef: set it to 0.0 to train a mixture of experts without its "
+                "router loss, or use `rather train` with model_args.moe_aux_loss_coef."
             )
         layers = {
             name: module

@@ -1,4 +1,4 @@
-"""Packed pairs through a Hugging Face model: what TRL's padded forward would give, as sums per answer."""
+"""Packed pairs through a Hugging Face model: TRL's padded forward as sums per answer."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Recipe(NamedTuple):
         return text + end if isinstance(text, str) and not text.endswith(end) else text
 
     def answers(self, row: Row, names: Sequence[str]) -> tuple[Ids, list[Ids]]:
-        """Return the prompt up to where it differs from a whole sequence, and the answers after it."""
+        """Return the prompt up to where a whole sequence differs, and the answers after it."""
         starts = {"add_generation_prompt": True} if is_chat(row) else {}
         prompt = self.ids(row["prompt"], row, **starts)
         whole = [self.ids(row["prompt"] + self.with_eos(row[name]), row) for name in names]

@@ -1,4 +1,4 @@
-"""DPO, KTO, reward, SFT, ORPO and CPO trainers: TRL's arguments as Rather's losses, TRL's metrics."""
+"""DPO, KTO, reward, SFT, ORPO and CPO trainers: TRL's arguments, Rather's losses, TRL's metrics."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ class WithReference(PackedTrainer):
                 if not hasattr(self.model, "peft_config"):
                     if self.state.global_step:
                         raise ConfigError(
-                            "precompute_ref_log_probs: rows that are new after training began have no "
-                            "reference; give them as eval_dataset."
+                            "precompute_ref_log_probs: rows that are new after training began have "
+                            "no reference; give them as eval_dataset."
                         )
                     return dict(self.model(pairs=batch))
                 with as_reference(self.accelerator.unwrap_model(self.model)):
@@ -155,8 +155,8 @@ def dpo_loss(args: Any) -> PairLoss:
     """Return Rather's objective of a DPOConfig."""
     if args.label_smoothing and not all(name in SMOOTHED for name in args.loss_type):
         raise ConfigError(
-            f"label_smoothing: TRL 1.16 ignores it for {', '.join(args.loss_type)}; remove it, or take "
-            f"one of {', '.join(SMOOTHED)}."
+            f"label_smoothing: TRL 1.16 ignores it for {', '.join(args.loss_type)}; remove it, or "
+            f"take one of {', '.join(SMOOTHED)}."
         )
     numbers = {"beta": args.beta, "discopop_tau": args.discopop_tau}
     numbers["label_smoothing"] = args.label_smoothing
@@ -285,8 +285,9 @@ class RewardTrainer(PackedTrainer):
     at_end = True
 
     positions = (
-        "model args data_collator train_dataset eval_dataset processing_class compute_metrics callbacks "
-        "optimizers optimizer_cls_and_kwargs preprocess_logits_for_metrics quantization_config peft_config"
+        "model args data_collator train_dataset eval_dataset processing_class compute_metrics "
+        "callbacks optimizers optimizer_cls_and_kwargs preprocess_logits_for_metrics "
+        "quantization_config peft_config"
     )
 
     def _model_class(self, name: str, options: dict[str, Any]) -> Any:
@@ -328,8 +329,8 @@ class SFTTrainer(PackedTrainer):
 
     positions = (
         "model args data_collator train_dataset eval_dataset processing_class compute_loss_func "
-        "compute_metrics callbacks optimizers optimizer_cls_and_kwargs preprocess_logits_for_metrics "
-        "quantization_config peft_config formatting_func"
+        "compute_metrics callbacks optimizers optimizer_cls_and_kwargs "
+        "preprocess_logits_for_metrics quantization_config peft_config formatting_func"
     )
 
     def __init__(self, *positional: Any, **named: Any) -> None:

@@ -32,7 +32,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class AnswerSource:
-    """Writes the answers of one model. A server is started at the first need, and ended by close."""
+    """Writes the answers of one model. A server is started when first needed; close ends it."""
 
     def __init__(self, model: str, keys: ServerKeys | None, folder: Path, number: int) -> None:
         self.model, self.keys, self.folder, self.number = model, keys, folder, number
@@ -67,8 +67,8 @@ class AnswerSource:
         names = [entry.get("id") for entry in listed or [] if isinstance(entry, dict)]
         if not {self.model, str(Path(self.model).absolute())} & set(names):
             raise ServerError(
-                f"rounds.server.url: {url} runs {', '.join(map(str, names)) or 'no model'}. Start it "
-                f"with {self.model} and run the same command again."
+                f"rounds.server.url: {url} runs {', '.join(map(str, names)) or 'no model'}. Start "
+                f"it with {self.model} and run the same command again."
             )
 
     # --- a server of this command ---
@@ -107,7 +107,8 @@ class AnswerSource:
             else:
                 return url
         raise ServerError(
-            f"rounds.server.start: no completion within {keys.start_timeout:g} s ({problem}); see {log}."
+            f"rounds.server.start: no completion within {keys.start_timeout:g} s ({problem}); see "
+            f"{log}."
         )
 
     def close(self) -> None:

@@ -272,7 +272,7 @@ def digest(judge: str | None) -> str | None:
 
 
 def pairs_of(run: Path) -> JsonObject:
-    """Return how many pairs a training was made of, and how many answers and pairs were not used."""
+    """Return how many pairs were trained on, and how many answers and pairs were not used."""
     report = read_json(run / DATA_REPORT, own)["train"]
     counts = {kind: entry["count"] for kind, entry in report["dropped"].items()}
     for kind, entry in report["changed"].items():
