@@ -22,6 +22,7 @@ from .conftest import smallest
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = sorted(REPOSITORY.glob("examples/**/*.yaml"))
+EXAMPLES.remove(REPOSITORY / "examples/rounds/rounds.yaml")  # tests/rounds reads it
 BIG = REPOSITORY / "examples/qwen2.5-3B-dpo_megatron/dpo_config.yaml"
 
 

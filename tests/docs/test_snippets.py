@@ -21,6 +21,7 @@ from rather.config.load import config_from_dict, load_config
 from rather.data.formats import FORMATS
 from rather.losses.losses import LOSSES
 from rather.losses.objective import from_config
+from rather.tools.rounds.settings import RoundsKeys
 from tests.docs.workspace import make_base, make_runs, named, run, write_files
 from tests.house.source import ROOT, text_files, where
 
@@ -136,6 +137,7 @@ INSTEAD: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     ),
     r"python bench/": ("takes minutes", script),
     r"rather (generate|judge) ": ("tests/commands/test_generate.py and test_judge.py do", options),
+    r"rather rounds ": ("minutes: tests/rounds runs them", options),
     r"vllm serve ": ("a server of its own environment", nothing),
 }
 # Commands that end otherwise than with 0 here, and why.
@@ -254,6 +256,8 @@ def merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 def test_settings_are_accepted(block: Block, fresh: Path) -> None:
     """Beside a model and pairs, where the block does not name some itself."""
     values = yaml.safe_load(named(block.text))
+    if "rounds" in values:
+        RoundsKeys.model_validate(values.pop("rounds"))
     least = {"pretrain": "base", "actor_train": {"data_args": {"file_name": "pairs.jsonl"}}}
     from_config(config_from_dict(merged(least, values)))
 

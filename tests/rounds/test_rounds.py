@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,9 +16,11 @@ import pytest
 
 from rather.commands import generate
 from rather.config.load import load
+from rather.config.plugins import load_function
 from rather.errors import ConfigError, ServerError
 from rather.files import file_sha
 from rather.model.generate import Decoding
+from rather.outcome import forgetting
 from rather.pipeline.loop import TrainingLoop
 from rather.tools.board.runs import RunList
 from rather.tools.rounds import evaluation, run
@@ -35,6 +38,9 @@ FILES = (
     "round-2/train/model/model.safetensors", "round-2/eval.json", "round-0/eval.json",
     "rounds.json", "metrics.jsonl",
 )  # fmt: skip
+
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rounds"
 
 
 class Killed(BaseException):
@@ -56,11 +62,9 @@ def digests(folder: Path) -> dict[str, str]:
     return {name: file_sha(folder / name) for name in FILES}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    """Forgetting is measured with one text instead of twenty and fifty questions."""
-    from rather.outcome import forgetting
-
+@contextmanager
+def quick_forgetting() -> Iterator[None]:
+    """Measure forgetting with one text and one question instead of twenty and fifty."""
     read = forgetting.read_rows
 
     def one_text(path: Path) -> Any:
@@ -68,8 +72,16 @@ def quick() -> Iterator[None]:
         return questions[:1], texts[:1]
 
     forgetting.read_rows = one_text
-    yield
-    forgetting.read_rows = read
+    try:
+        yield
+    finally:
+        forgetting.read_rows = read
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quick_forgetting():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +294,35 @@ def test_answers_of_other_models_are_added(tmp_path: Path) -> None:
     files[1].write_text(json.dumps(other | {"tokens_digest": "y"}) + "\n")
     [line] = run.pooled(files)
     assert json.loads(line)["response_ids"] is None  # tokens of another tokenizer
+
+
+# --- the example ---
+
+
+def test_the_rule_of_the_example_checks_every_instruction() -> None:
+    score = load_function(EXAMPLE / "rule.py", "score", "--with")
+    lower, short = "Hi. Write only in lower case.", "Hi. Use at most 30 words."
+    bullets = 'Hi. Give exactly two bullet points, each on a line that begins with "- ".'
+    word = 'Hi. Use the word "time".'
+    for prompt, good, bad in (
+        (lower, "all small.", "Not small."),
+        (short, "a " * 30, "a " * 31),
+        (bullets, "- a\n- b", "- a\n- b\n- c"),
+        (word, "In time.", "Sometimes."),
+        (f'{lower} Use the word "time".', "in time", "small"),
+    ):
+        assert score(prompt, good) == 1, prompt
+        assert score(prompt, bad) == 0, prompt
+        assert score([{"role": "user", "content": prompt}], bad) == 0
+    assert score("Hi.", " ") == 0
+
+
+def test_the_yaml_of_the_example_is_a_plan(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "example")
+    with working_in(tmp_path / "example"):
+        for name in ("prompts", "held_out"):
+            Path(f"{name}.jsonl").write_text('{"prompt": "Hi."}\n')
+        assert load_plan(Path("rounds.yaml")).rounds.count == 3
 
 
 # --- a server that is started here ---
