@@ -98,7 +98,8 @@ def train_from_config(path: Path, overrides: list[str], *, dry_run: bool = False
         with heavy_imports():
             from rather.commands import train as training
 
-        return training.dry_run(config) if dry_run else training.train_run(config, stop)
+        work = training.dry_run if dry_run else training.train_run
+        return work(config, stop)
 
 
 @command

@@ -74,7 +74,7 @@ WIDE = {
     "board/test_page.py::test_the_report_opens_and_cannot_ask_the_board": "test_serve.py: origin",
     "board/test_page.py::test_a_run_without_weights_says_so": "board/test_inspector.py",
     "cluster/test_hang.py::test_on_ray_it_is_named_and_all_processes_end": (
-        "cluster/test_deadlines.py: every call on Ray ends by its deadline; who is blamed, by function, "
+        "cluster/test_deadlines.py: every call of a rank ends by its deadline; who is blamed, by function, "
         "and one process with its stacks, in the same file"
     ),
     "cluster/test_hang.py::test_neither_a_breakpoint_nor_a_process_that_was_stopped_is_a_hang": (
@@ -82,8 +82,8 @@ WIDE = {
     ),
     "cluster/test_seed.py::test_seed_000_the_two_clusters": "cluster/test_cluster.py: two roles on Ray",
     "cluster/test_supervision.py::"
-    "test_lost_workers_are_replaced_and_the_result_has_the_same_bits": (
-        "test_a_run_with_lost_workers_ends_as_one_without, with processes that stand in for Ray's"
+    "test_after_a_lost_rank_the_job_restarts_and_the_result_has_the_same_bits": (
+        "test_a_run_with_lost_workers_ends_as_one_without, with a process that stands in for ranks"
     ),
     "config/test_roll.py::test_dense_files_run[older]": "its cell dense",
     "data/test_real.py": "data/test_tokens.py, on tokenizers made by the tests",

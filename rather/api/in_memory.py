@@ -17,7 +17,8 @@ from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
 from rather.api.torch_optimizer import TorchOptimizer
-from rather.cluster.worker import ActorWorker, RankInfo
+from rather.cluster.group import RankInfo
+from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
 from rather.data.feed import Feed

@@ -31,8 +31,8 @@ from rather.api.in_memory import (
     process_rank,
 )
 from rather.api.torch_optimizer import TorchOptimizer, replace_parameters, with_args
+from rather.cluster.group import shared_folder
 from rather.cluster.launch import Roles
-from rather.cluster.role import shared_folder
 from rather.cluster.worker import stored
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorConfig, StrategyArgs

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rather.cluster.group import RankInfo, broadcast
 from rather.cluster.health import PHASES, Failure
-from rather.cluster.host import CallResult, LogRecords, Process
-from rather.cluster.memory import Ledger, Room, sentence, shortage
-from rather.cluster.role import RoleOnRanks, broadcast, log_records
+from rather.cluster.memory import Room, sentence
+from rather.cluster.preflight import refuse_private_folder, refuse_unlike_cpus
+from rather.cluster.process import Process
+from rather.cluster.rank_output import CallResult, LogRecords
 from rather.cluster.supervision import Watchdog
-from rather.cluster.worker import ActorWorker, RankInfo, make_worker
+from rather.cluster.worker import ActorWorker, make_worker
 from rather.config.run_config import DPOConfig
+from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch
-from rather.data.shares import Batches
+from rather.data.shares import Batches, RunPairs
 from rather.errors import BatchTooLarge
 from rather.parallel.mesh import gather_objects
 
@@ -83,18 +87,51 @@ class Answer:
     seconds: float
 
 
-class ReferenceApart(RoleOnRanks):
+class ReferenceApart:
     """The reference as the policy's ranks see it: the first one asks, the others do not."""
 
-    def __init__(self, config: DPOConfig, kind: str, ledger: Ledger, bridge: Bridge | None) -> None:
-        super().__init__("reference", config, kind, ledger)
-        self.device, self.bridge = "cpu", bridge
-        self.rooms: Sequence[Room] = []
+    role, device = "reference", "cpu"  # where log-probs arrive
+
+    def __init__(self, config: DPOConfig, kind: str, bridge: Bridge | None) -> None:
+        self.config, self.kind, self.bridge = config, kind, bridge
+        self.layout = layout(config.reference)
+        self._seconds = 0.0  # that it worked since `take_seconds`
         self._asked = 0  # the number of the last question
         self._dropped = 0  # the last number whose answer nobody waits for any more
         self._early: dict[int, Answer] = {}  # that came before they were waited for
-        if bridge:
-            self.rooms = self._run("rooms")
+
+    def initialize(self, total_steps: int) -> None:
+        if self.config.sync_ref_model:  # its weights pass through the run folder
+            refuse_private_folder(
+                self.config.run_dir, lambda folder: self._call("folder_problem", folder) or []
+            )
+        rooms: Sequence[Room] = self._call("rooms") or []
+        refuse_unlike_cpus(self.role, self.config.reference.model_args, self.kind, rooms)
+        self._call("initialize", total_steps)
+
+    def open_pairs(self, pairs: RunPairs) -> None:
+        self._call("open_pairs", pairs)
+
+    def pack(self, batches: Sequence[PairBatch]) -> None:
+        """Its own ranks pack what they take of a step."""
+
+    def embedding_rows(self) -> int:
+        return int(self._call("embedding_rows") or 0)
+
+    def park(self) -> bool:
+        return False
+
+    def forget(self) -> None:
+        self._call("forget")
+
+    def mix_weights(self, folder: Path, share: float) -> None:
+        self._call("mix_weights", folder.absolute(), share)
+
+    def write_state(self, folder: Path) -> None:
+        self._call("write_state", folder.absolute())
+
+    def finish_writing(self) -> None:
+        self._call("finish_writing")
 
     def close(self) -> None:
         """Let the ranks of the reference end."""
@@ -109,22 +146,26 @@ class ReferenceApart(RoleOnRanks):
 
     def await_log_probs(self, number: int) -> Columns:
         answer = self._answer(number)
-        self.seconds += answer.seconds
+        self._seconds += answer.seconds
         found: Mapping[str, Any] = answer.result.value
         return {name: torch.from_numpy(column) for name, column in found.items()}
 
     def drop_questions(self) -> None:
+        """Ignore the answers to all questions so far."""
         self._dropped = self._asked
         self._early.clear()
 
     def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
         return self.await_log_probs(self.ask_log_probs(batches))
 
-    def _run(self, method: str, *args: Any) -> list[Any]:
-        if self.bridge is None:
-            return [None]
-        value = self._answer(self._ask(method, *args)).result.value
-        return value if isinstance(value, list) else [value]
+    def take_seconds(self) -> float:
+        """Return how long the reference has worked since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Return what the reference answers; None on ranks that do not ask."""
+        return self._answer(self._ask(method, *args)).result.value if self.bridge else None
 
     def _ask(self, method: str, *args: Any) -> int:
         assert self.bridge is not None
@@ -140,7 +181,8 @@ class ReferenceApart(RoleOnRanks):
             if other > self._dropped:
                 self._early[other] = answer
         answer = self._early.pop(number)
-        log_records(self.role, {0: answer.result})
+        for name, level, message in answer.result.records:
+            logging.getLogger(name).log(level, "%s", message)
         if failure := answer.result.failure:  # it can be repeated with smaller micro-batches
             raise BatchTooLarge(failure.text)
         return answer
@@ -164,6 +206,7 @@ def follow(
     words are the first cause.
     """
     worker = make_worker("reference", config, member)
+    worker.takes_turns = takes_turns
     watchdog = Watchdog(config.timeouts, config.log_dir, world, None)
     watchdog.watch(worker, PHASES)
     watchdog.start(links=False)
@@ -179,8 +222,6 @@ def follow(
                 return
             began = time.monotonic()
             result = _result(worker, kind, method, args, records)
-            if takes_turns:
-                worker.release()
             if bridge:
                 bridge.send(number, Answer(result, time.monotonic() - began))
     finally:
@@ -193,9 +234,7 @@ def _result(
 ) -> CallResult:
     try:
         value = _value(worker, kind, method, args)
-    except torch.OutOfMemoryError as error:
-        if worker.member.world > 1:  # the others wait for this rank in a collective
-            raise shortage(error) from error
+    except torch.OutOfMemoryError as error:  # of a single rank: it can do with less
         failure = Failure.of(BatchTooLarge(sentence(error)))
         return CallResult(failure=failure, records=records.take())
     return CallResult(value, records=records.take())

@@ -1,7 +1,8 @@
-"""Cluster: the workers of one role on Ray, called like a single worker, with deadlines.
+"""Cluster: the workers of one role on Ray, called like a single worker.
 
-The number of a step travels out, two floats per pair travel back. The first failure ends the call and all
-processes: the others would wait for the failed one in a collective.
+For scripts that call a role themselves. A run calls nothing: its ranks run a program (ray_ranks.py).
+The first failure ends the call and all processes: the others would wait for the failed one in a
+collective.
 """
 
 from __future__ import annotations
@@ -9,39 +10,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from rather.cluster.health import (
-    COMPUTED,
-    GRACE,
-    ONE,
-    Deadlines,
-    Failure,
-    hang_error,
-    phase_of,
-)
-from rather.cluster.host import CallResult
-from rather.cluster.resources import (
-    ResourceManager,
-    SeatWatch,
-    failure_of,
-    name_of,
-    wait_elsewhere,
-)
-from rather.cluster.role import RoleOnRanks, log_records
-from rather.cluster.supervision import Supervision
-from rather.cluster.worker import RankInfo
+from rather.cluster.group import RankInfo
+from rather.cluster.health import GRACE, Failure, Limit, first_cause, hang_error, place_of
+from rather.cluster.rank_output import CallResult
+from rather.cluster.resources import ResourceManager, SeatWatch, failure_of, name_of
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorConfig, ReferenceConfig, RoleConfig
+from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch
-from rather.data.shares import RunPairs, tokens_of
-from rather.errors import BatchTooLarge, ConfigError, DiskError, HangError, RatherError, WorkerLost
+from rather.errors import ConfigError, RatherError
+from rather.train.rank_trainer import Limits, StepResult
 
 log = logging.getLogger(__name__)
 
 
-class Cluster(RoleOnRanks):
+class Cluster:
     """One worker on each device of `worker_config.device_mapping`, called together."""
 
     def __init__(
@@ -54,145 +39,108 @@ class Cluster(RoleOnRanks):
         pipeline_config: DPOConfig | None = None,
     ) -> None:
         """`name` is actor_train or reference, `worker_cls` ActorWorker or a subclass."""
-        config = pipeline_config or _config_around(name, worker_config)
-        super().__init__(name, config, resource_manager.kind, resource_manager.ledger)
-        self.device = "cpu"
-        self.worker_cls, self.manager = worker_cls, resource_manager
-        self.worker_config, self.mapping = worker_config, worker_config.devices
-        self.takes_turns = False  # with another process on the same devices
-        self._asking = ThreadPoolExecutor(1, thread_name_prefix="reference")
-        self.supervision: Supervision | None = None
-        self._start()
-
-    def _start(self) -> None:
-        """Start the processes and their workers, which have no model yet."""
-        manager, is_gpu = self.manager, self.kind == "cuda"
-        compiles = is_gpu and self.config.compile != "off"
-        self.deadlines = Deadlines(manager.timeouts, compiles=compiles)
-        self.seats = manager.seats(self.mapping, self.config.envs(self.worker_config))
-        manager.named[self.role] = self.seats
-        self._watch = SeatWatch(self.seats, manager.cut_off, manager.timeouts.link)
-        # Looked up once: a step makes two calls on each of up to a thousand ranks.
-        self._calls = [seat.handle.call.remote for seat in self.seats]
-        self.rooms, self.ledger = [seat.room for seat in self.seats], manager.ledger
+        self.config = pipeline_config or _config_around(name, worker_config)
+        self.role, self.worker_cls, self.manager = name, worker_cls, resource_manager
+        self.mapping, self.layout = worker_config.devices, layout(worker_config)
+        self.seats = resource_manager.seats(self.mapping, self.config.envs(worker_config))
+        resource_manager.named[name] = self.seats
         places = ", ".join(map(str, self.seats))
-        log.info("%s: %s; %s", self.role, self.layout.describe(), places)
-        device = "cuda:0" if is_gpu else "cpu"  # the only one that a process sees
-        started = []
+        log.info("%s: %s; %s", name, self.layout.describe(), places)
+
+    def initialize(self, total_steps: int, model: str | None = None) -> None:
+        """Make the workers and load the model; `model` replaces the configured one."""
+        self.manager.introduce(self.mapping)
+        device = "cuda:0" if self.manager.kind == "cuda" else "cpu"  # all that a process sees
+        made = []
         for rank, seat in enumerate(self.seats):
             near = sum(each.node == seat.node for each in self.seats)
             member = RankInfo(rank, len(self.seats), device, near)
-            started.append(seat.handle.add.remote(self.role, self.worker_cls, self.config, member))
-        self._collect(started, "start")
+            place = self.role, self.worker_cls, self.config, member
+            made.append(seat.handle.add.remote(*place))
+        self._collect(made)
+        self._call("initialize", total_steps, model)
 
-    # --- calls ---
+    def train_step(
+        self, batches: Sequence[PairBatch], reference: Columns | None, limits: Limits = None
+    ) -> StepResult:
+        """Take one optimizer step on the micro-batches of all ranks."""
+        result: StepResult = self._call("train_step", batches, reference, limits)
+        return result
 
-    def ask_log_probs(self, batches: Sequence[PairBatch]) -> Future[Columns]:
-        """Ask for the columns of all pairs of a step, in a thread that asks for nothing else."""
-        return self._asking.submit(self._timed_log_probs, batches)
+    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
+        """Return the columns of all pairs of these micro-batches."""
+        columns: Columns = self._call("compute_log_probs", batches)
+        return columns
 
-    def await_log_probs(self, asked: Future[Columns]) -> Columns:
-        return asked.result()
-
-    def _timed_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
-        began = time.monotonic()
-        found = self.compute_log_probs(batches)
-        self.seconds += time.monotonic() - began
-        return found
-
-    def _run(self, method: str, *args: Any) -> list[Any]:
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method on all ranks, which compute together; return what the first returns."""
         import ray
 
-        self.manager.introduce(self.mapping)
-        role, computes = self.role, method in COMPUTED
-        first, *others = self._calls[:1] if method in ONE else self._calls
-        # Put once, however many ranks there are.
-        given: Any = ray.put(args) if args and others else args
-        # What all ranks have computed of micro-batches is the same: one returns it.
-        called = [first(role, method, given, silent=False)]
-        called += [call(role, method, given, silent=computes) for call in others]
-        tokens = tokens_of(args[0]) if computes else 0
-        values = self._collect(called, phase_of(self.role, method), tokens)
-        if computes and self.takes_turns:
-            self._run("release")
-        return values
+        given: Any = ray.put(args)  # once, however many ranks there are
+        called = [seat.handle.call.remote(self.role, method, given) for seat in self.seats]
+        return self._collect(called)
 
-    def _collect(self, called: Sequence[Any], phase: str, tokens: int = 0) -> list[Any]:
-        """Return the values in the order of ranks, or raise the first cause of a failure."""
+    def _collect(self, called: Sequence[Any]) -> Any:
+        """Return the first rank's value, or raise the first cause of a failure."""
         import ray
 
-        limit, began = self.deadlines.limit(phase, tokens), time.monotonic()
-        deadline = began + limit.seconds
+        limit = Limit.longest(self.manager.timeouts)
+        deadline = time.monotonic() + limit.seconds
         rank_of = dict(zip(called, range(len(called)), strict=True))
         results: dict[int, CallResult] = {}
         failures: dict[int, Failure] = {}
+        watch = SeatWatch(self.seats, self.manager.cut_off, self.manager.timeouts.link)
         pending = list(called)
         while pending and (left := deadline - time.monotonic()) > 0:
-            every = len(pending)
-            done, pending = ray.wait(pending, num_returns=every, timeout=min(1.0, left))
-            found = zip(done, _results(done), strict=True)
-            results |= {rank_of[ref]: each for ref, each in found if each}
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(1.0, left))
+            results |= {rank_of[ref]: _result(ref) for ref in done}
             self.manager.refuse_without_ray()
             failures = {rank: each.failure for rank, each in results.items() if each.failure}
-            failures |= self._watch.failures([rank_of[ref] for ref in pending])
+            failures |= watch.failures([rank_of[ref] for ref in pending])
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE)
-        log_records(self.role, results)
+        self._log(results)
+        if not failures and not pending:
+            return results[0].value
+        names = [name_of(self.role, rank, self.seats) for rank in range(len(self.seats))]
+        error: RatherError
         if failures:
-            raise self._failed(failures, len(called), late=bool(pending))
-        if pending:
+            error = self._error(failures, names)
+        else:
             snapshots = self.manager.snapshots()
-            self._stop()
-            names = [name_of(self.role, rank_of[ref], self.seats) for ref in pending]
-            late = {name: snapshots.pop(name) for name in names}
-            raise hang_error(late, snapshots, limit, self.config.log_dir)
-        self.deadlines.record(phase, tokens, time.monotonic() - began)
-        values: list[Any] = [None] * len(called)
-        for rank, result in results.items():
-            values[rank] = result.value
-        return values
-
-    def _failed(self, failures: Mapping[int, Failure], ranks: int, *, late: bool) -> RatherError:
-        """Return the first cause with its place; stop the workers unless it leaves them intact."""
-        names = [name_of(self.role, each, self.seats) for each in range(len(self.seats))]
-        error = self._error(failures, ranks, names)
-        if isinstance(error, BatchTooLarge):
-            return error
-        if late or any(failure.known is not DiskError for failure in failures.values()):
-            self._stop()
-        return error
-
-    def _stop(self) -> None:
+            late = {names[rank_of[ref]]: snapshots.pop(names[rank_of[ref]]) for ref in pending}
+            error = hang_error(late, snapshots, limit, self.config.log_dir)
         self.manager.stop()
+        raise error
+
+    def _error(self, failures: Mapping[int, Failure], names: Sequence[str]) -> RatherError:
+        """Return the first cause of these failures with its place, and log its trace."""
+        rank = first_cause(failures)
+        level = logging.DEBUG if failures[rank].is_expected else logging.ERROR
+        logging.getLogger(f"rather.worker.{self.role}-{rank}").log(level, failures[rank].trace)
+        where = place_of(failures, len(names), self.role, names.__getitem__)
+        return failures[rank].error(where)
+
+    def _log(self, results: Mapping[int, CallResult]) -> None:
+        """Repeat all that the first rank logged, and the warnings of the others, each once."""
+        said = set()
+        for rank, result in sorted(results.items()):
+            for name, level, message in result.records:
+                warns = level >= logging.WARNING
+                if message not in said and (warns or rank == 0):
+                    who = f"{self.role} rank {rank}: " if warns else ""
+                    logging.getLogger(name).log(level, "%s%s", who, message)
+                said.add(message)
 
 
-class FrozenReference(Cluster):
-    """A reference that never moves, on devices of its own: it can be replaced during training."""
+def _result(ref: Any) -> CallResult:
+    import ray
 
-    def initialize(self, total_steps: int, model: str | None = None) -> None:
-        super().initialize(total_steps, model)
-        self._loaded = total_steps, model
-
-    def open_pairs(self, pairs: RunPairs) -> None:
-        super().open_pairs(pairs)
-        self._opened = pairs
-
-    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
-        while True:
-            try:
-                return super().compute_log_probs(batches)
-            except (WorkerLost, HangError) as error:
-                if self.supervision is None or self.manager.is_stopped:  # the policy failed
-                    raise
-                remedy = "the reference alone is started again"
-                self.supervision.survive(error, "reference_lost", remedy)
-            wait_elsewhere(self.seats)
-            self._start()
-            self.open_pairs(self._opened)
-            self.initialize(*self._loaded)
-
-    def _stop(self) -> None:
-        self.manager.stop(self.mapping)
+    try:
+        result: CallResult = ray.get(ref)
+    except ray.exceptions.RayError as error:
+        return CallResult(failure=failure_of(error))
+    return result
 
 
 def _config_around(name: str, worker_config: RoleConfig) -> DPOConfig:
@@ -211,24 +159,3 @@ def _config_around(name: str, worker_config: RoleConfig) -> DPOConfig:
     )
     own: Any = {name: worker_config.model_copy(deep=True)}  # a config completes what it is made of
     return DPOConfig(**own)
-
-
-def _results(refs: list[Any]) -> list[CallResult | None]:
-    """Return all results at once; if one cannot be had, each with its own reason."""
-    import ray
-
-    try:
-        results: list[CallResult | None] = ray.get(refs)
-        return results
-    except ray.exceptions.RayError:
-        return [_result(ref) for ref in refs]
-
-
-def _result(ref: Any) -> CallResult | None:
-    import ray
-
-    try:
-        result: CallResult | None = ray.get(ref)
-    except ray.exceptions.RayError as error:
-        return CallResult(failure=failure_of(error))
-    return result

@@ -11,12 +11,11 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 from rather import errors
@@ -116,24 +115,19 @@ def set_environment(given: Mapping[str, str]) -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-# --- calls of a role, and their deadlines ---
-
-COMPUTED = ("train_step", "compute_log_probs")  # of micro-batches, the same on all ranks
-ONE = ("score", "numbers", "export")  # one rank is enough
-# Whose values torchrun's processes exchange; of other calls each may return its own at once.
-EXCHANGED = ("folder_problem", "plan", "write_weights", "mix_weights", "export")
+# --- calls of a rank, and their deadlines ---
 
 _METHODS = {
-    "start": "folder_problem open_pairs initialize embedding_rows plan",
+    "start": "open_pairs initialize embedding_rows plan",
     "step": "train_step compute_log_probs await_log_probs forget release",
     "eval": "score",
     "save": "numbers write_state finish_writing read_state write_weights mix_weights save_model "
-    "export peak_memory",
+    "peak_memory",
 }
 PHASES = {method: phase for phase, methods in _METHODS.items() for method in methods.split()}
-SLACK = 10.0  # times the usual
-ENOUGH, LATEST = 10, 50  # calls that make a usual time
-FLOOR, COMPILES = 60.0, 600.0  # seconds, at least: a pause of the machine, a shape that is compiled
+# Those whose first call compiles and fills caches.
+FIRST = ("train_step", "compute_log_probs", "await_log_probs")
+STEPS = (*FIRST, "score")
 
 
 def phase_of(role: str, method: str) -> str:
@@ -145,29 +139,10 @@ class Limit(NamedTuple):
     seconds: float
     key: str  # of `timeouts`
 
-
-class Deadlines:
-    """How long the calls of one role may take: never longer than `timeouts` says.
-
-    Steps and evaluations have a usual time per token, because micro-batches may be halved and the
-    parts of an evaluation set are larger than steps. A save has none: disks pause.
-    """
-
-    def __init__(self, timeouts: Timeouts, *, compiles: bool = False) -> None:
-        self.timeouts, self.floor = timeouts, COMPILES if compiles else FLOOR
-        self._seen: dict[str, deque[float]] = {}  # phase -> seconds per token
-
-    def limit(self, phase: str, tokens: int) -> Limit:
-        seen = self._seen.get(phase, ())
-        key = "first_step" if tokens and not seen else phase
-        most = Limit(getattr(self.timeouts, key), key)
-        if not (tokens and self.timeouts.adaptive and len(seen) >= ENOUGH):
-            return most
-        return min(most, Limit(max(self.floor, SLACK * median(seen) * tokens), "adaptive"))
-
-    def record(self, phase: str, tokens: int, seconds: float) -> None:
-        if tokens:
-            self._seen.setdefault(phase, deque(maxlen=LATEST)).append(seconds / tokens)
+    @staticmethod
+    def longest(timeouts: Timeouts) -> Limit:
+        """Return the longest limit of a call."""
+        return max(Limit(getattr(timeouts, key), key) for key in ("first_step", *_METHODS))
 
 
 # --- hangs ---

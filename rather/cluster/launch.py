@@ -1,61 +1,58 @@
-"""Where the roles of a config run: in this process, under torchrun, or on Ray."""
+"""Where the roles of a config run: in this process, on ranks of torchrun, or on those of Ray."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rather.cluster.bridge import POLICY, REFERENCE, Bridge, ReferenceApart, follow
-from rather.cluster.health import COMPUTED, PHASES
-from rather.cluster.host import Process
-from rather.cluster.memory import Ledger, Room
-from rather.cluster.role import (
-    Role,
-    RoleOnRanks,
-    SpmdCluster,
+from rather.cluster.group import (
+    RankInfo,
     broadcast,
     device_kind,
     join_ranks,
     role_of,
     shared_folder,
-    started_by_torchrun,
+    started_as_rank,
 )
+from rather.cluster.health import ON_RAY, PHASES, STEPS
+from rather.cluster.ray_ranks import RayRanks
 from rather.cluster.supervision import PATIENCE, Peers, Supervision, Watchdog
-from rather.cluster.worker import ActorWorker, RankInfo, make_worker
+from rather.cluster.worker import ActorWorker, make_worker
 from rather.config.run_config import DPOConfig
+from rather.config.strategies import layout
 from rather.errors import ConfigError
 from rather.model.sizes import model_problems
-from rather.parallel.mesh import gather_objects, max_over_ranks
-
-if TYPE_CHECKING:
-    from rather.cluster.ray_ranks import RayRanks
+from rather.parallel.mesh import max_over_ranks
 
 log = logging.getLogger(__name__)
+
+Role = ActorWorker | ReferenceApart
 
 
 @dataclass
 class Roles:
-    """Policy and reference, wherever they are. `close` leaves nothing behind.
+    """Policy and reference of one rank. `close` leaves nothing behind.
 
-    Under torchrun every process is a driver: the main one decides, writes and broadcasts.
+    Every rank runs the same program: the main one decides what is not a function of config, pairs
+    and seed, writes, and broadcasts. On Ray, the process that starts the ranks has `ranks`, and its
+    roles are the Clusters that scripts can call.
     """
 
-    actor_train: Role
+    actor_train: ActorWorker
     reference: Role | None
     kind: str  # of the devices: cpu or cuda
-    here: bool = True  # in this process, whose device the driver may use
-    rank: int = 0  # of this driver
-    drivers: int = 1
-    gpu_memory: int = 0  # bytes of the GPU of a worker on Ray
+    rank: int = 0  # of the policy
+    drivers: int = 1  # the policy's ranks
+    one_machine: bool = True
     apart: bool = False  # the reference has processes of its own
     runs_ahead: bool = False  # it has devices of its own, too
     closing: ExitStack = field(default_factory=ExitStack)
-    restart: Callable[[], Roles] | None = None  # makes the same roles in new processes, on Ray
-    ranks: RayRanks | None = None  # run the whole program, and this process only starts them
+    ranks: RayRanks | None = None  # run the program; this process only starts them
     watchdog: Watchdog | None = None  # of this process
 
     @property
@@ -105,44 +102,53 @@ def mappings(config: DPOConfig) -> tuple[list[int], list[int]]:
 def launch(
     config: DPOConfig, *, with_reference: bool, supervision: Supervision | None = None
 ) -> Roles:
-    """Start the roles of a run, without their models. Supervised, they may be replaced."""
+    """Return the roles of this process, without their models; on Ray, start the ranks."""
     names = ["actor_train", *(["reference"] if with_reference else [])]
     found = (each for name in names for each in model_problems(name, getattr(config, name)))
     if problems := list(found):
         raise ConfigError(problems)
     actor, reference = mappings(config)
-    if started_by_torchrun():
-        roles = _under_torchrun(config, names)
+    if started_as_rank():
+        roles = _of_rank(config, names)
     elif (
         config.num_nodes * len(actor) > 1
         or config.ray.address is not None
         or (with_reference and reference != actor)
     ):
-        return _on_ray(config, with_reference, supervision)
+        return _on_ray(config, with_reference=with_reference)
     else:
         kind = device_kind(config.platform)
         member = RankInfo(device="cpu") if kind == "cpu" else RankInfo()
-        workers = {name: make_worker(name, config, member) for name in names}
-        for worker in workers.values():
-            worker.set_environment()
-        held = workers.get("reference")
-        if held:
-            held.neighbour = workers["actor_train"]
-        roles = Roles(workers["actor_train"], held, kind)
+        roles = Roles(*_workers(config, names, member), kind)
     processes = roles.drivers + (len(reference) if roles.apart else 0)
+    if ON_RAY in os.environ:
+        supervision = None  # the process that starts the ranks writes down why they ended
     roles.watchdog = Watchdog(config.timeouts, config.log_dir, processes, supervision)
     roles.closing.callback(roles.watchdog.closed.set)
     for role in filter(None, (roles.actor_train, roles.reference)):
         # In one process only the steps are watched: loading and saving take what disk and network
         # take.
-        roles.watchdog.watch(role, PHASES if processes > 1 else (*COMPUTED, "score"))
+        roles.watchdog.watch(role, PHASES if processes > 1 else STEPS)
     return roles
 
 
-def _under_torchrun(config: DPOConfig, names: list[str]) -> Roles:
-    """Return the roles of a process that torchrun started, if it is one of the policy's.
+def _workers(
+    config: DPOConfig, names: list[str], member: RankInfo
+) -> tuple[ActorWorker, ActorWorker | None]:
+    """Return the workers of both roles in this process; they may share a model."""
+    workers = {name: make_worker(name, config, member) for name in names}
+    for worker in workers.values():
+        worker.set_environment()
+    policy, reference = workers["actor_train"], workers.get("reference")
+    if reference:
+        reference.neighbour = policy
+    return policy, reference
 
-    A process of a reference on other devices serves the policy until its end, and then exits.
+
+def _of_rank(config: DPOConfig, names: list[str]) -> Roles:
+    """Return the roles of a process that was started as a rank, if it is one of the policy's.
+
+    A rank of a reference on other devices follows the policy until its end, and then exits.
     """
     actor, reference = mappings(config)
     apart = "reference" in names and actor != reference
@@ -151,22 +157,22 @@ def _under_torchrun(config: DPOConfig, names: list[str]) -> Roles:
     closing = ExitStack()
     member, store = join_ranks(config, sizes, closing)
     kind = "cpu" if member.device == "cpu" else "cuda"
+    peers = Peers(PATIENCE)
+    bridge = None
     if apart:
-        peers = Peers(PATIENCE)
-        peers.write("place", place := role_of(peers.rank, sizes))
-        bridge = None
+        place = role_of(peers.rank, sizes)
+        peers.write("place", place)
         if member.rank == 0:
             bridge = Bridge(store, POLICY if place[0] == "actor_train" else REFERENCE)
         if place[0] == "reference":
             with closing:
                 follow(config, member, kind, bridge, peers.world, takes_turns=takes_turns)
             raise SystemExit(0)
-    memory = Ledger(), gather_objects(Room.here(member.rank, kind, Process.this().kernel))
-    policy = SpmdCluster("actor_train", config, member, *memory)
+    held: Role | None
+    policy, held = _workers(config, names if not apart else ["actor_train"], member)
     policy.takes_turns = takes_turns
-    held: RoleOnRanks | None = None
     if apart:
-        held = distant = ReferenceApart(config, kind, memory[0], bridge)
+        held = distant = ReferenceApart(config, kind, bridge)
         closing.callback(distant.close)
         if bridge:
             how = (
@@ -175,24 +181,26 @@ def _under_torchrun(config: DPOConfig, names: list[str]) -> Roles:
                 else "its own devices, one step ahead"
             )
             log.info("reference: %s; on %s", held.layout.describe(), how)
-    elif "reference" in names:
-        held = shared = SpmdCluster("reference", config, member, *memory)
-        shared.worker.neighbour = policy.worker
     if member.rank == 0:
-        log.info("actor_train: %s", policy.layout.describe())
-    place_of_driver: Any = {"rank": member.rank, "drivers": member.world, "closing": closing}
+        log.info("actor_train: %s", layout(config.actor_train).describe())
     return Roles(
-        policy, held, kind, apart=apart, runs_ahead=apart and not takes_turns, **place_of_driver
+        policy,
+        held,
+        kind,
+        rank=member.rank,
+        drivers=member.world,
+        one_machine=peers.on_one_machine,
+        apart=apart,
+        runs_ahead=apart and not takes_turns,
+        closing=closing,
     )
 
 
-def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | None) -> Roles:
-    from rather.cluster.cluster import Cluster, FrozenReference
-    from rather.cluster.ray_ranks import RayRanks
+def _on_ray(config: DPOConfig, *, with_reference: bool) -> Roles:
+    from rather.cluster.cluster import Cluster
     from rather.cluster.resources import ResourceManager
 
     actor, reference = mappings(config)
-    ahead = with_reference and not set(actor) & set(reference)
     if config.ray.address is None:
         device_kind(config.platform)  # refuses what this machine lacks before anything starts
         if config.num_nodes > 1:
@@ -207,33 +215,18 @@ def _on_ray(config: DPOConfig, with_reference: bool, supervision: Supervision | 
         platform=config.platform,
         timeouts=config.timeouts,
     )
+    names = ["actor_train", *(["reference"] if with_reference else [])]
 
-    def start() -> Roles:
-        """Start the roles on the manager, which has no processes yet."""
-        policy = Cluster("actor_train", None, manager, config.actor_train, pipeline_config=config)
-        held: Cluster | None = None
-        if with_reference:
-            cls = FrozenReference if ahead and not config.sync_ref_model else Cluster
-            held = cls("reference", None, manager, config.reference, pipeline_config=config)
-            held.supervision = supervision
-            policy.takes_turns = held.takes_turns = not (ahead or config.shares_devices)
-            place = "its own devices, one step ahead" if ahead else "the policy's devices, in turn"
-            log.info("reference: on %s", place)
-        roles = Roles(policy, held, manager.kind, here=False, runs_ahead=ahead, restart=restart)
-        roles.apart = with_reference and reference != actor
-        roles.gpu_memory = policy.rooms[0].device
-        if config.ray.one_program:
-            held_mapping = [reference] if with_reference else []
-            roles.ranks = RayRanks(manager, [actor, *held_mapping])
-        roles.closing.callback(manager.close)
-        return roles
-
-    def restart() -> Roles:
-        manager.renew()
-        return start()
+    def clusters() -> list[Any]:
+        given: Any = {"pipeline_config": config}
+        return [Cluster(name, None, manager, getattr(config, name), **given) for name in names]
 
     try:
-        return start()
+        made = clusters()
     except BaseException:
         manager.close()
         raise
+    held = made[1] if with_reference else None
+    roles = Roles(made[0], held, manager.kind, ranks=RayRanks(manager, clusters))
+    roles.closing.callback(manager.close)
+    return roles

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,13 +24,11 @@ from rather.config.strategies import layout
 from rather.data.batch import PairBatch
 from rather.errors import ConfigError, MemoryShortage
 from rather.losses.objective import from_config
+from rather.model.layers import Recompute
 from rather.model.sizes import sizes_of
 from rather.optim.adamw import local
 from rather.parallel.load import cpu_has_bf16, stored_dtype
 from rather.plan.memory import LayerBytes, known_shapes, role_state
-
-if TYPE_CHECKING:
-    from rather.cluster.worker import ActorWorker
 
 GIB = 1 << 30
 UNIT = 1000  # tokens
@@ -181,6 +179,22 @@ class Peak:
 # --- when it ran out ---
 
 
+class LoadedRank(Protocol):
+    """A rank with its model: what the table of its memory is made of."""
+
+    config: DPOConfig
+    role: str
+    worker_config: RoleConfig
+    device: str
+    on_gpu: bool
+    source: Any
+    layout: Any
+    trainer: Any
+    part: Any
+    planned: Any
+    compiled: Any
+
+
 def largest(batches: Sequence[PairBatch]) -> int:
     """Return the tokens of the largest micro-batch."""
     return max((len(batch.ids_N) for batch in batches), default=0)
@@ -195,7 +209,7 @@ def shortage(error: BaseException) -> MemoryShortage:
     return MemoryShortage("\n".join([sentence(error), *getattr(error, "__notes__", ())]))
 
 
-def explanation(worker: ActorWorker, tokens: int) -> str:
+def explanation(worker: LoadedRank, tokens: int) -> str:
     """Return where the memory goes, and three settings that need less. `tokens`: of the largest
     micro-batch; 0 if there is none yet."""
     rows = table(worker)
@@ -207,7 +221,7 @@ def explanation(worker: ActorWorker, tokens: int) -> str:
     return "\n".join(lines)
 
 
-def table(worker: ActorWorker) -> dict[str, float]:
+def table(worker: LoadedRank) -> dict[str, float]:
     """Return the bytes of what is there, and of what a thousand scored tokens add."""
     rows: dict[str, float] = {}
     config, kind = worker.config, worker.device.split(":")[0]
@@ -227,12 +241,13 @@ def table(worker: ActorWorker) -> dict[str, float]:
     return {name: number for name, number in rows.items() if number}
 
 
-def _per_tokens(worker: ActorWorker, kind: str) -> dict[str, float]:
+def _per_tokens(worker: LoadedRank, kind: str) -> dict[str, float]:
     """Return activations as the planner measured them, else computed."""
     shape, planned, args = worker.layout, worker.planned, worker.source[1]
     if planned and planned.bytes_of_token:
         return {f"activations and logits of {UNIT} tokens, measured": UNIT * planned.bytes_of_token}
-    sizes, level = sizes_of(*worker.source), planned.recompute if planned else "none"
+    sizes = sizes_of(*worker.source)
+    level: Recompute = planned.recompute if planned else "none"
     size, adapter = stored_dtype(args, kind).itemsize, args.has_adapter
     layer = LayerBytes(sizes, kind, size, level, worker.compiled, adapter)
     kept = layer.kept if planned else 0.0
@@ -244,7 +259,7 @@ def _per_tokens(worker: ActorWorker, kind: str) -> dict[str, float]:
     }
 
 
-def _fixes(worker: ActorWorker, tokens: int, rows: dict[str, float]) -> list[str]:
+def _fixes(worker: LoadedRank, tokens: int, rows: dict[str, float]) -> list[str]:
     """Return three settings that are not yet made."""
     config, shape, role, planned = worker.config, worker.layout, worker.role, worker.planned
     trains, strategy, length = (

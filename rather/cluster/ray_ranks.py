@@ -38,15 +38,22 @@ Program = Callable[[DPOConfig, StopRequest], int]
 class RayRanks:
     """The ranks of a job: those of the policy, then those of a reference apart."""
 
-    def __init__(self, manager: ResourceManager, mappings: Sequence[Sequence[int]]) -> None:
-        """Roles with equal device mappings share their ranks."""
-        self.manager = manager
-        self.mappings = list(dict.fromkeys(map(tuple, mappings)))
+    def __init__(self, manager: ResourceManager, clusters: Callable[[], Sequence[Any]]) -> None:
+        """`clusters` places the processes of all roles, or finds those that are there.
+
+        Roles with equal device mappings share their ranks.
+        """
+        self.manager, self._clusters = manager, clusters
         self.attempt = 0
 
     @property
     def seats(self) -> list[Seat]:
-        return [seat for mapping in self.mappings for seat in self.manager.seats(mapping, {})]
+        by_mapping = {tuple(each.mapping): each.seats for each in self._clusters()}
+        return [seat for seats in by_mapping.values() for seat in seats]
+
+    def restart(self) -> None:
+        """Start new processes in the place of those that are lost."""
+        self.manager.renew()
 
     def run(self, program: Program, config: DPOConfig, stop: StopRequest) -> int:
         """Run the program on all ranks; return its exit code, or raise the first cause."""
@@ -98,8 +105,11 @@ class RayRanks:
             if failures and _has_cause(store):
                 break
         self._fetch_output(seats[0], stop)
-        if not failures and not pending and len(set(codes.values())) == 1 and not _has_cause(store):
-            return codes[0]
+        if not failures and not pending and not _has_cause(store):
+            # If the run was stopped, ranks of a reference apart end with 0 all the same.
+            agree = set(codes.values()) <= {0, codes[0]}
+            if agree:
+                return codes[0]
         raise self._first_cause(store, failures, seats)
 
     def _fetch_output(self, seat: Seat, stop: StopRequest) -> None:

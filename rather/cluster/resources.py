@@ -29,16 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from rather.cluster.health import ANSWER, CUT, Failure, StackSnapshot
-from rather.cluster.host import (
-    Host,
-    Link,
-    Process,
-    all_gone,
-    connection_problem,
-    kill_marked,
-    open_port,
-)
-from rather.cluster.memory import Ledger, Room, sentence
+from rather.cluster.host import Host
+from rather.cluster.links import Link, connection_problem, open_port
+from rather.cluster.memory import Room, sentence
+from rather.cluster.process import Process, all_gone, kill_marked
 from rather.config import plugins
 from rather.config.schema import Timeouts
 from rather.errors import ConfigError, RayGone, WorkerError, WorkerLost
@@ -159,7 +153,6 @@ class ResourceManager:
         self._seats: dict[tuple[int, ...], list[Seat]] = {}
         self._grouped: set[tuple[int, ...]] = set()  # mappings whose processes are in a group
         self.named: dict[str, Sequence[Seat]] = {}  # by role
-        self.ledger = Ledger()
         self.cut_off: set[str] = set()  # nodes that Ray may still believe to be alive
         self.is_stopped = self._closed = False
         self._placed: Any = None
@@ -464,7 +457,7 @@ class ResourceManager:
         for seats in self.named.values():
             wait_elsewhere(seats)
         self._ray.util.remove_placement_group(self._placed)
-        self.ledger, self.named = Ledger(), {}
+        self.named = {}
         try:
             self._reserve()
         except Exception as error:  # Ray raises the base class if its raylet is gone

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from rather.checkpoint.checkpoint import LATEST
 from rather.cluster.health import (
     ANSWER,
-    COMPUTED,
     CUT,
+    FIRST,
     GRACE,
     ON_RAY,
     Failure,
@@ -44,8 +44,8 @@ from rather.cluster.health import (
     phase_of,
     place_of,
 )
-from rather.cluster.host import Link, Process, connect, end_with_others, open_port
-from rather.cluster.role import SpmdCluster
+from rather.cluster.links import Link, connect, open_port
+from rather.cluster.process import Process, end_with_others
 from rather.cluster.worker import ActorWorker
 from rather.config.redaction import printable
 from rather.config.run_config import DPOConfig
@@ -170,7 +170,7 @@ class Watchdog:
                 self.limit = before
 
     def _timed(self, work: Callable[..., Any], role: str, method: str) -> Callable[..., Any]:
-        first = ["first_step"] if method in (*COMPUTED, "await_log_probs") else []
+        first = ["first_step"] if method in FIRST else []
         phases = chain(first, repeat(phase_of(role, method)))
 
         @wraps(work)
@@ -259,9 +259,13 @@ class Peers:
         store = dist.TCPStore(*self.place, **options)  # type: ignore[attr-defined]
         self.store: Any = dist.PrefixStore(start, store)  # type: ignore[attr-defined]
 
+    @property
+    def on_one_machine(self) -> bool:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) == self.world
+
     def links(self, timeouts: Timeouts) -> dict[str, Link]:
         """Connect the first process with the first one of each other machine. All call this."""
-        if int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) == self.world:
+        if self.on_one_machine:
             return {}
         server = None
         if self.rank and os.environ["LOCAL_RANK"] == "0":
@@ -363,7 +367,7 @@ def report_first_failure(work: Callable[[], int]) -> int:
     except Exception as error:
         own, role = Failure.of(error), ""
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            if isinstance(caller := frame.f_locals.get("self"), SpmdCluster | ActorWorker):
+            if isinstance(caller := frame.f_locals.get("self"), ActorWorker):
                 role = caller.role
         try:
             peers = Peers(GRACE)

@@ -1,4 +1,10 @@
-"""ActorWorker: a RankTrainer behind the calls of a Role, for one role on one device."""
+"""ActorWorker: what one rank does for a role, alone or together with the role's other ranks.
+
+All ranks call the same methods in the same order, with the same arguments: each does its share, and
+all get the answer. If memory runs out, `train_step` and `compute_log_probs` of a single rank raise
+torch.OutOfMemoryError: the call can be repeated with smaller micro-batches after `forget`. Of
+several ranks, the others wait in a collective, so that MemoryShortage ends the run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ import pkgutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +23,21 @@ from torch import Tensor
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import ShardedFiles, tensor_of
+from rather.cluster.group import RankInfo, on_every_rank, shared_folder, started_as_rank
 from rather.cluster.health import set_environment
-from rather.cluster.memory import Peak, explanation, free_memory, largest, sentence
+from rather.cluster.memory import (
+    Ledger,
+    Peak,
+    Room,
+    explanation,
+    free_memory,
+    largest,
+    need_of,
+    sentence,
+    shortage,
+)
+from rather.cluster.preflight import refuse_private_folder, refuse_unlike_cpus
+from rather.cluster.process import Process
 from rather.cluster.writer import Writer
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ModelArgs, RoleConfig
@@ -44,7 +63,7 @@ from rather.parallel.load import (
     load_policy,
     stored_dtype,
 )
-from rather.parallel.mesh import build_mesh, max_over_ranks
+from rather.parallel.mesh import build_mesh, gather_objects, max_over_ranks
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages, parts_of
 from rather.plan.speed import worth_compiling
@@ -56,16 +75,6 @@ RECOMPUTED = {
     "selective": "in part recomputed",
     "full": "recomputed",
 }
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """The rank of a worker among `world`, and its device (None: the first of device_mapping)."""
-
-    rank: int = 0
-    world: int = 1
-    device: str | None = None
-    near: int = 1  # how many of them share this machine
 
 
 class ActorWorker:
@@ -83,6 +92,8 @@ class ActorWorker:
         wanted, own = config.checkpoint_config.async_save, self.member
         self.writer = Writer(role, own.rank, own.world, wanted, self.log, own.near)
         self.neighbour: ActorWorker | None = None  # the policy's worker, in the reference's process
+        self.takes_turns = False  # with a process of the other role on the same device
+        self.ledger, self.rooms = Ledger(), list[Room]()  # what ranks hold, and what they found
         self.borrowed: ActorWorker | None = None  # the neighbour, if this role uses its model
         self.trainer: RankTrainer
         self.part: PolicyModel  # with the head, or what this rank holds of the model
@@ -120,6 +131,8 @@ class ActorWorker:
 
     def initialize(self, total_steps: int, model: str | None = None) -> None:
         """Load the model; `model` replaces the configured one (evaluation of other weights)."""
+        if self.member.world > 1 or started_as_rank():
+            self._refuse_what_cannot_run(model)
         self._prepare_process()
         self.peak, trains = Peak(self.device), self.role == "actor_train"
         args, path = self.worker_config.model_args, self.worker_config.model_path
@@ -151,6 +164,21 @@ class ActorWorker:
         )  # fmt: skip
         if not trains and self.config.reference.offload == "on":
             self.park()
+
+    def _refuse_what_cannot_run(self, model: str | None) -> None:
+        """Compare machines and memory of all ranks before anything is loaded."""
+        kind = self.device.split(":")[0]
+        if self.neighbour:  # it found the memory of these processes before it loaded its model
+            self.ledger, self.rooms = self.neighbour.ledger, self.neighbour.rooms
+        else:
+            self.rooms = gather_objects(Room.here(self.member.rank, kind, Process.this().kernel))
+        if model is None and (self.worker_config.trains or self.config.sync_ref_model):
+            refuse_private_folder(
+                self.config.run_dir, lambda folder: gather_objects(self.folder_problem(folder))
+            )
+        refuse_unlike_cpus(self.role, self.worker_config.model_args, kind, self.rooms)
+        need = need_of(self.config, self.worker_config, kind, model)
+        self.ledger.add(self.role, need, self.rooms)
 
     @property
     def is_divided(self) -> bool:
@@ -292,7 +320,9 @@ class ActorWorker:
             result = self.trainer.train_step(own.batches, reference, own.facts, limits)
         except torch.OutOfMemoryError as error:
             error.add_note(explanation(self, largest(own.batches)))  # not shown if a retry succeeds
+            self._refuse_alone(error)
             raise
+        self._end_turn()
         policy = result.policy if own.number in (None, 1) else result.policy.new_empty(0, 2)
         return replace(result, policy=policy, table=None, **self.unused)
 
@@ -318,10 +348,22 @@ class ActorWorker:
         own = self._share(batches)
         try:
             with self._as_own_role():
-                return own.spread(self.trainer.log_probs(own.batches, own.count))
+                columns = own.spread(self.trainer.log_probs(own.batches, own.count))
         except torch.OutOfMemoryError as error:
             error.add_note(explanation(self, largest(own.batches)))
+            self._refuse_alone(error)
             raise
+        self._end_turn()
+        return columns
+
+    def _refuse_alone(self, error: torch.OutOfMemoryError) -> None:
+        """The other ranks wait for this one in a collective: to repeat the call would not help."""
+        if self.member.world > 1:
+            raise shortage(error) from error
+
+    def _end_turn(self) -> None:
+        if self.takes_turns:
+            self.release()
 
     def _as_own_role(self) -> AbstractContextManager[None]:
         """Return a context in which a model shared with the policy computes as the reference."""
@@ -350,8 +392,11 @@ class ActorWorker:
 
     def mix_weights(self, weights: Mapping[str, Tensor] | Path, share: float) -> None:
         """Move every weight by `share` of the way to `weights`, or to those in a folder."""
-        found = weights if isinstance(weights, Mapping) else stored(weights, "reference")
-        self.trainer.mix_weights(found, share)
+        if isinstance(weights, Mapping):
+            self.trainer.mix_weights(weights, share)
+        else:
+            files = stored(weights, "reference")
+            on_every_rank(lambda: self.trainer.mix_weights(files, share))
 
     def numbers(self) -> dict[str, Any]:
         """Return the state that is not a tensor and is the same on all ranks."""
@@ -364,7 +409,7 @@ class ActorWorker:
         return numbers
 
     def folder_problem(self, folder: Path) -> str | None:
-        """Return why this rank cannot write to a folder that the driver has just made."""
+        """Return why this rank cannot write to a folder that the first one has just made."""
         try:
             (folder / str(self.member.rank)).touch()
         except OSError as error:
@@ -383,6 +428,11 @@ class ActorWorker:
         self.writer.wait()
 
     def write_weights(self, folder: Path, group: str) -> dict[str, tuple[int, str]]:
+        """Write the weights of all ranks; return sizes and digests by file."""
+        written = on_every_rank(lambda: self._write_weights(folder.absolute(), group))
+        return {name: facts for each in written if each for name, facts in each.items()}
+
+    def _write_weights(self, folder: Path, group: str) -> dict[str, tuple[int, str]]:
         groups = {group: self.trainer.weight_pieces()}
         try:
             return checkpoint.write_groups(folder, groups, rank=self.member.rank)
@@ -392,7 +442,7 @@ class ActorWorker:
             ) from error
 
     def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
-        """Read what this rank holds from a checkpoint that the driver has verified."""
+        """Read what this rank holds from a checkpoint that the first one has verified."""
         found = checkpoint.reopen(path)
         self.fitted = numbers.get("fitted", {})
         groups = {name: found.stored(name) for name in ("model", "rng")}
@@ -407,13 +457,22 @@ class ActorWorker:
         return self.peak.bytes
 
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> Kept:
+        """Export the model; of several ranks all write shards, and one merges them by tensor."""
+        if self.member.world > 1:
+            with shared_folder(folder) as shards:
+                self.write_weights(shards, "model")
+                place = shards, tokenizer, folder.absolute(), card
+                is_first = self.member.rank == 0
+                kept = on_every_rank(lambda: self._export(*place) if is_first else None)[0]
+                assert kept
+                return kept
         weights = self.trainer.weights()
         if self.source[1].has_adapter:
             found = self.trainer.weight_pieces()
             weights = {name: tensor_of(each) for name, each in found.items()}
         return export_run(self.part, weights, self.source, tokenizer, folder, card)
 
-    def export(self, shards: Path, tokenizer: Any, folder: Path, card: str) -> Kept:
+    def _export(self, shards: Path, tokenizer: Any, folder: Path, card: str) -> Kept:
         """Export the shards that all ranks have written as a Hugging Face model."""
         return export_run(self.part, stored(shards, "model"), self.source, tokenizer, folder, card)
 

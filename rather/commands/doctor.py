@@ -68,7 +68,7 @@ def diagnose(path: Path | None = None, overrides: list[str] | None = None) -> It
             config = settings(path, overrides)
             cache = config.data_cache_dir(config.actor_train.data_args)
             folders = {config.run_dir, cache, config.log_dir}
-            from rather.cluster.role import device_kind
+            from rather.cluster.group import device_kind
             from rather.config.checks import device_problems
 
             if problems := device_problems(config, device_kind(config.platform)):

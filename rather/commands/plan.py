@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from rather.cluster.role import device_kind
+from rather.cluster.group import device_kind
 from rather.commands.terminal import echo, print_json, print_table
 from rather.config.load import load
 from rather.config.paths import check_paths

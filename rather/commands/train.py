@@ -31,19 +31,21 @@ def train_run(config: DPOConfig, stop: StopRequest) -> int:
             close_logging()
 
 
-def dry_run(config: DPOConfig) -> int:
-    """Do everything up to the first step."""
-    config = config.model_copy(update={"ray": config.ray.model_copy(update={"one_program": False})})
-    pipeline = DPOPipeline(config)
-    with closing(pipeline):
-        print_report(pipeline.data.report, Console(stderr=True))
+def dry_run(config: DPOConfig, stop: StopRequest) -> int:
+    """Do everything up to the first step, as a rank, or let the ranks of a Ray cluster do it."""
+    with closing(DPOPipeline(config)) as pipeline:
+        if pipeline.roles.ranks:
+            return pipeline.roles.ranks.run(dry_run, config, stop)
+        if pipeline.roles.is_main:
+            print_report(pipeline.data.report, Console(stderr=True))
         pipeline.initialize()
         first = next(TrainingLoop(pipeline.parts).packed_steps())
-        count = len(first.policy)
-        echo(
-            f"{len(pipeline.data.train)} {config.unit}, {pipeline.total_steps} steps of "
-            f"{pipeline.source.order.batch} {config.unit}; the first packs {first.tokens} tokens into "
-            f"{count} micro-batch{'es' if count > 1 else ''}. Nothing was trained; only the data "
-            "cache was written."
-        )
+        if pipeline.roles.is_main:
+            count = len(first.policy)
+            echo(
+                f"{len(pipeline.data.train)} {config.unit}, {pipeline.total_steps} steps of "
+                f"{pipeline.source.order.batch} {config.unit}; the first packs {first.tokens} "
+                f"tokens into {count} micro-batch{'es' if count > 1 else ''}. Nothing was trained; "
+                "only the data cache was written."
+            )
     return 0

@@ -92,6 +92,8 @@ REMOVED = {
     "deterministic: true; remove it",
     "trace": "was removed; metrics.jsonl and the report say where the time of a step goes; "
     "remove it",
+    "timeouts.adaptive": "was removed; every call may take as long as the other keys of timeouts "
+    "say; remove it",
 }
 TOP_REFUSED = {
     **REMOVED,

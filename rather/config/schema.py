@@ -761,8 +761,6 @@ class RayArgs(Section):
 
     address: Text | None = None
     """Address of a running Ray cluster (host:port or auto); default: start a local one."""
-    one_program: bool = False
-    """Let every rank run the whole program, as under torchrun; nothing is called in a step."""
 
 
 class Timeouts(Section):
@@ -782,8 +780,6 @@ class Timeouts(Section):
     """For the policy's log-probs of one part of an evaluation set."""
     save: Positive = 3600.0
     """For gathering, writing or reading states and models."""
-    adaptive: bool = True
-    """On Ray, limit steps and evaluations to ten times their usual time (at least a minute)."""
 
     @property
     def longest(self) -> float:
@@ -801,10 +797,10 @@ class MachineKeys(Section):
     timeouts: Timeouts = Timeouts()
     """Seconds after which an unresponsive worker counts as failed."""
     max_failures: NotNegativeInt = 3
-    """On Ray, how often failed workers are replaced without a new checkpoint in between; 0:
-    never."""
+    """On Ray, how often the job is restarted after a failure without a new checkpoint in between;
+    0: never. Under torchrun, its own --max-restarts decides."""
     failure_backoff: NotNegative = 10.0
-    """Seconds to wait before failed workers are replaced, doubled with each consecutive failure."""
+    """Seconds to wait before the job is restarted, doubled with each consecutive failure."""
     ref_tp: Count | None = None
     """ColossalChat's name for reference.strategy_args.tp_size."""
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rather.checkpoint.checkpoint import Checkpoint
-from rather.cluster.role import Role
+from rather.cluster.launch import Role
 from rather.config.run_config import DPOConfig
 from rather.data.cache import Cache
 from rather.data.prepare import Prepared

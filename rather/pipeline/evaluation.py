@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rather.cluster.launch import Roles
-from rather.cluster.role import Role, as_local
+from rather.cluster.launch import Role, Roles
 from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.config.schema import EvalPrompts
@@ -66,7 +65,7 @@ class Evaluation:
     A reference that stays frozen is asked once in a run.
     """
 
-    policy: Role
+    policy: ActorWorker
     reference: ReferenceStream
     retry: OutOfMemoryRetry
     sets: Mapping[str, PairDataset]
@@ -193,6 +192,8 @@ class Answers:
         assert config.eval_prompts is not None
         self.last_step = last_step
         as_local(roles.actor_train)
+        if roles.reference:
+            as_local(roles.reference)
         self.config, self.roles, self.asked = config, roles, config.eval_prompts
         self.file = config.run_dir / ANSWERS
         self.prompts = read_prompts(self.asked, config)
@@ -309,6 +310,16 @@ def answer_all(
             size = len(chunk) // 2
         worker.release()
     return answers
+
+
+def as_local(role: Role) -> ActorWorker:
+    """Return the worker of a role whose whole model is in this process, which alone can answer."""
+    if not isinstance(role, ActorWorker) or role.member.world > 1:
+        raise ConfigError(
+            "eval_prompts needs one device per policy; remove it, or start without torchrun and "
+            "Ray."
+        )
+    return role
 
 
 def read_prompts(asked: EvalPrompts, config: DPOConfig) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from rather.cluster.launch import Roles
+from rather.cluster.launch import Role, Roles
 from rather.cluster.memory import largest, sentence, shortage
 from rather.config.schema import SpikeArgs
 from rather.data import shares
@@ -151,7 +151,8 @@ class OutOfMemoryRetry:
 
     def run(self, use: Use, step: Step, work: Callable[[Batches], T]) -> T:
         """Return what `work` makes of the micro-batches of a step."""
-        role, batches, sizes = self.roles.actor_train, step.policy, self.packing.tokens
+        role: Role = self.roles.actor_train
+        batches, sizes = step.policy, self.packing.tokens
         if use == "reference" and self.roles.reference:
             role, batches = self.roles.reference, step.reference
         if isinstance(batches, shares.Batches) and batches.budget > sizes[use]:

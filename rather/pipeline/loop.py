@@ -178,7 +178,7 @@ class TrainingLoop:
 
         def work(batches: Batches) -> StepResult:
             with parts.timeline.span("train"):
-                return policy.train_step(batches, reference, limits=limits)
+                return policy.train_step(batches, reference, limits)
 
         result = parts.retry.run("train", step, work)
         if not result.skipped:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import launch
+from rather.cluster.ray_ranks import RayRanks
 from rather.cluster.supervision import Supervision
 from rather.config.checks import device_problems, missing
 from rather.config.run_config import DPOConfig
@@ -206,32 +207,19 @@ class DPOPipeline(Run):
                 stop = stack.enter_context(StopRequest())
             self.stop = stop
             if self.roles.ranks:
-                return self._run_on_ranks(stop)
+                return self._run_on_ranks(self.roles.ranks, stop)
             self.parts.requests.stop = stop
             stop.last_saved = lambda: self.saving.last_saved if self.saving else None
-            while True:
-                try:
-                    code = self._resume_and_train()
-                    self._check_uploads(failed=code != 0)
-                    return code
-                except (WorkerLost, HangError) as error:
-                    if self.roles.restart is None or stop.signal is not None:
-                        raise
-                    self.supervision.survive(error, "worker_lost", "all workers are started again")
-                    if number := self.stop.signal:  # it came during the pause
-                        text = "stopped while workers were restarting; run the command again"
-                        raise Ended(number, text) from error
-                self.config = self.supervision.config_to_resume()
-                self.roles = self.roles.restart()
-                self._build()
+            code = self._resume_and_train()
+            self._check_uploads(failed=code != 0)
+            return code
 
-    def _run_on_ranks(self, stop: StopRequest) -> int:
+    def _run_on_ranks(self, ranks: RayRanks, stop: StopRequest) -> int:
         """Let all ranks train; if some are lost, start all again from the last checkpoint."""
         stop.last_saved = lambda: self._last_step
         while True:
-            assert self.roles.ranks
             try:
-                return self.roles.ranks.run(run_rank, self.config, stop)
+                return ranks.run(run_rank, self.config, stop)
             except (WorkerLost, HangError) as error:
                 if stop.signal is not None:
                     raise
@@ -240,8 +228,7 @@ class DPOPipeline(Run):
                     text = "stopped while workers were restarting; run the command again"
                     raise Ended(number, text) from error
             self.config = self.supervision.config_to_resume()
-            assert self.roles.restart
-            self.roles = self.roles.restart()
+            ranks.restart()
 
     @property
     def _last_step(self) -> int | None:
@@ -457,6 +444,7 @@ def evaluate_rank(config: DPOConfig, stop: StopRequest, *, model: str) -> int:
     with closing(DPOPipeline(config)) as pipeline:
         if pipeline.roles.ranks:
             return pipeline.roles.ranks.run(partial(evaluate_rank, model=model), config, stop)
+        pipeline.roles.watch()
         pipeline.initialize(model=model)
         metrics = pipeline.evaluate()
         if pipeline.roles.is_main:

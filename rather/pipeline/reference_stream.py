@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from rather.checkpoint.checkpoint import Checkpoint
+from rather.cluster.bridge import ReferenceApart
 from rather.cluster.launch import Roles
-from rather.cluster.role import RoleOnRanks
 from rather.config.run_config import DPOConfig
 from rather.data.batch import Columns, PairBatch
 from rather.data.shares import TRAIN, Batches, PairRows
@@ -146,7 +146,7 @@ class ReferenceStream:
             if asked:
                 yield self._answer_of(asked)
         finally:
-            if isinstance(reference, RoleOnRanks):
+            if isinstance(reference, ReferenceApart):
                 reference.drop_questions()
 
     def prepare(self, step: Step) -> None:
@@ -187,7 +187,7 @@ class ReferenceStream:
         columns, reference = asked.wait(), self.roles.reference
         if self.logps:  # a step's log-probs are stored before the next question
             self.logps.keep()
-        assert isinstance(reference, RoleOnRanks)
+        assert isinstance(reference, ReferenceApart)
         self.timeline.add_reference(reference.take_seconds())
         return replace(asked.step, reference_logps=self._send(columns))
 
@@ -196,7 +196,7 @@ class ReferenceStream:
         assert reference is not None
         if not self._loaded:  # an entry that was there at the start can no longer be read
             self.load()
-        if self.roles.runs_ahead and isinstance(reference, RoleOnRanks):
+        if self.roles.runs_ahead and isinstance(reference, ReferenceApart):
             return partial(reference.await_log_probs, reference.ask_log_probs(batches))
         columns = reference.compute_log_probs(batches)
         return lambda: columns

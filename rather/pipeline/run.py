@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rather.checkpoint.checkpoint import Checkpoint
-from rather.cluster.launch import Roles
-from rather.cluster.role import Role
+from rather.cluster.launch import Role, Roles
+from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError, DataError, HangError, NonFiniteError, WorkerLost
 from rather.losses.objective import from_config
@@ -117,7 +117,7 @@ class Run:
         self.parts.packing.tokens["train"] = NO_LIMIT
 
     @property
-    def actor_train(self) -> Role:
+    def actor_train(self) -> ActorWorker:
         return self.roles.actor_train
 
     @property

@@ -65,9 +65,7 @@ class RunSummary:
         with _failure_logged("the forecast"):
             pairs, speed = pairs_of(self.source), None
             sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
-            device = Device(roles.kind, roles.gpu_memory)
-            if roles.here or roles.kind == "cpu":
-                device = device_here(config, roles.kind)
+            device = device_here(config, roles.kind)
             if name := gpu_here(device.kind):
                 compiled = compiles(config, sizes, device, pairs.steps)
                 speed = listed_speed(name, sizes.active, compiled=compiled)

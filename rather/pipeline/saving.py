@@ -20,8 +20,7 @@ from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint, Draft
 from rather.checkpoint.manifest import Written
 from rather.checkpoint.store import Store, Uploads
-from rather.cluster.launch import Roles, mappings
-from rather.cluster.role import Role
+from rather.cluster.launch import Role, Roles, mappings
 from rather.config.run_config import DPOConfig
 from rather.errors import (
     CheckpointError,
@@ -194,16 +193,15 @@ class Saving:
             self.moving_reference.finish_writing()
         self.roles.max_over_drivers(0)
         # A shared file system may show a note of another machine later.
-        self._no_more_notes = time.monotonic() + (0.0 if self.roles.here else GRACE)
+        self._no_more_notes = time.monotonic() + (0.0 if self.roles.one_machine else GRACE)
 
     def close(self) -> None:
         """Finish the save in progress, unless the workers that write it may be gone."""
         if self.roles.drivers > 1 or isinstance(sys.exception(), WorkerError | HangError):
             self._abandoned.set()
         if self._thread:
-            if self.roles.here:
-                self._finish_writing()
-            self._thread.join(None if self.roles.here else GRACE)
+            self._finish_writing()
+            self._thread.join(None if self.roles.one_machine else GRACE)
             self._abandoned.set()
             self._thread.join()
             self._thread = None
@@ -279,7 +277,7 @@ class Saving:
     def _writers(self) -> list[str]:
         """Return the names under which the ranks leave notes of what they have written."""
         counts = list(map(len, mappings(self.config)))
-        if self.roles.here and not self.roles.apart:
+        if not self.roles.apart:
             counts = [self.roles.drivers] * 2
         ranks = {"actor_train": counts[0], "reference": counts[1] if self.moving_reference else 0}
         return [f"{name}-{rank:05d}" for name, count in ranks.items() for rank in range(count)]

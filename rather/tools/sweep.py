@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 import typer
 
+from rather.cluster.group import started_as_rank
 from rather.cluster.launch import mappings
-from rather.cluster.role import started_by_torchrun
 from rather.commands.score import LOSS_KEYS
 from rather.commands.terminal import (
     ConfigPath,
@@ -161,7 +161,7 @@ def _say(text: str) -> None:
 
 def plan_sweep(file: Path, overrides: Sequence[str], *, overwrite: bool = False) -> Sweep:
     """Load and check the config of every run before anything starts."""
-    if started_by_torchrun():
+    if started_as_rank():
         raise ConfigError("A sweep starts its runs itself: start it without torchrun.")
     fixed, axes = read_grid(overrides)
     base = settings(file, fixed)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather import DPOConfig, DPOTrainer
-from rather.cluster.role import shared_folder
+from rather.cluster.group import shared_folder
 from rather.coati import DPOTrainer as CoatiTrainer
 from rather.coati import Plugin
 from rather.config.schema import StrategyArgs, TrainingArgs

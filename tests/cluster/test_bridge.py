@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from rather.cluster.bridge import POLICY, REFERENCE, Answer, Bridge, ReferenceApart
 from rather.cluster.health import Failure
-from rather.cluster.host import CallResult
-from rather.cluster.memory import Ledger
+from rather.cluster.rank_output import CallResult
 from rather.errors import BatchTooLarge
 from tests.tiny import make_config
 
@@ -34,13 +33,7 @@ def ends() -> tuple[Bridge, Bridge]:
 @pytest.fixture
 def apart(ends: tuple[Bridge, Bridge], tmp_path: Any) -> tuple[ReferenceApart, Bridge]:
     policy, reference = ends
-    answer_rooms = threading.Thread(
-        target=lambda: reference.send(reference.receive()[0], answer(["room"]))
-    )
-    answer_rooms.start()
-    role = ReferenceApart(make_config(tmp_path), "cpu", Ledger(), policy)
-    answer_rooms.join()
-    return role, reference
+    return ReferenceApart(make_config(tmp_path), "cpu", policy), reference
 
 
 def answer(value: Any, seconds: float = 0.5) -> Answer:

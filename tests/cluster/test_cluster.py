@@ -344,7 +344,7 @@ def test_silence_ends_at_the_deadline(folder: Path) -> None:
     manager = ResourceManager(1, 2, timeouts=Timeouts(start=60.0))
     try:
         silent = cluster(manager, folder, "hang", [0])
-        silent.deadlines.timeouts = Timeouts(start=2.0)
+        manager.timeouts = Timeouts(start=2.0, first_step=1.0, step=1.0, eval=1.0, save=1.0)
         with pytest.raises(
             HangError, match=r"reference rank 0 of 1 .+: no answer within 2 s \(timeouts.start\)"
         ):

@@ -1,4 +1,4 @@
-"""Every call of workers ends by the deadline of its phase: on Ray, under torchrun, in one
+"""Every call of a rank ends by the deadline of its phase: on Ray, under torchrun, in one
 process."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 
 from rather.cluster import health
+from rather.cluster.bridge import ReferenceApart
 from rather.cluster.cluster import Cluster
-from rather.cluster.host import CallResult, Process
-from rather.cluster.memory import Ledger, Room
+from rather.cluster.memory import Room
+from rather.cluster.process import Process
+from rather.cluster.rank_output import CallResult
 from rather.cluster.resources import Seat
-from rather.cluster.role import SpmdCluster
 from rather.cluster.supervision import Watchdog
+from rather.cluster.worker import ActorWorker
 from rather.commands.terminal import guarded
 from rather.config.run_config import DPOConfig
 from rather.config.schema import Timeouts
@@ -58,8 +61,11 @@ CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-# The calls of a reference that works ahead; `await_log_probs` has the deadlines of a step.
-AHEAD = {"ask_log_probs", "await_log_probs", "drop_questions", "take_seconds"}
+# What a rank does without the others, or under the deadline of another call.
+ALONE = {"build_loss", "set_environment", "pack", "park", "release", "folder_problem"}
+ALONE |= {"answer", "compare_file"}
+# Of a reference apart: what does not wait for it. `await_log_probs` has the deadlines of a step.
+AHEAD = {"ask_log_probs", "await_log_probs", "drop_questions", "take_seconds", "close"}
 
 
 def expected(role: str, call: str) -> tuple[str, str]:
@@ -91,25 +97,28 @@ class Processes:
     kind = "cpu"
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
-        self.role, self.silent, self.ledger, self.timeouts = role, "", Ledger(), Timeouts()
+        self.role, self.silent, self.timeouts = role, "", Timeouts()
         self.named: dict[str, Any] = {}
         self.cut_off: set[str] = set()
-        ray = SimpleNamespace(wait=self._wait, get=lambda refs: [CallResult({}) for _ in refs])
-        monkeypatch.setitem(
-            sys.modules, "ray", ray
-        )  # an import before its token is set would spoil it for others
+        ray = SimpleNamespace(
+            wait=self._wait,
+            get=lambda _: CallResult({}),
+            put=lambda value: value,
+            exceptions=SimpleNamespace(RayError=OSError),
+        )
+        # An import before its token is set would spoil it for others.
+        monkeypatch.setitem(sys.modules, "ray", ray)
 
     def _wait(self, asked: list[str], **_: Any) -> tuple[list[str], list[str]]:
-        return [name for name in asked if name != self.silent], [
-            name for name in asked if name == self.silent
-        ]
+        answered = [name for name in asked if name != self.silent]
+        return answered, [name for name in asked if name == self.silent]
 
     def seats(self, *_: Any) -> list[Seat]:
         handle = SimpleNamespace(
             add=SimpleNamespace(remote=lambda *_: "add"),
             call=SimpleNamespace(remote=lambda role, method, *args, **options: method),
         )
-        here = Process("here", 0, "", "")
+        here = replace(Process.this(), machine="here")
         return [Seat(handle, "", "", here, 0, Room("here", 0, 1 << 40, 0))]
 
     def introduce(self, _mapping: Any) -> None:
@@ -125,56 +134,41 @@ class Processes:
         """There is nothing to end."""
 
 
-AT_ONCE = Timeouts(start=0.01, first_step=0.01, step=0.01, eval=0.01, save=0.01)
-
-
-def late(cluster: Cluster, silent: str, call: Callable[[Any], Any]) -> str:
-    """The key of `timeouts` by which it is told that a method did not answer."""
-    cluster.deadlines.timeouts = cluster.manager.timeouts = AT_ONCE
-    cluster.manager.silent = silent
-    with pytest.raises(HangError) as hang:
-        call(cluster)
-    (key,) = re.findall(r"\(timeouts\.(\w+)\)", str(hang.value))
-    cluster.deadlines.timeouts, cluster.manager.silent = Timeouts(), ""
-    return key
-
-
 @pytest.mark.parametrize("role", ROLES)
-def test_on_ray_each_call_ends_by_the_deadline_of_its_phase(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: DPOConfig, role: str
+def test_each_call_of_a_script_has_one_deadline(
+    monkeypatch: pytest.MonkeyPatch, config: DPOConfig, role: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where a model would be saved
-    assert calls_of(Cluster) == {*CALLS, "pack", "park", *AHEAD}
+    """It is the longest of the config: a script may call what it likes."""
+    calls = {"initialize", "train_step", "compute_log_probs"}
+    assert calls_of(Cluster) == calls
     section = config.actor_train if role == "actor_train" else config.reference
     processes = Processes(monkeypatch, role)
-    for name, (_, call) in CALLS.items():
-        cluster = Cluster(role, None, processes, section, pipeline_config=config)
-        first, later = expected(role, name)
-        silent = "export" if name == "save_model" else name
-        assert late(cluster, silent, call) == first, name
-        if first != later:
-            call(cluster)
-            assert late(cluster, silent, call) == later, name
-    cluster.takes_turns = True
-    assert late(cluster, "release", CALLS["compute_log_probs"][1]) == "step"
-    assert late(cluster, "add", lambda _: cluster._start()) == "start"
+    cluster = Cluster(role, None, processes, section, pipeline_config=config)  # type: ignore[arg-type]
+    for name in calls:
+        processes.silent = ""
+        CALLS[name][1](cluster)
+        processes.silent = name
+        processes.timeouts = Timeouts(start=0.01, first_step=0.01, step=0.01, eval=0.01, save=0.02)
+        with pytest.raises(HangError, match=r"no answer within 0 s \(timeouts\.save\)"):
+            CALLS[name][1](cluster)
+        processes.timeouts = Timeouts()
 
 
 class Telling:
-    """In the place of a role under torchrun: each call tells the deadline under which it is."""
+    """In the place of a role: each call tells the deadline under which it is."""
 
     def __init__(self, role: str, watchdog: Watchdog) -> None:
         self.role = role
-        for name in calls_of(SpmdCluster):
+        for name in calls_of(ActorWorker):
             setattr(self, name, lambda *_: watchdog.limit.key if watchdog.limit else None)
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_under_torchrun_each_call_ends_by_the_deadline_of_its_phase(
+def test_in_a_rank_each_call_ends_by_the_deadline_of_its_phase(
     config: DPOConfig, role: str
 ) -> None:
-    own = calls_of(SpmdCluster)
-    assert own == {*CALLS, "pack", "park", *AHEAD}
+    assert calls_of(ActorWorker) == {*CALLS, *ALONE}
+    assert calls_of(ReferenceApart) <= {*CALLS, *ALONE, *AHEAD}
     watchdog = Watchdog(config.timeouts, config.log_dir, 2, None)
     telling = Telling(role, watchdog)
     watchdog.watch(telling, health.PHASES)
@@ -248,25 +242,7 @@ def test_on_ray_the_deadline_is_that_of_the_phase(
     with inject.attached(fault, config.run_dir, ray=True):
         assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
     role = "reference" if phase == "reference" else "actor_train"
-    told = rf"rather: {role} rank 0 of 1 \(device \d on .+\): no answer within 2 s \(timeouts.{PHASE[phase][1]}\)"
+    told = rf"rather: {role} rank 0 of 1 \(on .+\): no answer within 2 s \(timeouts.{PHASE[phase][1]}\)"
     assert re.search(
         rf"^{told}: it is in inject.py:\d+, stand_still\.", capsys.readouterr().err, re.MULTILINE
-    )
-
-
-@pytest.mark.wide
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
-def test_on_ray_a_step_ends_by_its_usual_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(health, "ENOUGH", 3)
-    monkeypatch.setattr(health, "FLOOR", DEADLINE)
-    monkeypatch.setattr(health, "SLACK", 2.0)
-    config = make_config(tmp_path, max_steps=5, max_failures=0, reference__device_mapping=[1])
-    fault = "step=5,phase=backward,role=actor_train,kind=hang"
-    with inject.attached(fault, config.run_dir, ray=True):
-        assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
-    assert re.search(
-        r"^rather: actor_train .+ \(timeouts.adaptive\)", capsys.readouterr().err, re.MULTILINE
     )

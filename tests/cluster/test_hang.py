@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from rather.cluster.cluster import Cluster
-from rather.cluster.health import COMPILES, ENOUGH, FLOOR, Deadlines, Pulse, StackSnapshot, blame
+from rather.cluster.health import Pulse, StackSnapshot, blame
 from rather.cluster.resources import ResourceManager
 from rather.cluster.supervision import (
     CHECK_EVERY,
@@ -40,6 +40,7 @@ from tests.tiny import fork_context, make_config, metrics
 
 DEADLINE = 2.0  # seconds
 LATEST = DEADLINE + 30
+AT_ONCE = Timeouts(start=DEADLINE, first_step=1.0, step=1.0, eval=1.0, save=1.0)
 HERE = r"workers.py:\d+, stand_still"
 WHY = {
     "stop": r"its process does not answer at all: it is stopped, or stuck outside Python",
@@ -94,36 +95,6 @@ def test_a_snapshot_names_the_call_the_line_and_the_collective() -> None:
     assert pulse.call == "nothing"
 
 
-# --- how long ---
-
-
-def test_a_deadline_is_the_configured_one_until_the_usual_time_is_known() -> None:
-    deadlines = Deadlines(Timeouts(step=1000.0, first_step=2000.0))
-    assert deadlines.limit("step", 100) == (2000.0, "first_step")
-    deadlines.record("step", 100, 2.0)
-    assert deadlines.limit("step", 100) == (1000.0, "step")
-    for _ in range(ENOUGH):
-        deadlines.record("step", 100, 20.0)
-    assert deadlines.limit("step", 100) == (200.0, "adaptive")
-    assert deadlines.limit("step", 10) == (FLOOR, "adaptive")
-    assert deadlines.limit("step", 10_000) == (
-        1000.0,
-        "step",
-    )  # a part of an evaluation set is larger than a step
-    assert deadlines.limit("step", 0) == (1000.0, "step")
-    assert deadlines.limit("save", 0) == (3600.0, "save")
-    assert deadlines.limit("eval", 10)[1] == "first_step"
-
-
-def test_a_usual_time_may_be_switched_off_and_is_longer_where_shapes_compile() -> None:
-    off = Deadlines(Timeouts(adaptive=False))
-    for _ in range(ENOUGH):
-        off.record("step", 1, 0.001)
-    assert off.limit("step", 1).key == "step"
-    assert Deadlines(Timeouts(), compiles=True).floor == COMPILES
-    assert off.floor == FLOOR
-
-
 # --- on Ray ---
 
 
@@ -150,7 +121,7 @@ def test_on_ray_it_is_named_and_all_processes_end(
     Cluster("reference", path, manager, config.reference, pipeline_config=config)
     policy = Cluster("actor_train", path, manager, config.actor_train, pipeline_config=config)
     processes = [seat.process for seats in manager.named.values() for seat in seats]
-    policy.deadlines.timeouts = Timeouts(start=DEADLINE)
+    manager.timeouts = AT_ONCE
     began = time.monotonic()
     with pytest.raises(HangError) as hang:
         policy.initialize(1)

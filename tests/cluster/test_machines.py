@@ -8,9 +8,9 @@ import os
 import pickle
 import select
 import socket
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +20,20 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rather.cluster import host, launch, role, worker, writer
-from rather.cluster.cluster import Cluster
-from rather.cluster.host import CallResult, Host, Link, Process, connection_problem
+from rather.cluster import group, host, launch, links, worker, writer
+from rather.cluster.group import RankInfo
+from rather.cluster.host import Host
 from rather.cluster.launch import Roles
+from rather.cluster.links import Link, connection_problem
 from rather.cluster.memory import Ledger, Need, Room
+from rather.cluster.preflight import refuse_private_folder, refuse_unlike_cpus
+from rather.cluster.process import Process
+from rather.cluster.rank_output import CallResult
 from rather.cluster.resources import ResourceManager, Seat
-from rather.cluster.worker import ActorWorker, RankInfo
+from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.config.schema import Timeouts
 from rather.data.batch import Columns
-from rather.data.pack import pack
 from rather.data.shares import Batches
 from rather.errors import ConfigError, WorkerError, WorkerLost
 from rather.losses.objective import from_config
@@ -81,43 +84,6 @@ def test_tensors_leave_a_worker_on_the_cpu(process: Host) -> None:
         assert answer is not None
         assert answer.failure is None
     assert torch.equal(answer.value.policy, torch.ones(3, 2).double())
-    assert process.call("actor_train", "train_step", (), silent=True) is None
-
-
-def test_only_the_first_rank_returns_what_all_have_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    silent: dict[str, list[bool]] = {}
-
-    def call(_role: str, method: str, *_: Any, **given: bool) -> object:
-        silent.setdefault(method, []).append(given["silent"])
-        return object()
-
-    handle = SimpleNamespace(
-        add=SimpleNamespace(remote=lambda *_: object()), call=SimpleNamespace(remote=call)
-    )
-    manager: Any = SimpleNamespace(
-        kind="cpu",
-        ledger=Ledger(),
-        cut_off=set(),
-        introduce=lambda _: None,
-        timeouts=Timeouts(),
-        named={},
-        refuse_without_ray=lambda: None,
-    )
-    seat = SimpleNamespace(handle=handle, node="n", room=None, link=None)
-    manager.seats = lambda *_: [seat, seat]
-    ray = SimpleNamespace(
-        wait=lambda asked, **_: (asked, []),
-        get=lambda refs: [CallResult(7)] * len(refs),
-        put=lambda x: x,
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    config = make_config(tmp_path, reference__device_mapping=[0, 1])
-    made = Cluster("reference", None, manager, config.reference, pipeline_config=config)
-    made.compute_log_probs(pack(some_pairs(range(4)), 48))
-    made.peak_memory()
-    assert silent == {"compute_log_probs": [False, True], "peak_memory": [False, False]}
 
 
 def two_drivers(
@@ -334,15 +300,15 @@ def test_gloo_uses_the_interface_that_leads_to_the_others(
 ) -> None:
     """A machine may resolve its own name to loopback, where the others cannot reach it."""
     routes = {"127.0.0.1": "lo", "127.0.1.1": "lo", "192.0.2.1": "outside"}
-    assert host.interface_to("127.0.0.1") == "lo"
-    for module in (host, role):
+    assert links.interface_to("127.0.0.1") == "lo"
+    for module in (links, group):
         monkeypatch.setattr(module, "interface_to", routes.get)
     del os.environ["PYTORCH_ALLOC_CONF"]  # as if nobody had set it yet
     sizes = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(near)}
     os.environ.update(sizes, MASTER_ADDR=master)
     seen: dict[str, str] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.update(os.environ))
-    member, _ = role.join_ranks(make_config(tmp_path), {"actor_train": 2}, ExitStack())
+    member, _ = group.join_ranks(make_config(tmp_path), {"actor_train": 2}, ExitStack())
     assert seen["GLOO_SOCKET_IFNAME"] == expected
     assert member == RankInfo(0, 2, "cpu", near)
     assert "expandable_segments" in seen["PYTORCH_ALLOC_CONF"]  # read at the first use of a GPU
@@ -363,13 +329,13 @@ def test_torchrun_uses_the_devices_that_the_config_names(
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **place: joined.update(place))
     os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost")
     config = make_config(tmp_path, actor_train__device_mapping=[4, 6])
-    assert role.join_ranks(config, {"actor_train": 2}, ExitStack())[0].device == "cuda:6"
+    assert group.join_ranks(config, {"actor_train": 2}, ExitStack())[0].device == "cuda:6"
     assert joined["device_id"] == torch.device("cuda:6")
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     config = make_config(
         tmp_path, num_nodes=2, num_gpus_per_node=4, actor_train__device_mapping=[0, 5]
     )
-    assert role.join_ranks(config, {"actor_train": 2}, ExitStack())[0].device == "cuda:1"
+    assert group.join_ranks(config, {"actor_train": 2}, ExitStack())[0].device == "cuda:1"
 
 
 # --- groups and twins ---
@@ -429,52 +395,46 @@ def test_memory_is_counted_by_machine_also_if_two_have_one_name() -> None:
 def test_cpus_that_store_bf16_in_another_way_are_refused_with_their_names(
     tmp_path: Path, dtype: str
 ) -> None:
-    config = make_config(tmp_path, actor_train__model_args={"dtype": dtype})
-    role = TwoMachines(config, Path("/"))
+    args = make_config(tmp_path, actor_train__model_args={"dtype": dtype}).actor_train.model_args
     own = Room("own", 0, 1 << 40, 0, bf16=cpu_has_bf16())
-    role.rooms = [own, own._replace(machine="other", bf16=not own.bf16)]
+    rooms = [own, own._replace(machine="other", bf16=not own.bf16)]
     if dtype == "fp32":
-        role.initialize(1)
+        refuse_unlike_cpus("actor_train", args, "cpu", rooms)
         return
     with pytest.raises(ConfigError, match=r"actor_train.model_args.dtype: bf16 .+: other and "):
-        role.initialize(1)
-
-
-class TwoMachines(role.RoleOnRanks):
-    """Of two ranks the second has a disk of its own at the same path."""
-
-    def __init__(self, config: DPOConfig, disk: Path) -> None:
-        super().__init__("actor_train", config, "cpu", Ledger())
-        self.rooms, self.disk, self.called = [], disk, []
-        self._run = self.call
-
-    def call(self, method: str, *args: Any, **_: Any) -> list[Any]:
-        self.called.append(method)
-        if method != "folder_problem":
-            return [None, None]
-        ranks = [ActorWorker(self.config, self.role, RankInfo(n, 2, "cpu")) for n in range(2)]
-        roots = (Path("/"), self.disk)
-        return [
-            each.folder_problem(root / args[0].relative_to("/"))
-            for each, root in zip(ranks, roots, strict=True)
-        ]
+        refuse_unlike_cpus("actor_train", args, "cpu", rooms)
 
 
 def test_a_run_folder_that_a_machine_does_not_share_is_refused_before_a_model_is_loaded(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of two ranks the second has a disk of its own at the same path."""
     config = make_config(tmp_path)
-    shared = TwoMachines(config, Path("/"))
-    shared.initialize(1)
-    assert shared.called == ["folder_problem", "initialize"]
-    private = TwoMachines(config, tmp_path / "other")
-    (tmp_path / "other" / config.run_dir.absolute().relative_to("/")).mkdir(parents=True)
+    ranks = [ActorWorker(config, "actor_train", RankInfo(n, 2, "cpu")) for n in range(2)]
+
+    def problems_in(folder: Path, disk: Path) -> list[str | None]:
+        roots = (Path("/"), disk)
+        return [
+            rank.folder_problem(root / folder.relative_to("/"))
+            for rank, root in zip(ranks, roots, strict=True)
+        ]
+
+    refuse_private_folder(config.run_dir, partial(problems_in, disk=Path("/")))
+    other = tmp_path / "other"
+    (other / config.run_dir.absolute().relative_to("/")).mkdir(parents=True)
     with pytest.raises(
         ConfigError, match=r"output_dir: .+ is not a folder that all machines share.+No such file"
     ):
-        private.initialize(1)
-    assert private.called == ["folder_problem"]
+        refuse_private_folder(config.run_dir, partial(problems_in, disk=other))
     assert not list(config.run_dir.glob(".pieces*"))
+    # A rank asks before it loads its model.
+    loaded: list[str] = []
+    monkeypatch.setattr(worker, "refuse_private_folder", lambda *_: loaded.append("folder"))
+    monkeypatch.setattr(ActorWorker, "_prepare_process", lambda _: loaded.append("model"))
+    monkeypatch.setattr(worker, "Peak", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ranks[0].initialize(1)
+    assert loaded == ["folder", "model"]
 
 
 def test_the_reference_cache_is_keyed_by_the_devices_that_compute(tmp_path: Path) -> None:
@@ -483,7 +443,7 @@ def test_the_reference_cache_is_keyed_by_the_devices_that_compute(tmp_path: Path
     names = []
     for kind in ("cpu", "cuda"):
         model: Any = SimpleNamespace(device="cpu")
-        roles, none = Roles(model, model, kind, here=False), SimpleNamespace()
+        roles, none = Roles(model, model, kind), SimpleNamespace()
         source: Any = none
         stream = ReferenceStream(
             config, roles, Timeline(in_turn=True), source, source, from_config(config)

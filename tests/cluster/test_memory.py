@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,7 @@ WORKER = "tests.cluster.workers.SmallDevice"
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_a_role_of_one_rank_uses_smaller_micro_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rather.pipeline.guard.SMALLEST_BUDGET", 8)
+def test_a_role_of_one_rank_uses_smaller_micro_batches(tmp_path: Path) -> None:
     apart = {
         "reference__device_mapping": [1],
         "reference__cache__enabled": False,
@@ -27,9 +23,7 @@ def test_a_role_of_one_rank_uses_smaller_micro_batches(
     assert_same_result(tmp_path, config, lines)
     told = incidents(config)
     assert {each["kind"] for each in told} == {"out_of_memory"}
-    for role, device in (("actor_train", 0), ("reference", 1)):
+    for role in ("actor_train", "reference"):
         mine = [each for each in told if each["role"] == role]
         assert mine[-1]["budget"] <= 60
-        assert re.fullmatch(
-            rf"{role} rank 0 of 1 \(device {device} on .+\): {re.escape(SAID)}", mine[0]["said"]
-        )
+        assert mine[0]["said"] == SAID

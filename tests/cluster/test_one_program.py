@@ -1,4 +1,4 @@
-"""ray.one_program: every rank on Ray runs the whole program; the driver starts and watches."""
+"""Every rank on Ray runs the whole program; the driver starts and watches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import pytest
 import torch.distributed as dist
 
 from rather.cluster.health import Failure
-from rather.cluster.host import Process
 from rather.cluster.memory import Room
+from rather.cluster.process import Process
 from rather.cluster.rank_output import BEGINS, LOG, STDOUT, RankOutput, pass_on
 from rather.cluster.ray_ranks import RayRanks
 from rather.cluster.resources import Seat
 from rather.config.schema import Timeouts
-from rather.errors import ConfigError, HangError, WorkerLost
+from rather.errors import ConfigError, HangError, WorkerError, WorkerLost
 from rather.pipeline.callbacks import CALLBACKS, Callback, refuse_callbacks_of_scripts
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.control import StopRequest
@@ -90,7 +90,9 @@ class Pending:
 
 
 def run(stub: Any, stop: StopRequest | None = None) -> int:
-    return RayRanks(stub, [stub.mapping]).run(SimpleNamespace, stub, stop or StopRequest())  # type: ignore[arg-type]
+    cluster = SimpleNamespace(mapping=stub.mapping, seats=stub.seats())
+    ranks = RayRanks(stub, lambda: [cluster])
+    return ranks.run(SimpleNamespace, stub, stop or StopRequest())  # type: ignore[arg-type]
 
 
 def test_ranks_get_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +148,17 @@ def test_a_signal_is_sent_to_every_rank_once(monkeypatch: pytest.MonkeyPatch) ->
     assert stub.asked == [15, 15]
 
 
+def test_a_stopped_run_ends_with_the_code_of_its_first_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reference apart is asked to end, and knows of no signal."""
+    stub = Stub(monkeypatch, lambda environment: 143 if environment["RANK"] == "0" else 0)
+    assert run(stub) == 143
+    stub = Stub(monkeypatch, lambda environment: 5 if environment["RANK"] == "1" else 0)
+    with pytest.raises(WorkerError, match="some ranks ended"):
+        run(stub)
+
+
 def test_what_a_rank_logs_and_prints_arrives_in_order(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -187,7 +200,6 @@ def test_a_killed_rank_restarts_the_job_from_the_checkpoint(tmp_path: Path) -> N
         reference__device_mapping=[1],
         reference__worker_cls="tests.cluster.workers.DiesOnce",
         system_envs={"RATHER_TEST_ONCE": str(tmp_path / "once")},
-        ray__one_program=True,
         failure_backoff=0,
     )
     assert DPOPipeline(apart).run() == 0

@@ -101,7 +101,7 @@ class RayMachines:
         file.write_text(dump_yaml(config))
         command = [sys.executable, "-m", "rather", "train", str(file), "--address", self.address]
         if fault:
-            command.append(f"--import={inject.plugin(fault, config.run_dir, ray=True)}")
+            command.append(f"--import={inject.plugin(fault, config.run_dir)}")
         self.drivers.append(self.head.start(command, **TOKEN))
         return self.drivers[-1]
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rather.checkpoint.checkpoint import newest_good
-from rather.cluster.cluster import Cluster
 from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
@@ -19,7 +18,7 @@ from tests.cells import cells
 from tests.checkpoint.runs import steps
 from tests.cluster.test_torchrun import torchrun
 from tests.tiny import make_config, metrics
-from tests.train.test_signals import ask_in, config_of, folder, small_chunks
+from tests.train.test_signals import config_of, folder, small_chunks
 
 __all__ = ["folder", "small_chunks"]  # fixtures
 
@@ -35,12 +34,18 @@ def test_on_ray_with_a_reference_that_runs_ahead(
     name = f"ray-{role}-{method}"
     apart = {
         "reference__device_mapping": [1],
-        "reference__cache__path": str(folder / "caches" / name),
+        "reference__cache__enabled": False,
     }
-    config = config_of(folder, name, **apart)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        ask_in(monkeypatch, role, method, call, signal.SIGTERM, Cluster)
-        assert DPOPipeline(config).run() == 143
+    worker = dict.fromkeys(
+        ("actor_train__worker_cls", "reference__worker_cls"), "tests.cluster.workers.AsksDriver"
+    )
+    asks = {
+        "RATHER_TEST_DRIVER": str(os.getpid()),
+        "RATHER_TEST_CALL": f"{role} {method} {call}",
+        "RATHER_TEST_ONCE": str(folder / f"{name}-asked"),
+    }
+    config = config_of(folder, name, **apart, **worker, system_envs=asks)
+    assert DPOPipeline(config).run() == 143
     found = newest_good(config.run_dir)
     assert found is not None
     assert found.step < 6

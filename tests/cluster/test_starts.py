@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rather.cluster import resources
-from rather.cluster.host import Process
+from rather.cluster.process import Process
 from rather.errors import WorkerError
 
 RAYLET = """\

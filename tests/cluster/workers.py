@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pdb
 import signal
@@ -17,6 +18,8 @@ from rather.cluster.memory import explanation, largest
 from rather.cluster.worker import ActorWorker
 from rather.data.batch import Columns, PairBatch
 from rather.errors import DataError, NonFiniteError
+from rather.pipeline import guard
+from rather.run_folder.control import StopRequest
 
 SLOW = 0.6  # seconds of a slow reference, many times those of its pairs
 
@@ -77,7 +80,11 @@ class BreaksLater(ActorWorker):
 
 
 class SmallDevice(ActorWorker):
-    """Has memory for micro-batches of sixty tokens."""
+    """Has memory for micro-batches of sixty tokens; they may be that small in its process."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        guard.SMALLEST_BUDGET = 8
 
     def train_step(self, batches: Sequence[PairBatch], *args: Any) -> Any:
         self._hold(batches)
@@ -184,3 +191,28 @@ class DiesOnce(ActorWorker):
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().compute_log_probs(batches)
+
+
+class AsksDriver(ActorWorker):
+    """The driver gets SIGTERM in the call that RATHER_TEST_CALL names: role, method, number."""
+
+    calls = 0
+
+    def train_step(self, *args: Any) -> Any:
+        self._ask("train_step")
+        return super().train_step(*args)
+
+    def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
+        self._ask("compute_log_probs")
+        return super().compute_log_probs(batches)
+
+    def _ask(self, method: str) -> None:
+        role, called, number = os.environ["RATHER_TEST_CALL"].split()
+        mark = Path(os.environ["RATHER_TEST_ONCE"])
+        self.calls += (self.role, method) == (role, called)
+        if self.calls == int(number) and not mark.exists():
+            mark.touch()
+            os.kill(int(os.environ["RATHER_TEST_DRIVER"]), signal.SIGTERM)
+            requests = [each for each in gc.get_objects() if isinstance(each, StopRequest)]
+            while not any(request.signal for request in requests):  # it comes within a second
+                threading.Event().wait(0.05)

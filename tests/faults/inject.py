@@ -154,8 +154,8 @@ _run_markers: list[Path] = []  # that pipelines have chosen
 _undo: list[Callable[[], None]] = []
 
 
-def arm(text: str, markers: Path | None = None, *, ray: bool = False) -> None:
-    """Attach faults to this process, which with `ray` may start workers on Ray.
+def arm(text: str, markers: Path | None = None) -> None:
+    """Attach faults to this process.
 
     Without a folder for `markers`, each pipeline that is built uses its own run folder.
     """
@@ -165,10 +165,6 @@ def arm(text: str, markers: Path | None = None, *, ray: bool = False) -> None:
     if _undo:
         return
     _wrap_everything()
-    if ray:
-        from rather.cluster.cluster import Cluster
-
-        _wrap(Cluster, "_run", before=_publish_step)
 
 
 def _begin_run(_pipeline: Any, config: Any) -> None:
@@ -190,14 +186,14 @@ def detach() -> None:
 
 def attach(text: str, run_dir: Path, *, ray: bool = False) -> None:
     """Attach faults to this process and, with `ray`, to the workers that it starts there."""
-    arm(text, run_dir / MARKERS, ray=ray)
+    arm(text, run_dir / MARKERS)
     if ray:
-        file = plugin(text, run_dir, ray=True)
+        file = plugin(text, run_dir)
         plugins.load([file])
         _undo.append(lambda: _forget_plugin(f"rather_import_{file.stem}"))
 
 
-def plugin(text: str, run_dir: Path, *, ray: bool = False) -> Path:
+def plugin(text: str, run_dir: Path) -> Path:
     """Write a file for `rather train --import` that attaches the faults."""
     name = f"faults_{hashlib.sha256(f'{text} {run_dir}'.encode()).hexdigest()[:12]}"
     file = run_dir.parent / f"{name}.py"
@@ -212,7 +208,7 @@ from tests.faults import inject
 def {name}(x):
     '''An imported file must register something.'''
     return x.policy.sum(1)
-inject.arm({text!r}, Path({str(run_dir / MARKERS)!r}), ray={ray})
+inject.arm({text!r}, Path({str(run_dir / MARKERS)!r}))
 """,
         encoding="utf-8",
     )
@@ -333,7 +329,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 CALLS = (  # of a role
     "initialize", "train_step", "compute_log_probs", "answer", "mix_weights", "write_state",
-    "write_weights", "save_model", "export",
+    "write_weights", "save_model",
 )  # fmt: skip
 
 
@@ -416,25 +412,16 @@ def _in_its_role(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = _here.role, _here.rank, _here.step
         _here.role, _here.rank = self.role, self.member.rank
-        noted = _markers and _markers / "steps" / self.role
-        if noted and noted.exists():  # a worker on Ray
-            at_step(int(noted.read_text()))
+        if self.role == "reference" and method.__name__ == "compute_log_probs":
+            number = getattr(args[0], "number", None)
+            if number is not None:  # its own process knows steps only by the questions
+                at_step(number)
         try:
             return method(self, *args, **kwargs)
         finally:
             _here.role, _here.rank, _here.step = before
 
     return call
-
-
-def _publish_step(cluster: Any, *_: Any) -> None:
-    """Tell the workers on Ray to which step a call belongs."""
-    assert _markers is not None
-    file = _markers / "steps" / cluster.role
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{cluster.role}")
-    temporary.write_text(str(step()))
-    temporary.replace(file)
 
 
 def _before_backward(_trainer: Any, sums: Any, *_: Any) -> str:

@@ -367,9 +367,6 @@ def check(names: list[str], keep: Path, work: Path) -> dict[str, Outcome]:
         cell, before = CELLS[name], base[name]
         if cell.base == BASE:
             runs[name] = Job(work / name, cell), before.run_dir, ""
-        if cell.way == "ray":
-            job = Job(work / f"{name}-one", cell, ("ray.one_program=true",))
-            runs[f"{name}, one program"] = job, before.run_dir, ""
         if cell.resume:
             copy = interrupted_copy(before, work / f"{name}-resumed", cell)
             runs[f"{name}, resumed"] = copy, before.run_dir, ""

@@ -15,9 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rather.checkpoint import checkpoint
-from rather.cluster.memory import Ledger, Room
-from rather.cluster.role import SpmdCluster
-from rather.cluster.worker import RankInfo
+from rather.cluster.worker import RankInfo, make_worker
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorModelArgs
 from rather.config.strategies import Layout
@@ -26,7 +24,7 @@ from rather.data.template import load_tokenizer
 from rather.model.adapters import as_reference
 from rather.model.policy import PolicyModel
 from rather.parallel.load import Start, load_divided, load_policy, stored_dtype
-from rather.parallel.mesh import build_mesh, gather_objects
+from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.cells import cells
@@ -223,11 +221,8 @@ def roles(config: DPOConfig) -> tuple[list[float], Tensor, bool]:
     """Trains as ranks under torchrun do: losses, the reference's log-probs afterwards, and whether
     it is the policy."""
     member = RankInfo(dist.get_rank(), dist.get_world_size(), "cpu")
-    memory = Ledger(), gather_objects(Room.here(member.rank, "cpu"))
-    policy, reference = (
-        SpmdCluster(name, config, member, *memory) for name in ("actor_train", "reference")
-    )
-    reference.worker.neighbour = policy.worker
+    policy, reference = (make_worker(name, config, member) for name in ("actor_train", "reference"))
+    reference.neighbour = policy
     policy.initialize(4)
     reference.initialize(4)
     steps = [random_pairs(12, 60, seed=seed, longest=12) for seed in range(4)]
@@ -244,7 +239,7 @@ def roles(config: DPOConfig) -> tuple[list[float], Tensor, bool]:
     return (
         losses,
         reference.compute_log_probs(packed[0])["sum"],
-        reference.worker.trainer is policy.worker.trainer,
+        reference.trainer is policy.trainer,
     )
 
 

@@ -37,9 +37,9 @@ NOT_READ = """
     checkpoint_config.verify checkpoint_config.async_save checkpoint_config.max_missed_saves
     save_best train_batch_size val_batch_size track_with tracker_kwargs.log_dir
     tracker_kwargs.project tracker_kwargs.name tracker_kwargs.tags tracker_kwargs.notes
-    tracker_kwargs.mode tracker_kwargs.uri pair_ledger report_html ray.address ray.one_program
+    tracker_kwargs.mode tracker_kwargs.uri pair_ledger report_html ray.address
     timeouts.connect timeouts.link timeouts.start timeouts.first_step timeouts.step timeouts.eval
-    timeouts.save timeouts.adaptive max_failures failure_backoff ref_tp system_envs num_nodes
+    timeouts.save max_failures failure_backoff ref_tp system_envs num_nodes
     num_gpus_per_node actor_train.worker_cls actor_train.model_args.trust_remote_code
     actor_train.model_args.lora_config actor_train.model_args.disable_gradient_checkpointing
     actor_train.strategy_args.strategy_name actor_train.strategy_args.strategy_config
