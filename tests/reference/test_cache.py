@@ -42,20 +42,10 @@ def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model and pairs: 40 to train on, in 5 steps, and 9 held out."""
-    folder = tmp_path_factory.mktemp("shared")
-    make_config(folder)
-    return folder
-
-
 @pytest.fixture
-def folder(shared: Path, tmp_path: Path) -> Path:
-    """A place of its own, so that its cache is empty."""
-    for name in ("pairs.jsonl", "held_out.jsonl"):
-        shutil.copy(shared / name, tmp_path)
-    shutil.copytree(shared / "base", tmp_path / "base")
+def folder(tmp_path: Path) -> Path:
+    """Model, 40 pairs to train on, in 5 steps, and 9 held out; no cache of log-probs."""
+    make_config(tmp_path)
     return tmp_path
 
 
@@ -339,10 +329,10 @@ def test_a_custom_worker_class_is_not_cached(folder: Path) -> None:
     ],
 )
 def test_settings_without_effect_are_refused(
-    shared: Path, changes: dict[str, Any], sentence: str
+    folder: Path, changes: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        make_config(shared, **changes)
+        make_config(folder, **changes)
 
 
 @pytest.mark.defect("X10")
