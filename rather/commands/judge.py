@@ -264,7 +264,7 @@ def win_rates(comparisons: Sequence[Comparison]) -> JsonObject:
 
 
 def answer_facts(*files: Sequence[AnswerRow]) -> JsonObject:
-    """Return what the answers of each file are like: length, and shares of cut ones and refusals."""
+    """Return what the answers of each file are like: length, shares of cut ones and refusals."""
     facts: JsonObject = {"mean_length": [], "cut": [], "repetition": [], "refusals": []}
     for rows in files:
         texts = [text for row in rows for text in row.responses]

@@ -104,7 +104,7 @@ class Forgotten:
         return loses_text or (kept is not None and kept < 1 - limit)
 
     def text(self) -> str:
-        """Return `the loss on neutral text rose by 0.021 to 2.412, 41 of 42 answers still right`."""
+        """Return `the loss on neutral text rose by 0.021 to 2.412, ...`."""
         change = self.loss - self.loss_before
         verb = "rose" if change > 0 else "fell"
         said = f"the loss on neutral text {verb} by {abs(change):.3f} to {self.loss:.3f}"

@@ -1,4 +1,4 @@
-"""What a run achieved, in four lines: is it better, do answers win, what was forgotten, what it cost.
+"""What a run achieved, in four lines: accuracy, win rate, what was forgotten, drift.
 
 Everything is read from metrics and reports of the run folder, so a report can say it again later.
 """

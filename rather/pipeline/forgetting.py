@@ -11,6 +11,7 @@ from typing import Any
 from rather.cluster.launch import Roles
 from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
+from rather.config.schema import DataArgs
 from rather.config.values import FORGETTING
 from rather.data.batch import Columns, TokenPair
 from rather.data.tokens import Ids
@@ -37,6 +38,8 @@ class ForgettingCheck:
     state: RunState
     last_step: int
     is_always_due: bool
+    data: DataArgs
+    sequence_length: int
     file: Path | None
     last: Figures | None = None  # the last measurement
 
@@ -58,12 +61,13 @@ class ForgettingCheck:
             file = config.actor_train.data_args.locate(config.forgetting)
         elif not is_metric and _tokens_of(source) < LONG_ENOUGH[roles.kind]:
             return None
-        return ForgettingCheck(roles, retry, state, source.total_steps, selects, file)
+        data, length = config.actor_train.data_args, config.sequence_length
+        last_step = source.total_steps
+        return ForgettingCheck(roles, retry, state, last_step, selects, data, length, file)
 
-    def begin(self, tokenizer: Any, config: DPOConfig) -> None:
+    def begin(self, tokenizer: Any) -> None:
         """Tokenise texts and questions, as training does."""
-        data = config.actor_train.data_args
-        self.measured = ForgettingSet(tokenizer, config.sequence_length, data, self.file)
+        self.measured = ForgettingSet(tokenizer, self.sequence_length, self.data, self.file)
         if not self.measured.is_readable:
             log.warning("forgetting: is not measured: the tokenizer does not know the texts")
 

@@ -338,7 +338,7 @@ class DPOPipeline(Run):
         if self.answers:
             self.answers.begin(self.tokenizer, resumes=newest is not None)
         if self.forgetting:
-            self.forgetting.begin(self.tokenizer, self.config)
+            self.forgetting.begin(self.tokenizer)
         self.parts.restore(newest)
         if model and self.objective.baseline_kind == "mean":
             self.evaluation.running = self._running_mean(Path(model))
