@@ -20,6 +20,7 @@ from rather.trl.configs import NEEDS, OURS, REFUSED, default_of, describe_argume
 from rather.trl.trainers import dpo_loss
 from tests.golden.trl_run import make_model, make_rows
 from tests.trl.cases import PATHS, TRAINERS, Case, make_trainer
+from tests.trl.make_table import PAGE, with_table
 
 ARGUMENTS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("expected_1_16.json").read_text(encoding="utf-8")
@@ -121,6 +122,12 @@ def test_real_trl_has_the_stored_arguments() -> None:
         path = ".".join(["trl", *filter(None, [PATHS.get(trainer)])])
         theirs = getattr(importlib.import_module(path), f"{trainer}Config")
         assert [argument.name for argument in fields(theirs)] == list(ARGUMENTS[trainer])
+
+
+def test_the_page_has_the_table() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert "| `deepspeed` | refused |" in page
+    assert with_table(page) == page, "python -m tests.trl.make_table"
 
 
 def test_paths_of_trl() -> None:

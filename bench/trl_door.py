@@ -1,0 +1,450 @@
+"""Scripts written for TRL, run with TRL and with only Config and Trainer imported from rather.trl.
+
+    python bench/trl_door.py TRL [--scripts MIRROR] [--json FILE]
+
+TRL is a folder with the package `trl` of version 1.16 (a checkout, or site-packages). Its own
+scripts trl/scripts/dpo.py, kto.py, reward.py and sft.py train a tiny model in float32 (losses of
+each step, keys of log_history) and a Llama of 15M parameters (CPU seconds of a step). With
+`--scripts`, the public scripts of bench/trl_door_scripts.txt (repository@commit:path) run, too,
+from git directories MIRROR/owner+name/repo. None of these scripts is part of this repository.
+
+Each script runs in a process of its own, unchanged except for its imports, with fixtures for what
+this machine lacks: hub names are answered by a tiny local model, data sets by a few rows, CUDA by
+the CPU, and a run ends after two steps. The same fixtures serve TRL and Rather.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+HERE = Path(__file__).parent
+LIST = HERE / "trl_door_scripts.txt"
+RESULTS = HERE / "results" / "trl_door.json"
+OWN = ("dpo", "kto", "reward", "sft")
+OURS = {
+    f"{name}{kind}"
+    for name in ("DPO", "KTO", "Reward", "SFT", "ORPO", "CPO")
+    for kind in ("Config", "Trainer")
+}
+SECONDS = 150  # a script may take
+WORDS = [f"w{i}" for i in range(60)]
+
+
+# --- a script with other imports ---
+
+
+class OtherImports(ast.NodeTransformer):
+    """Imports configs and trainers from rather.trl; everything else stays with trl."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        if (node.module or "").split(".")[0] != "trl":
+            return node
+        moved = [name for name in node.names if name.name in OURS]
+        left = [name for name in node.names if name.name not in OURS]
+        found: list[ast.stmt] = []
+        if moved:
+            found.append(ast.ImportFrom("rather.trl", moved, 0))
+        if left:
+            found.append(ast.ImportFrom(node.module, left, node.level))
+        return found
+
+
+def with_other_imports(source: str) -> str:
+    return ast.unparse(ast.fix_missing_locations(OtherImports().visit(ast.parse(source))))
+
+
+# --- fixtures, in the process of a script ---
+
+
+def rows_of(name: str, count: int) -> list[dict[str, Any]]:
+    """Return rows with the columns that most preference data sets have."""
+    import random
+
+    draw = random.Random(7)
+
+    def words(low: int, high: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(low, high)))
+
+    def turn(role: str, text: str) -> dict[str, str]:
+        return {"role": role, "content": text}
+
+    rows = []
+    for i in range(count):
+        prompt, yes, no = words(3, 9), words(2, 9), words(2, 9)
+        if "hh-rlhf" in name:
+            begin = f"\n\nHuman: {prompt}\n\nAssistant:"
+            rows.append({"chosen": f"{begin} {yes}", "rejected": f"{begin} {no}"})
+        elif "ultrafeedback" in name or "preference" in name or "zen" in name:
+            user = [turn("user", prompt)]
+            rows.append({
+                "prompt": prompt,
+                "chosen": [*user, turn("assistant", yes)],
+                "rejected": [*user, turn("assistant", no)],
+                "messages": [*user, turn("assistant", yes)],
+                "score_chosen": 2.0,
+                "score_rejected": 1.0,
+            })  # fmt: skip
+            if "trl-lib" in name:
+                del rows[-1]["prompt"]
+        else:
+            rows.append({
+                "prompt": prompt, "question": prompt, "instruction": prompt, "query": prompt,
+                "input": "", "context": "", "system": "w1", "chosen": yes, "rejected": no,
+                "output": yes, "response": yes, "answer": yes, "completion": yes,
+                "text": f"{prompt} {yes}", "label": i % 2 == 0,
+                "messages": [turn("user", prompt), turn("assistant", yes)],
+                "conversations": [turn("user", prompt), turn("assistant", yes)],
+            })  # fmt: skip
+    return rows
+
+
+def long_rows(count: int) -> list[dict[str, Any]]:
+    """Return rows about as long as UltraFeedback's, scaled to a CPU: 90 tokens and two times 150."""
+    import random
+
+    draw = random.Random(3)
+    rows = []
+    for _ in range(count):
+        sizes = draw.randint(40, 140), draw.randint(60, 240), draw.randint(60, 240)
+        prompt, yes, no = (" ".join(draw.choices(WORDS, k=size)) for size in sizes)
+        user = [{"role": "user", "content": prompt}]
+        rows.append({
+            "prompt": user,
+            "chosen": [{"role": "assistant", "content": yes}],
+            "rejected": [{"role": "assistant", "content": no}],
+        })  # fmt: skip
+    return rows
+
+
+def make_model(folder: Path, *, large: bool = False) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sys.path.insert(0, str(HERE.parent))
+    from tests.golden.trl_run import make_model as make_tiny
+
+    make_tiny(folder)
+    tiny = LlamaConfig.from_pretrained(folder)
+    if large:
+        config = LlamaConfig(
+            vocab_size=32000, hidden_size=288, intermediate_size=768, num_hidden_layers=6,
+            num_attention_heads=6, num_key_value_heads=6, bos_token_id=1, eos_token_id=2,
+            pad_token_id=2, tie_word_embeddings=True,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(folder)
+    else:
+        tiny.max_position_embeddings = 4096
+        tiny.save_pretrained(folder)
+    return folder
+
+
+def answer_hub_names(model: Path) -> None:
+    """Let every name that is not a folder here mean the local model."""
+    import transformers
+
+    classes = (
+        "AutoConfig AutoTokenizer AutoProcessor AutoModelForCausalLM PreTrainedConfig AutoModel "
+        "AutoModelForSequenceClassification PreTrainedModel PreTrainedTokenizerBase "
+        "LlamaForCausalLM GenerationConfig"
+    )
+    for name in classes.split():
+        cls = getattr(transformers, name)
+        own = cls.from_pretrained.__func__
+
+        def from_pretrained(kind: Any, path: Any, *args: Any, _own: Any = own, **named: Any) -> Any:
+            is_here = (Path(str(path)) / "config.json").exists()
+            for key in ("quantization_config", "load_in_4bit", "load_in_8bit", "device_map"):
+                named.pop(key, None)  # they need a GPU
+            if str(named.get("attn_implementation", "")).startswith("flash"):
+                named.pop("attn_implementation")
+            named.pop("use_flash_attention_2", None)
+            return _own(kind, path if is_here else str(model), *args, **named)
+
+        cls.from_pretrained = classmethod(from_pretrained)
+
+
+def answer_data_sets(rows: list[dict[str, Any]] | None) -> None:
+    import datasets
+
+    def load_dataset(path: Any = "", *args: Any, split: Any = None, **named: Any) -> Any:
+        found = rows or rows_of(str(path), 24)
+        whole = datasets.Dataset.from_list(found)
+        if named.get("streaming"):
+            whole = whole.to_iterable_dataset()
+        if isinstance(split, list):
+            return [whole for _ in split]
+        names = (
+            "train",
+            "test",
+            "validation",
+            "train_prefs",
+            "test_prefs",
+            "train_sft",
+            "test_sft",
+        )
+        kind = datasets.IterableDatasetDict if named.get("streaming") else datasets.DatasetDict
+        return whole if split else kind(dict.fromkeys(names, whole))
+
+    datasets.load_dataset = load_dataset
+    datasets.load_from_disk = load_dataset
+    datasets.Dataset.from_json = staticmethod(lambda *args, **named: load_dataset(split="train"))
+
+
+def shorten_runs(folder: Path, steps: int) -> None:
+    """Let every config train a few steps in float32 on the CPU, without a network."""
+    import transformers
+
+    own = transformers.TrainingArguments.__post_init__
+
+    def post_init(self: Any) -> None:
+        self.max_steps, self.num_train_epochs = steps, 1
+        self.output_dir, self.use_cpu = str(folder / "out"), True
+        self.bf16 = self.fp16 = False
+        self.tf32 = None
+        self.report_to, self.push_to_hub, self.disable_tqdm = "none", False, True
+        self.logging_steps, self.logging_strategy = 1, "steps"
+        self.save_strategy, self.load_best_model_at_end = "no", False
+        self.eval_strategy, self.do_eval = "no", False
+        self.per_device_train_batch_size = min(self.per_device_train_batch_size, 4)
+        self.gradient_accumulation_steps = min(self.gradient_accumulation_steps, 2)
+        self.dataloader_num_workers, self.dataloader_prefetch_factor = 0, None
+        self.optim = "adamw_torch"
+        own(self)
+
+    transformers.TrainingArguments.__post_init__ = post_init
+
+
+def replace_cuda() -> None:
+    import torch
+
+    def without_cuda(function: Any) -> Any:
+        def call(self: Any, *args: Any, **named: Any) -> Any:
+            args = tuple("cpu" if "cuda" in str(each) else each for each in args)
+            named = {key: "cpu" if "cuda" in str(each) else each for key, each in named.items()}
+            return function(self, *args, **named)
+
+        return call
+
+    torch.nn.Module.to = without_cuda(torch.nn.Module.to)
+    torch.Tensor.to = without_cuda(torch.Tensor.to)
+    torch.nn.Module.cuda = lambda self, *_, **__: self
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.cuda.get_device_capability = lambda *_: (8, 0)
+    torch.cuda.set_device = lambda *_: None
+    for name in ("wandb", "dotenv", "huggingface_hub.commands", "flash_attn", "mlflow"):
+        sys.modules.setdefault(name, MagicMock(__spec__=None, __version__="9.9"))
+
+
+def record_training() -> list[Any]:
+    """Return the trainers whose `train` has been called."""
+    import transformers
+
+    trained: list[Any] = []
+    own = transformers.Trainer.train
+
+    class Times(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            trained[-1].seconds.append(time.process_time())
+
+    def train(self: Any, *args: Any, **named: Any) -> Any:
+        if not trained or trained[-1] is not self:
+            self.seconds = [time.process_time()]
+            trained.append(self)
+            self.add_callback(Times())
+        self.remove_callback(transformers.PrinterCallback)
+        return own(self, *args, **named)
+
+    transformers.Trainer.train = train
+    return trained
+
+
+def run_child(task: dict[str, Any]) -> None:
+    """Run a script; write what it trained, or why it did not."""
+    folder = Path(task["folder"])
+    os.chdir(folder)
+    sys.path.insert(0, task["trl"])
+    trained = record_training()
+    answer_hub_names(Path(task["model"]))
+    answer_data_sets(task.get("rows") and long_rows(task["rows"]))
+    if task["public"]:
+        shorten_runs(folder, 2)
+        replace_cuda()
+    script = folder / "script.py"
+    sys.argv = [str(script), *task["arguments"]]
+    found: dict[str, Any] = {}
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except BaseException as error:
+        is_ours = type(error).__module__.startswith("rather")
+        found["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        found["refused"] = is_ours
+    if trained:
+        found["history"] = trained[-1].state.log_history
+        found["seconds"] = trained[-1].seconds
+    Path(task["result"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+# --- comparing ---
+
+
+def run(source: str, package: str, args: Any, **task: Any) -> dict[str, Any]:
+    """Run a script with `trl` or `rather.trl` in a process of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text = with_other_imports(source) if package == "rather.trl" else source
+        (folder / "script.py").write_text(text, encoding="utf-8")
+        result = folder / "result.json"
+        task |= {"folder": name, "trl": str(args.trl), "result": str(result)}
+        environment = {
+            **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": str(HERE.parent), "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HOME": name,
+            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        }  # fmt: skip
+        command = [sys.executable, __file__, str(args.trl), "--child", json.dumps(task)]
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"more than {SECONDS} seconds"}
+        if result.exists():
+            return json.loads(result.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+        return {"error": done.stderr[-300:]}
+
+
+def losses(found: dict[str, Any]) -> list[float]:
+    return [line["loss"] for line in found.get("history", []) if "loss" in line]
+
+
+def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> float:
+    pairs = zip(losses(theirs), losses(ours), strict=True)
+    return max((abs(a - b) for a, b in pairs), default=0.0)
+
+
+def keys(found: dict[str, Any]) -> list[list[str]]:
+    return [sorted(line) for line in found.get("history", [])]
+
+
+def seconds(found: dict[str, Any]) -> float:
+    """CPU seconds of a step, without the first."""
+    marks = found["seconds"]
+    return (marks[-1] - marks[1]) / (len(marks) - 2)
+
+
+def own_scripts(args: Any, folder: Path) -> dict[str, Any]:
+    """TRL's own scripts: numbers on a tiny model, seconds on a larger one."""
+    tiny, large = make_model(folder / "tiny"), make_model(folder / "large", large=True)
+    common = "--output_dir out --bf16 False --report_to none --use_cpu --logging_steps 1 --disable_tqdm True"
+    table: dict[str, Any] = {}
+    for name in OWN:
+        source = (args.trl / "trl" / "scripts" / f"{name}.py").read_text(encoding="utf-8")
+        data = "trl-lib/ultrafeedback_binarized"
+        line = f"--model_name_or_path Qwen/Qwen2-0.5B-Instruct --dataset_name {data} {common}"
+        short = f"{line} --max_steps 6 --learning_rate 1e-3 --eval_strategy steps --eval_steps 3"
+        task = {"model": str(tiny), "public": False, "arguments": short.split()}
+        both = [run(source, package, args, **task) for package in ("trl", "rather.trl")]
+        task = {"model": str(large), "public": False, "rows": 16}
+        sizes = "--per_device_train_batch_size 2 --gradient_accumulation_steps 1 --max_steps 3"
+        task["arguments"] = f"{line} {sizes} --save_strategy no".split()
+        timed = [run(source, package, args, **task) for package in ("trl", "rather.trl")]
+        for found in (*both, *timed):
+            if "error" in found:
+                raise SystemExit(f"{name}: {found['error']}")
+        table[name] = {
+            "steps": len(losses(both[0])),
+            "largest difference of a loss": difference(*both),
+            "first and last loss": [losses(both[0])[0], losses(both[0])[-1]],
+            "same keys of log_history": keys(both[0]) == keys(both[1]),
+            "CPU seconds of a step, TRL": round(seconds(timed[0]), 2),
+            "CPU seconds of a step, Rather": round(seconds(timed[1]), 2),
+            "times as fast": round(seconds(timed[0]) / seconds(timed[1]), 2),
+            "largest difference of a loss, 15M": difference(*timed),
+        }
+        print(name, json.dumps(table[name]), flush=True)
+    return table
+
+
+def outcome(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[str, str]:
+    """Return what became of a public script, and why."""
+    if ours.get("refused"):
+        return "refused", ours["error"]
+    if not losses(ours):
+        reason = ours.get("error", "it trains nothing")
+        return "fails before training, as with TRL" if not losses(theirs) else "fails", reason
+    if not losses(theirs):
+        return "trains where TRL 1.16 fails", theirs.get("error", "")
+    if len(losses(theirs)) != len(losses(ours)) or difference(theirs, ours) > 1e-5:
+        return "trains something else", f"{losses(theirs)} and {losses(ours)}"
+    return "same losses", f"to {difference(theirs, ours):.1g}"
+
+
+def public_scripts(args: Any, folder: Path, content: dict[str, Any]) -> None:
+    tiny = make_model(folder / "public")
+    lines = [
+        line for line in LIST.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"
+    ]
+    table = []
+    for line in lines:
+        address, _, arguments = line.partition(" ")
+        repository, _, path = address.partition(":")
+        name, _, commit = repository.partition("@")
+        git = args.scripts / name.replace("/", "+") / "repo"
+        shown = subprocess.run(
+            ["git", "--git-dir", str(git), "show", f"{commit}:{path}"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        task = {"model": str(tiny), "public": True, "arguments": arguments.split()}
+        ours = run(shown.stdout, "rather.trl", args, **task)
+        theirs = {} if ours.get("refused") else run(shown.stdout, "trl", args, **task)
+        kind, reason = outcome(theirs, ours)
+        table.append({"script": address, "outcome": kind, "reason": reason})
+        print(kind, address, reason, sep=" | ", flush=True)
+        content["public scripts"] = table
+        content["counts"] = Counter(row["outcome"] for row in table)
+        write(args.json, content)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trl", type=Path)
+    parser.add_argument("--scripts", type=Path, help="folder of git directories")
+    parser.add_argument("--only-scripts", action="store_true")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        run_child(json.loads(args.child))
+        return
+    content: dict[str, Any] = {}
+    if args.json.exists():
+        content = json.loads(args.json.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as name:
+        if not args.only_scripts:
+            content["TRL's own scripts"] = own_scripts(args, Path(name))
+            write(args.json, content)
+        if args.scripts:
+            public_scripts(args, Path(name), content)
+
+
+def write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
