@@ -19,6 +19,8 @@ MOVED = {  # old page -> page and heading that hold its text now
     "reward.html": "tasks.html#reward-models",
     "sft.html": "tasks.html#sft",
     "never_run.html": "limits.html#what-has-never-been-run",
+    "bad_inputs.html": "promises.html#bad-inputs-and-faults",
+    "to_a_cluster.html": "clusters.html#checklist",
     "checkpoints.html": "reliability.html#checkpoints",
     "strategies.html": "clusters.html#choosing-a-strategy",
     "coming_from/llama-factory.html": "coming_from/index.html#llama-factory",

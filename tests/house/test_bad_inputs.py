@@ -7,12 +7,13 @@ import re
 
 from tests.house.source import ROOT, tree
 
-PAGE = ROOT / "docs" / "bad_inputs.md"
+PAGE = ROOT / "docs" / "promises.md"
+HEADING = "## Bad inputs and faults"
 EXITS = {"0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "130", "143"}
 
 
 def rows() -> dict[int, list[str]]:
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    lines = PAGE.read_text(encoding="utf-8").split(HEADING)[1].splitlines()
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in lines
