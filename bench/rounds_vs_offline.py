@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from common import write_facts
+from common import RESULTS, write_facts
 
 from rather.commands.generate import Request, generate_answers
 from rather.commands.judge import read_answers, score_file
@@ -35,12 +36,16 @@ from rather.tools.rounds.run import RoundsRun, run_rounds
 from rather.tools.rounds.settings import load_plan
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "rounds"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "rounds.md"
 ROUNDS = 3
 SPARE = 4 / 3  # offline prompts per prompt of the rounds, to have enough pairs
 
 
 def main() -> None:
     args = arguments()
+    if args.page:
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return
     model = args.model.resolve()
     folder = args.out.resolve() / f"seed-{args.seed}"
     result = args.json.resolve() if args.json else folder / "rounds_vs_offline.json"
@@ -79,6 +84,27 @@ def main() -> None:
     print(f"rounds minus offline: {gain.mean():+.3f} +- {half:.3f}; written to {result}")
     for name in ("rounds/round-0", f"rounds/round-{len(rounds) - 1}", "offline/round-1"):
         show_answers(Path("output") / name / "held_out_scored.jsonl")
+
+
+def filled(page: str) -> str:
+    """Return docs/rounds.md with its table of the seeds in bench/results."""
+    seeds = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("rounds_seed*.json"))]
+    heads = "base", "round 1", "round 2", "round 3", "offline", "round 3 minus offline"
+    lines = [f"| seed | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for seed in seeds:
+        rates = [figures["score"] for figures in (*seed["rounds"], seed["offline"])]
+        low, gain, high = (f"{100 * number:+.1f}" for number in seed["gain_of_rounds"])
+        cells = [*(f"{rate:.1%}" for rate in rates), f"{gain} ({low} to {high})"]
+        lines.append(f"| {seed['seed']} | {' | '.join(cells)} |")
+    gains = np.array([seed["gain_of_rounds"] for seed in seeds])
+    half = float(np.sqrt(((gains[:, 2] - gains[:, 1]) ** 2).sum())) / len(seeds)
+    mean = float(gains[:, 1].mean())
+    shown = (f"{100 * number:+.1f}" for number in (mean, mean - half, mean + half))
+    lines.append(f"| all | | | | | | {'{} ({} to {})'.format(*shown)} |")
+    text = "\n".join(lines)
+    return re.sub(
+        r"(<!-- seeds -->\n).*?(<!-- end -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.DOTALL
+    )
 
 
 def write_prompts(args: argparse.Namespace) -> None:
@@ -197,7 +223,7 @@ def show_answers(file: Path, count: int = 4) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", type=Path, default=Path("smollm2"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=600, help="per round")
     parser.add_argument("--held-out", type=int, default=300)
@@ -212,6 +238,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--reference", default="first", choices=("first", "previous"))
     parser.add_argument("--out", type=Path, default=Path("output/bench-rounds"))
     parser.add_argument("--json", type=Path, help="default: in the folder of the seed")
+    parser.add_argument("--page", action="store_true", help="only fill the table of docs/rounds.md")
     return parser.parse_args()
 
 
