@@ -8,9 +8,9 @@ each step, keys of log_history) and a Llama of 15M parameters (CPU seconds of a 
 `--scripts`, the public scripts of bench/trl_door_scripts.txt (repository@commit:path) run, too,
 from git directories MIRROR/owner+name/repo. None of these scripts is part of this repository.
 
-Each script runs in a process of its own, unchanged except for its imports, with fixtures for what
-this machine lacks: hub names are answered by a tiny local model, data sets by a few rows, CUDA by
-the CPU, and a run ends after two steps. The same fixtures serve TRL and Rather.
+A script runs in its own checkout, unchanged except for its imports, with fixtures for what this
+machine lacks: hub names are answered by a tiny local model, data sets by a few rows, CUDA by the
+CPU, and a public script ends after two steps. The same fixtures serve TRL and Rather.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import ast
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,8 +39,9 @@ OURS = {
     for name in ("DPO", "KTO", "Reward", "SFT", "ORPO", "CPO")
     for kind in ("Config", "Trainer")
 }
-SECONDS = 150  # a script may take
+SECONDS = 200  # a script may take
 WORDS = [f"w{i}" for i in range(60)]
+LARGE = [False]  # which model and rows the fixtures answer with
 
 
 # --- a script with other imports ---
@@ -149,7 +151,7 @@ def make_model(folder: Path, *, large: bool = False) -> Path:
     return folder
 
 
-def answer_hub_names(model: Path) -> None:
+def answer_hub_names(models: dict[bool, Path]) -> None:
     """Let every name that is not a folder here mean the local model."""
     import transformers
 
@@ -169,16 +171,16 @@ def answer_hub_names(model: Path) -> None:
             if str(named.get("attn_implementation", "")).startswith("flash"):
                 named.pop("attn_implementation")
             named.pop("use_flash_attention_2", None)
-            return _own(kind, path if is_here else str(model), *args, **named)
+            return _own(kind, path if is_here else str(models[LARGE[0]]), *args, **named)
 
         cls.from_pretrained = classmethod(from_pretrained)
 
 
-def answer_data_sets(rows: list[dict[str, Any]] | None) -> None:
+def answer_data_sets() -> None:
     import datasets
 
     def load_dataset(path: Any = "", *args: Any, split: Any = None, **named: Any) -> Any:
-        found = rows or rows_of(str(path), 24)
+        found = long_rows(16) if LARGE[0] else rows_of(str(path), 24)
         whole = datasets.Dataset.from_list(found)
         if named.get("streaming"):
             whole = whole.to_iterable_dataset()
@@ -269,63 +271,57 @@ def record_training() -> list[Any]:
     return trained
 
 
-def run_child(task: dict[str, Any]) -> None:
-    """Run a script; write what it trained, or why it did not."""
-    folder = Path(task["folder"])
-    os.chdir(folder)
-    sys.path.insert(0, task["trl"])
-    trained = record_training()
-    answer_hub_names(Path(task["model"]))
-    answer_data_sets(task.get("rows") and long_rows(task["rows"]))
-    if task["public"]:
-        shorten_runs(folder, 2)
-        replace_cuda()
-    script = folder / "script.py"
-    sys.argv = [str(script), *task["arguments"]]
-    found: dict[str, Any] = {}
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except BaseException as error:
-        is_ours = type(error).__module__.startswith("rather")
-        found["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-        found["refused"] = is_ours
-    if trained:
-        found["history"] = trained[-1].state.log_history
-        found["seconds"] = trained[-1].seconds
-    Path(task["result"]).write_text(json.dumps(found), encoding="utf-8")
+class Runner:
+    """Runs scripts one after the other in this process, whose libraries are replaced once."""
+
+    def __init__(self, trl: Path, folder: Path, *, public: bool) -> None:
+        self.folder = folder
+        os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        sys.path.insert(0, str(trl))
+        sys.path.insert(0, str(HERE.parent))
+        signal.signal(signal.SIGALRM, too_slow)
+        self.trained = record_training()
+        self.models = {
+            large: make_model(folder / str(large), large=large) for large in (False, True)
+        }
+        answer_hub_names(self.models)
+        answer_data_sets()
+        if public:
+            shorten_runs(folder, 2)
+            replace_cuda()
+
+    def run(self, script: Path, package: str, arguments: list[str], *, large: bool = False) -> Any:
+        """Return what a script trained with `trl` or `rather.trl`, or why it did not."""
+        source = script.read_text(encoding="utf-8")
+        text = with_other_imports(source) if package == "rather.trl" else source
+        copy = script.with_name("door_script.py")
+        copy.write_text(text, encoding="utf-8")
+        LARGE[0], found = large, {}
+        self.trained.clear()
+        sys.argv = [str(copy), *arguments]
+        before = os.getcwd()
+        sys.path.insert(0, str(script.parent))
+        signal.alarm(SECONDS)
+        try:
+            runpy.run_path(str(copy), run_name="__main__")
+        except BaseException as error:
+            found["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+            found["refused"] = type(error).__module__.startswith("rather")
+        finally:
+            signal.alarm(0)
+            sys.path.remove(str(script.parent))
+            os.chdir(before)
+        if self.trained:
+            found["history"] = self.trained[-1].state.log_history
+            found["seconds"] = self.trained[-1].seconds
+        return found
+
+
+def too_slow(*_: Any) -> None:
+    raise TimeoutError(f"more than {SECONDS} seconds")
 
 
 # --- comparing ---
-
-
-def run(source: str, package: str, args: Any, **task: Any) -> dict[str, Any]:
-    """Run a script with `trl` or `rather.trl` in a process of its own."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        text = with_other_imports(source) if package == "rather.trl" else source
-        (folder / "script.py").write_text(text, encoding="utf-8")
-        result = folder / "result.json"
-        task |= {"folder": name, "trl": str(args.trl), "result": str(result)}
-        environment = {
-            **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": str(HERE.parent), "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HOME": name,
-            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        }  # fmt: skip
-        command = [sys.executable, __file__, str(args.trl), "--child", json.dumps(task)]
-        try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": f"more than {SECONDS} seconds"}
-        if result.exists():
-            return json.loads(result.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-        return {"error": done.stderr[-300:]}
 
 
 def losses(found: dict[str, Any]) -> list[float]:
@@ -349,34 +345,49 @@ def seconds(found: dict[str, Any]) -> float:
 
 def own_scripts(args: Any, folder: Path) -> dict[str, Any]:
     """TRL's own scripts: numbers on a tiny model, seconds on a larger one."""
-    tiny, large = make_model(folder / "tiny"), make_model(folder / "large", large=True)
-    common = "--output_dir out --bf16 False --report_to none --use_cpu --logging_steps 1 --disable_tqdm True"
+    runner = Runner(args.trl, folder, public=False)
+    out = f"--output_dir {folder / 'out'}"
+    line = (
+        "--model_name_or_path Qwen/Qwen2-0.5B-Instruct --dataset_name trl-lib/ultrafeedback_binarized "
+        f"{out} --bf16 False --report_to none --use_cpu --logging_steps 1 --disable_tqdm True"
+    )
+    short = f"{line} --max_steps 6 --learning_rate 1e-3 --eval_strategy steps --eval_steps 3"
+    timed = f"{line} --per_device_train_batch_size 2 --max_steps 3 --save_strategy no"
     table: dict[str, Any] = {}
+    scripts = {}
     for name in OWN:
+        scripts[name] = folder / f"{name}.py"
         source = (args.trl / "trl" / "scripts" / f"{name}.py").read_text(encoding="utf-8")
-        data = "trl-lib/ultrafeedback_binarized"
-        line = f"--model_name_or_path Qwen/Qwen2-0.5B-Instruct --dataset_name {data} {common}"
-        short = f"{line} --max_steps 6 --learning_rate 1e-3 --eval_strategy steps --eval_steps 3"
-        task = {"model": str(tiny), "public": False, "arguments": short.split()}
-        both = [run(source, package, args, **task) for package in ("trl", "rather.trl")]
-        task = {"model": str(large), "public": False, "rows": 16}
-        sizes = "--per_device_train_batch_size 2 --gradient_accumulation_steps 1 --max_steps 3"
-        task["arguments"] = f"{line} {sizes} --save_strategy no".split()
-        timed = [run(source, package, args, **task) for package in ("trl", "rather.trl")]
-        for found in (*both, *timed):
+        scripts[name].write_text(source, encoding="utf-8")
+    packages = ("trl", "rather.trl")
+    for name in OWN:
+        theirs, ours = (runner.run(scripts[name], each, short.split()) for each in packages)
+        for found in (theirs, ours):
             if "error" in found:
                 raise SystemExit(f"{name}: {found['error']}")
         table[name] = {
-            "steps": len(losses(both[0])),
-            "largest difference of a loss": difference(*both),
-            "first and last loss": [losses(both[0])[0], losses(both[0])[-1]],
-            "same keys of log_history": keys(both[0]) == keys(both[1]),
-            "CPU seconds of a step, TRL": round(seconds(timed[0]), 2),
-            "CPU seconds of a step, Rather": round(seconds(timed[1]), 2),
-            "times as fast": round(seconds(timed[0]) / seconds(timed[1]), 2),
-            "largest difference of a loss, 15M": difference(*timed),
+            "steps": len(losses(theirs)),
+            "largest difference of a loss": difference(theirs, ours),
+            "first and last loss": [losses(theirs)[0], losses(theirs)[-1]],
+            "same keys of log_history": keys(theirs) == keys(ours),
         }
         print(name, json.dumps(table[name]), flush=True)
+        write(args.json, {"TRL's own scripts": table})
+    for name in OWN:
+        theirs, ours = (
+            runner.run(scripts[name], each, timed.split(), large=True) for each in packages
+        )
+        if "error" in theirs or "error" in ours:
+            print(name, theirs.get("error"), ours.get("error"))
+            continue
+        table[name] |= {
+            "CPU seconds of a step, TRL": round(seconds(theirs), 2),
+            "CPU seconds of a step, Rather": round(seconds(ours), 2),
+            "times as fast": round(seconds(theirs) / seconds(ours), 2),
+            "largest difference of a loss, 15M": difference(theirs, ours),
+        }
+        print(name, json.dumps(table[name]), flush=True)
+        write(args.json, {"TRL's own scripts": table})
     return table
 
 
@@ -395,24 +406,24 @@ def outcome(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[str, str]:
 
 
 def public_scripts(args: Any, folder: Path, content: dict[str, Any]) -> None:
-    tiny = make_model(folder / "public")
-    lines = [
-        line for line in LIST.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"
-    ]
+    runner = Runner(args.trl, folder, public=True)
+    lines = LIST.read_text(encoding="utf-8").splitlines()
     table = []
-    for line in lines:
+    for number, line in enumerate(line for line in lines if line and line[0] != "#"):
         address, _, arguments = line.partition(" ")
         repository, _, path = address.partition(":")
         name, _, commit = repository.partition("@")
-        git = args.scripts / name.replace("/", "+") / "repo"
-        shown = subprocess.run(
-            ["git", "--git-dir", str(git), "show", f"{commit}:{path}"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        task = {"model": str(tiny), "public": True, "arguments": arguments.split()}
-        ours = run(shown.stdout, "rather.trl", args, **task)
-        theirs = {} if ours.get("refused") else run(shown.stdout, "trl", args, **task)
+        checkout = folder / str(number)
+        checkout.mkdir()
+        git = f"git --git-dir {args.scripts / name.replace('/', '+') / 'repo'} archive {commit}"
+        subprocess.run(f"{git} | tar -x -C {checkout}", shell=True, check=True)
+        os.chdir(checkout)
+        ours = runner.run(checkout / path, "rather.trl", arguments.split())
+        theirs = {}
+        if not ours.get("refused"):
+            theirs = runner.run(checkout / path, "trl", arguments.split())
         kind, reason = outcome(theirs, ours)
+        reason = reason.replace(str(folder), "")
         table.append({"script": address, "outcome": kind, "reason": reason})
         print(kind, address, reason, sep=" | ", flush=True)
         content["public scripts"] = table
@@ -426,11 +437,7 @@ def main() -> None:
     parser.add_argument("--scripts", type=Path, help="folder of git directories")
     parser.add_argument("--only-scripts", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        run_child(json.loads(args.child))
-        return
     content: dict[str, Any] = {}
     if args.json.exists():
         content = json.loads(args.json.read_text(encoding="utf-8"))

@@ -84,7 +84,7 @@ class Recipe(NamedTuple):
         return self._without_full_prompts(dataset) if drops else dataset
 
     def unpaired(self, dataset: Any, kl_batch: int | None) -> Any:
-        """Return prompt_ids, completion_ids and label; with `kl_batch` the answer of a neighbour."""
+        """Return prompt_ids, completion_ids, label; with `kl_batch` a neighbour's answer."""
         dataset = self._with_prompt(dataset)
         if "chosen" in next(iter(dataset)):
             columns = list(next(iter(dataset)))
