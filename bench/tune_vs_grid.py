@@ -55,10 +55,10 @@ NEAR = 0.01  # of the loss, and of the accuracy
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--model", type=Path, required=True)
-    add("--train", type=Path, required=True)
-    add("--held-out", type=Path, required=True)
-    add("--test", type=Path, required=True)
+    add("--model", type=Path)
+    add("--train", type=Path)
+    add("--held-out", type=Path)
+    add("--test", type=Path)
     add("--name", default="grid")
     add("--budget", default="240s")
     add("--rate", type=float, default=1e-5, help="learning rate of the YAML that is tuned")
@@ -75,7 +75,15 @@ def main() -> None:
         type=Path,
         help="result.json whose grid counts; only its best cells are trained",
     )
+    add("--page", type=Path, help="only write this result into docs/answers.md and its picture")
     args = parser.parse_args()
+    if args.page:
+        result = json.loads(args.page.read_text())
+        write_page(result)
+        (PAGE.parent / "images" / "tune-grid.svg").write_text(picture(result))
+        return
+    if not all((args.model, args.train, args.held_out, args.test)):
+        parser.error("--model, --train, --held-out and --test are required")
     logging.disable(logging.INFO)
     began = time.monotonic()
     out = (args.out / args.name).resolve()
@@ -213,6 +221,29 @@ def keeps_limits(cell: dict[str, Any]) -> bool:
             metrics[f"eval/forgetting/{name}"] = value
     base = {"forgetting": {"loss": cell["forgetting_loss_before"]}}
     return not Limits().problem(metrics, base)
+
+
+# --- the page ---
+
+PAGE = Path(__file__).parent.parent / "docs" / "answers.md"
+BEGIN, END = "<!-- begin: bench/tune_vs_grid.py --page -->", "<!-- end -->"
+HEADINGS = ("learning rate, beta", "loss", "accuracy", "drift", "loss on texts", "right", "kept")
+
+
+def write_page(result: dict[str, Any]) -> None:
+    """Write all cells, and what was tuned, into the page of the docs."""
+    chosen = ", ".join(result["chosen"].values()) or "doing nothing"
+    named = {**result["grid"], f"tuned: {chosen}": result["tuned"]}
+    rows = [HEADINGS, ("---",) * len(HEADINGS)]
+    for name, cell in named.items():
+        rise = cell["forgetting_loss"] / cell["forgetting_loss_before"] - 1
+        numbers = (f"{cell['loss']:.3f}", f"{cell['accuracy']:.1%}", f"{cell['drift']:.2f}",
+                   f"{rise:+.1%}", f"{cell['right']:.0%}", f"{cell['kept']:.0%}")  # fmt: skip
+        rows.append((name, *numbers))
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 # --- the picture ---
