@@ -60,6 +60,7 @@ SOURCES = [["{run}"], ["{run}/checkpoint-1"], ["{linked}"], ["{model}"], ["{adap
 COMMANDS: dict[str, list[list[str]]] = {
     "train": [*EACH, *FOLDERS],
     "sweep": [[*words, "beta=0.1,0.2"] for words in RUN_AND_MODEL],
+    "rounds": [["{yaml:run}"], ["status", "{yaml:run}"]],
     "tune": [[*words, "--budget", "1s", "--out", "tuned.yaml"] for words in RUN_AND_MODEL],
     "eval": [[*words, "--model", "{" + kind + "}"] for words in EACH[:1] for kind in KINDS],
     "demo": [["--out", "{run}"], ["--out", "{linked}"]],
