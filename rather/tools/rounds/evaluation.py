@@ -72,8 +72,8 @@ class Evaluated:
 
 def scores_of_rows(rows: Sequence[AnswerRow]) -> list[float]:
     """Return the mean score of the answers to each prompt; [] if they have none."""
-    found = [row.question.row.get("scores") for row in rows]
-    return [float(np.mean(scores)) for scores in found] if all(found) else []
+    scores = [row.question.row.get("scores") or [] for row in rows]
+    return [float(np.mean(of_prompt)) for of_prompt in scores] if all(scores) else []
 
 
 def interval_of_mean(values: Sequence[float]) -> tuple[float, float]:

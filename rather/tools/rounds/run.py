@@ -121,7 +121,7 @@ class RoundsRun:
         seed = self.plan.base.seed + number
         request = Request(rounds.answers, decoding, seed) if sampled else Request(1, greedy)
         out = self.plan.round_folder(number) / f"{name}.jsonl"
-        server = rounds.server.model_dump(include={"url", "start"}) if source.keys else None
+        server = source.keys.model_dump(include={"url", "start"}) if source.keys else None
         inputs: JsonObject = {
             "weights": weights_of(source.model).digest(),
             "prompts": file_sha(prompts),
