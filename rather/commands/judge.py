@@ -184,13 +184,13 @@ def answer_judge(
         scorer_of(asked.name, file)
 
     def compare(answers: Sequence[AnswersToPrompt]) -> JsonObject:
-        rows: list[list[AnswerRow]] = [[], []]
+        before, after = list[AnswerRow](), list[AnswerRow]()
         for number, (prompt, *texts) in enumerate(answers, 1):
-            for side, text in zip(rows, texts, strict=True):
+            for side, text in zip((before, after), texts, strict=True):
                 question = Question(prompt, {"prompt": prompt}, f"eval_prompts: prompt {number}")
                 side.append(AnswerRow(question, [text], None))
         try:
-            return compare_rows(*rows, asked.name, file, **options)
+            return compare_rows(before, after, asked.name, file, **options)
         except RatherError as error:
             raise type(error)(f"eval_prompts.judge: {error}") from error
 

@@ -342,7 +342,7 @@ class Tuning:
         step, start = self._costs
         done = [self.runs[name] for name in self.finalists if self.runs[name]["steps"]]
         starts = [run["start_seconds"] for run in done]  # they also measure forgetting
-        return MARGIN * (max([start, *starts]) + step * total_steps)
+        return float(MARGIN * (max([start, *starts]) + step * total_steps))
 
     def _reserve(self, total_steps: int) -> None:
         """Leave time for two finalists, or three if half of it is left then; refuse otherwise."""
@@ -571,19 +571,19 @@ def print_result(found: JsonObject) -> None:
         rows.append((name, run["steps"], *numbers, run.get("error") or run.get("problem", "")))
     headings = ("setting", "steps", "loss", "accuracy", "drift", "")
     print_table(headings, rows, "Search, on the half of the held-out pairs that proposes")
-    rows = []
+    final_rows = []
     for name, final in found["finalists"].items():
         run = found["runs"].get(name, {})
         mark = "best" if name == found["best"] else run.get("problem", "")
         accuracy = f"{final['accuracy']:.4f}" if name != NOTHING else "-"
-        rows.append((name, f"{final['loss']:.4f}", accuracy, facts(found, name), mark))
+        final_rows.append((name, f"{final['loss']:.4f}", accuracy, facts(found, name), mark))
     for name, run in found["runs"].items():
         if name.startswith("final-") and "error" in run:
-            rows.append((name, "", "", "", run["error"]))
+            final_rows.append((name, "", "", "", run["error"]))
     headings = ("trained to the end", "loss", "accuracy", "limits", "")
     pairs = found["finalists"][NOTHING]["pairs"]
     used = f"{found['seconds']:.0f} of {found['budget']:.0f} seconds used"
-    print_table(headings, rows, f"Finalists, on the other {pairs} held-out pairs. {used}.")
+    print_table(headings, final_rows, f"Finalists, on the other {pairs} held-out pairs. {used}.")
 
 
 def print_answers(tuning: Tuning, best: str) -> None:
