@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
+import importlib.machinery
 import json
 import os
 import runpy
@@ -179,7 +181,12 @@ def answer_hub_names(models: dict[bool, Path]) -> None:
 def answer_data_sets() -> None:
     import datasets
 
+    read_files = datasets.load_dataset
+
     def load_dataset(path: Any = "", *args: Any, split: Any = None, **named: Any) -> Any:
+        files = named.get("data_files")
+        if isinstance(files, str) and Path(files).exists():
+            return read_files(path, *args, split=split, **named)
         found = long_rows(16) if LARGE[0] else rows_of(str(path), 24)
         whole = datasets.Dataset.from_list(found)
         if named.get("streaming"):
@@ -244,8 +251,9 @@ def replace_cuda() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.cuda.get_device_capability = lambda *_: (8, 0)
     torch.cuda.set_device = lambda *_: None
-    for name in ("wandb", "dotenv", "huggingface_hub.commands", "flash_attn", "mlflow"):
-        sys.modules.setdefault(name, MagicMock(__spec__=None, __version__="9.9"))
+    for name in ("wandb", "dotenv", "flash_attn", "mlflow", "loguru", "evaluate", "unsloth"):
+        spec = importlib.machinery.ModuleSpec(name, None)
+        sys.modules.setdefault(name, MagicMock(__spec__=spec, __version__="9.9"))
 
 
 def record_training() -> list[Any]:
@@ -287,6 +295,8 @@ class Runner:
         answer_hub_names(self.models)
         answer_data_sets()
         if public:
+            for name in OWN:  # before modules are replaced that TRL looks for
+                importlib.import_module(f"trl.trainer.{name}_trainer")
             shorten_runs(folder, 2)
             replace_cuda()
 
@@ -416,7 +426,12 @@ def public_scripts(args: Any, folder: Path, content: dict[str, Any]) -> None:
         checkout = folder / str(number)
         checkout.mkdir()
         git = f"git --git-dir {args.scripts / name.replace('/', '+') / 'repo'} archive {commit}"
-        subprocess.run(f"{git} | tar -x -C {checkout}", shell=True, check=True)
+        # A mirror may lack large files; the script itself must be there.
+        subprocess.run(f"{git} 2>&1 | tar -x -C {checkout} 2>&1", shell=True, check=False)
+        (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+        show = f"{git.removesuffix(f'archive {commit}')} show {commit}:{path}"
+        text = subprocess.run(show.split(), capture_output=True, check=True).stdout
+        (checkout / path).write_bytes(text)
         os.chdir(checkout)
         ours = runner.run(checkout / path, "rather.trl", arguments.split())
         theirs = {}
