@@ -425,12 +425,14 @@ def public_scripts(args: Any, folder: Path, content: dict[str, Any]) -> None:
         name, _, commit = repository.partition("@")
         checkout = folder / str(number)
         checkout.mkdir()
-        git = f"git --git-dir {args.scripts / name.replace('/', '+') / 'repo'} archive {commit}"
+        git = ["git", "--git-dir", str(args.scripts / name.replace("/", "+") / "repo")]
         # A mirror may lack large files; the script itself must be there.
-        subprocess.run(f"{git} 2>&1 | tar -x -C {checkout} 2>&1", shell=True, check=False)
+        files = subprocess.run([*git, "archive", commit], capture_output=True, check=False).stdout
+        unpack = ["tar", "-x", "-C", str(checkout)]
+        subprocess.run(unpack, input=files, capture_output=True, check=False)
         (checkout / path).parent.mkdir(parents=True, exist_ok=True)
-        show = f"{git.removesuffix(f'archive {commit}')} show {commit}:{path}"
-        text = subprocess.run(show.split(), capture_output=True, check=True).stdout
+        show = [*git, "show", f"{commit}:{path}"]
+        text = subprocess.run(show, capture_output=True, check=True).stdout
         (checkout / path).write_bytes(text)
         os.chdir(checkout)
         ours = runner.run(checkout / path, "rather.trl", arguments.split())

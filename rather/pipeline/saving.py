@@ -63,7 +63,9 @@ class Saving:
         shapes, args = None, config.actor_train.model_args
         if args.model_name_or_path:  # else the model came in memory
             shapes = known_shapes(config.actor_train.model_path, args)
-        self._bytes = checkpoint_bytes(config, shapes or {})  # later those of the last checkpoint
+        model_args = config.actor_train.model_args
+        # Later those of the last checkpoint.
+        self._bytes = checkpoint_bytes(model_args, config.precision, shapes or {})
         self._is_written = True  # by every rank
         self._no_more_notes = math.inf  # from this time on
         self._thread: threading.Thread | None = None

@@ -15,6 +15,7 @@ import numpy as np
 from rather.config.inherit import set_at
 from rather.config.load import config_from_dict
 from rather.config.run_config import DPOConfig
+from rather.config.schema import ModelArgs
 from rather.config.strategies import layout
 from rather.data.batch import TokenPair
 from rather.errors import ConfigError
@@ -175,11 +176,10 @@ def assumed_pairs(config: DPOConfig, why: str) -> PairSample:
 # --- disk ---
 
 
-def checkpoint_bytes(config: DPOConfig, shapes: Shapes) -> int:
+def checkpoint_bytes(args: ModelArgs, precision: str, shapes: Shapes) -> int:
     """Return the bytes of one checkpoint; with an adapter it holds only the adapter's weights."""
-    args = config.actor_train.model_args
     trained = adapter_weights(args, shapes) if args.has_adapter else sum(map(prod, shapes.values()))
-    return trained * SAVED[config.precision]
+    return trained * SAVED[precision]
 
 
 def disk_of(
@@ -189,12 +189,13 @@ def disk_of(
 
     While a checkpoint is written, those that are kept are still there.
     """
-    each, model = checkpoint_bytes(config, sizes.shapes), sizes.weights * sizes.stored
+    args = config.actor_train.model_args
+    each = checkpoint_bytes(args, config.precision, sizes.shapes)
+    model = sizes.weights * sizes.stored
     every = config.interval("save_steps", steps)
     saves = max(1, -(-steps // every)) if every else 1
     kept = min(saves, (config.max_ckpt_to_keep or saves) + 1)
     each += model if config.sync_ref_model else 0
-    args = config.actor_train.model_args
     model += 4 * adapter_weights(args, sizes.shapes) if args.has_adapter else 0
     return {
         "checkpoints": kept * each,
@@ -277,7 +278,8 @@ def candidates(config: DPOConfig, sizes: Sizes, kind: str) -> Iterator[Change]:
             yield {TOKENS: tokens}
     if alone:
         yield from ({RECOMPUTE: level} for level in levels)
-        yield from _smaller_on_one_gpu(config) if kind == "cuda" else ()
+        if kind == "cuda":
+            yield from _smaller_on_one_gpu(config.reference.offload, config.precision)
     else:
         yield from _divisions(sizes, divided.devices, levels)
     if not config.actor_train.model_args.has_adapter:
@@ -286,10 +288,10 @@ def candidates(config: DPOConfig, sizes: Sizes, kind: str) -> Iterator[Change]:
             yield {**LORA, f"{ARGS}.quantization": "4bit"}
 
 
-def _smaller_on_one_gpu(config: DPOConfig) -> Iterator[Change]:
-    if config.reference.offload != "on":
+def _smaller_on_one_gpu(offload: str, precision: str) -> Iterator[Change]:
+    if offload != "on":
         yield from ({"reference.offload": "on"}, {"reference.offload": "on", **FULL})
-    if config.precision != "lean":
+    if precision != "lean":
         yield from ({"precision": "lean"}, {"precision": "lean", **FULL})
 
 

@@ -120,7 +120,11 @@ def role_state(
     found, compute = layout(role), stored_dtype(args, kind).itemsize
     # In a step zero1 and zero2 hold all weights, zero1 also all gradients.
     gathered = compute * (0, 2, 1, 0)[found.stage]
-    each = _bytes_of_weight(config, role, kind, args, narrow=narrow)
+    each = WeightBytes(compute, 0, 2 if config.sync_ref_model and _is_rounded(args, kind) else 0)
+    if role.trains:
+        each = _bytes_of_weight(
+            found, kind, args, precision=config.precision, rounding=config.rounding, narrow=narrow
+        )
     shards, groups = (
         (found.shard * found.cp, max(1, found.shard // found.ep) * found.cp)
         if found.stage
@@ -148,18 +152,20 @@ def role_state(
     return RoleState(tuple(part for part in parts if part.number))
 
 
+def _is_rounded(args: ModelArgs, kind: str) -> bool:
+    """Return whether a weight has the low bits of a master."""
+    return compute_dtype(args, kind) == torch.bfloat16
+
+
 def _bytes_of_weight(
-    config: DPOConfig, role: RoleConfig, kind: str, args: ModelArgs, *, narrow: bool
+    found: Layout, kind: str, args: ModelArgs, *, precision: str, rounding: str, narrow: bool
 ) -> WeightBytes:
-    """Return what one weight of a role costs, with its gradient, master and moments."""
-    found, compute = layout(role), stored_dtype(args, kind).itemsize
-    is_rounded = compute_dtype(args, kind) == torch.bfloat16  # and has the low bits of a master
-    if not role.trains:
-        return WeightBytes(compute, 0, 2 if is_rounded and config.sync_ref_model else 0)
-    if config.precision == "lean":
+    """Return what a weight that is trained costs, with its gradient, master and moments."""
+    compute = stored_dtype(args, kind).itemsize
+    if precision == "lean":
         return WeightBytes(compute, compute, 0, 2 + 4 / BLOCK)
     if compute == 4 or found.dp * found.cp > 1:  # shards are float32
-        low = is_rounded and (compute == 4 or config.rounding == "dithered")
+        low = _is_rounded(args, kind) and (compute == 4 or rounding == "dithered")
         return WeightBytes(4, 4, 2 if low else 0, 8)
     if args.dtype == "fp16":  # has a whole master
         return WeightBytes(2, 4, 4, 8)

@@ -580,10 +580,12 @@ def print_result(found: JsonObject) -> None:
     for name, run in found["runs"].items():
         if name.startswith("final-") and "error" in run:
             final_rows.append((name, "", "", "", run["error"]))
-    headings = ("trained to the end", "loss", "accuracy", "limits", "")
+    final_headings = ("trained to the end", "loss", "accuracy", "limits", "")
     pairs = found["finalists"][NOTHING]["pairs"]
     used = f"{found['seconds']:.0f} of {found['budget']:.0f} seconds used"
-    print_table(headings, final_rows, f"Finalists, on the other {pairs} held-out pairs. {used}.")
+    print_table(
+        final_headings, final_rows, f"Finalists, on the other {pairs} held-out pairs. {used}."
+    )
 
 
 def print_answers(tuning: Tuning, best: str) -> None:

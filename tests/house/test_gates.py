@@ -16,17 +16,18 @@ from tests.house import gates
 from tests.house.source import ROOT
 
 MOST = {
-    # + 5,300: forgetting, four lines, limits; + 2,500: losses over scored answers, pairs from scores
-    "tokens of the core": 279_300,
-    "tokens of the tools": 68_100,  # + 6,700: rounds; + 2,100: finalists of tune
+    # Forgetting, the end of a run and its limits; losses over scored answers, pairs from scores;
+    # weights of four bits.
+    "tokens of the core": 280_800,
+    "tokens of the tools": 70_500,  # rounds, finalists of tune, GGUF files
     "tokens of rather.trl": 12_300,
-    "words of long texts": 16_700,
+    "words of long texts": 17_400,  # TRL's arguments and why some are refused
     "modules in an import circle": 0,
     "functions above complexity 20": 3,
     "functions above complexity 15": 25,
     "generic names, per mille": 62,
     "holders of the whole config": 76,
-    "lines above 100 characters": 102,
+    "lines above 100 characters": 95,
     "files that ruff would format": 0,
 }
 SLACK = 0.08  # a limit may be this much above the measured value

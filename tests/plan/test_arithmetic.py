@@ -182,7 +182,9 @@ def test_an_adapter_freezes_the_base(folder: Path, tiny: Sizes) -> None:
         2 * adapter,
         8 * adapter,
     )
-    assert checkpoint_bytes(found, tiny.shapes) == 12 * adapter
+    assert (
+        checkpoint_bytes(found.actor_train.model_args, found.precision, tiny.shapes) == 12 * adapter
+    )
 
 
 def test_a_peak_adds_up_by_hand(folder: Path, tiny: Sizes) -> None:
