@@ -63,9 +63,8 @@ class Saving:
         shapes, args = None, config.actor_train.model_args
         if args.model_name_or_path:  # else the model came in memory
             shapes = known_shapes(config.actor_train.model_path, args)
-        model_args = config.actor_train.model_args
         # Later those of the last checkpoint.
-        self._bytes = checkpoint_bytes(model_args, config.precision, shapes or {})
+        self._bytes = checkpoint_bytes(args, config.precision, shapes or {})
         self._is_written = True  # by every rank
         self._no_more_notes = math.inf  # from this time on
         self._thread: threading.Thread | None = None
