@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 
 from rather.data.batch import PairBatch, PairFacts, PairLogps, TokenPair
 from rather.errors import ConfigError
+from rather.files import yaml_text
 from rather.losses.objective import PairLoss
 from rather.model.check import check_length
 from rather.trl.configs import NO_LOGITS, TrlConfig
@@ -216,8 +218,7 @@ class PackedTrainer(Trainer):
         if path := getattr(args, "chat_template_path", None):
             if not str(path).endswith((".jinja", ".j2")):
                 raise ConfigError("chat_template_path: name a Jinja file (.jinja or .j2).")
-            with open(path, encoding="utf-8") as file:
-                tokenizer.chat_template = file.read()
+            tokenizer.chat_template = yaml_text(Path(path))
         padding = getattr(args, "pad_token", None) or tokenizer.pad_token or tokenizer.eos_token
         tokenizer.pad_token = padding
         text.pad_token_id = tokenizer.pad_token_id

@@ -7,7 +7,6 @@ columns have TRL's names, so that the samplers of transformers see what they see
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from rather.data.batch import PairBatch, TokenPair
 from rather.data.messages import common_length
 from rather.data.pack import pack
 from rather.data.pairs import spans_of
+from rather.files import parse_json
 from rather.pipeline.steps import NO_LIMIT
 
 Ids = list[int]
@@ -53,7 +53,7 @@ class Recipe(NamedTuple):
 
     def rendered(self, messages: Any, row: Row, **options: Any) -> Any:
         tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = parse_json(tools) if isinstance(tools, str) else tools
         options = {"tools": tools, **(row.get("chat_template_kwargs") or {}), **options}
         return self.tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, **options

@@ -29,7 +29,7 @@ STATE = {
     "progress.step", "progress.window", "progress.best", "progress.best_step",
     "progress.stale_evaluations", "progress.stopped_early", "progress.unevaluated",
     "progress.nonfinite", "progress.rollbacks", "progress.history", "progress.skipped",
-    "progress.idle",
+    "progress.idle", "progress.base", "progress.base.eval/drift",
     "progress.running",
     "progress.window.sums", "progress.window.pairs", "progress.window.tokens",
     "progress.window.skipped", "progress.history.losses", "progress.history.norms",

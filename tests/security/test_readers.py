@@ -65,6 +65,7 @@ ALLOWED = {
     "rather/model/export.py: json.loads": "the config.json that it has just written",
     "rather/model/export.py: read_text": "the config.json that it has just written",
     "rather/model/adapters.py: open": "writes new files only (xb)",
+    "rather/tools/gguf_file.py: json.loads": "the tokenizer, by the library that read it",
     "rather/cluster/supervision.py: json.loads": "a message of a rank",
     "rather/cluster/bridge.py: loads": "a message of a rank",
     "rather/cluster/ray_ranks.py: json.loads": "a message of a rank",

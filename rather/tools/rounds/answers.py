@@ -15,11 +15,11 @@ from rather.commands.generate import Request, generate_answers
 from rather.commands.generate_by_server import ServerOptions, generate_by_server
 from rather.commands.openai_client import Server, first_choice
 from rather.errors import ConfigError, ServerError, ServerSilent
-from rather.files import own
+from rather.files import own, read_bytes, regular
 from rather.tools.rounds.settings import ServerKeys
 
 PAUSE = 1.0  # seconds between two questions to a server that starts
-LAST_LINES = 5  # of a server's output, in an error
+LAST_LINES, LAST_BYTES = 5, 10_000  # of a server's output, in an error
 ENDING = 20.0  # seconds until a server that was asked to end is killed
 # A server must not outlive a killed command: the kernel ends it. PR_SET_PDEATHSIG survives exec.
 TIED = """
@@ -131,7 +131,7 @@ def _port(file: Path) -> str:
 
     The address belongs to the answers that a killed command has written already.
     """
-    earlier = file.read_text() if file.is_file() else ""
+    earlier = read_bytes(file).decode() if file.is_file() else ""
     for port in (int(earlier) if earlier.isdecimal() else 0, 0):
         with socket.socket() as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -146,5 +146,7 @@ def _port(file: Path) -> str:
 
 
 def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
+    with open(log, "rb", opener=regular) as file:
+        file.seek(max(0, log.stat().st_size - LAST_BYTES))
+        lines = file.read(LAST_BYTES).decode(errors="replace").splitlines()
     return " | ".join(lines[-LAST_LINES:])
