@@ -77,7 +77,7 @@ def result_lines(metrics: Values, data: JsonObject) -> list[str]:
     if drifts:
         lines.append(f"Drift from the base: {max(drifts):.3g} nats per held-out token.")
     else:
-        lines.append("Drift was not measured; it needs held-out pairs and a reference.")
+        lines.append("Drift was not measured; it needs held-out data and a reference.")
     return lines
 
 
