@@ -39,6 +39,8 @@ from safetensors.torch import load_file
 from tests.tiny import make_model, make_pairs
 
 BASE = "137f6e4"
+# Keys of state.json that it has since: the drift of the base, for limits on the best model.
+INTENDED = (".progress.base",)
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("run_jobs.py")
 SAVED_AT = 2  # the step whose checkpoint is resumed
@@ -289,7 +291,7 @@ def compare_state(got: Path, expected: Path) -> list[str]:
     return [
         f"state.json: {key} is {one.get(key)!r}, was {other.get(key)!r}"
         for key in sorted(one.keys() | other.keys())
-        if not key.startswith(".metrics_") and one.get(key) != other.get(key)
+        if not key.startswith((".metrics_", *INTENDED)) and one.get(key) != other.get(key)
     ]
 
 
