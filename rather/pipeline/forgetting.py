@@ -24,8 +24,8 @@ from rather.pipeline.steps import PreparedSteps
 
 log = logging.getLogger(__name__)
 
-# Tokens of a training run from which two measurements take less than 5 % of its time: 50 answers of
-# 40 tokens take about a second on a GPU, however small the model is.
+# Tokens of a training run from which two measurements should take less than 5 % of its time, by
+# estimate: 50 answers of 40 tokens take about a second on a GPU, however small the model is.
 LONG_ENOUGH = {"cpu": 150_000, "cuda": 2_000_000}
 
 
