@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,8 @@ def export_gguf(name: str, out: Path, **options: Any) -> str:
     """Write the file `out` for llama.cpp; return how the log-probs of its weights compare."""
     if out.suffix != ".gguf":
         raise ConfigError(f"--format gguf writes a file: end {out} with .gguf.")
+    if find_spec("gguf") is None:
+        raise ConfigError("--format gguf needs the package gguf; install rather[gguf].")
     _refuse_existing(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".tmp-{out.stem}")

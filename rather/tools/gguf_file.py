@@ -54,10 +54,8 @@ class Vocabulary(NamedTuple):
 
 def write_gguf(folder: Path, out: Path, name: str) -> None:
     """Write a model folder as the file `out`; `name` is the model's in its metadata."""
-    try:
-        import gguf
-    except ImportError:
-        raise ConfigError("--format gguf needs the package gguf; install rather[gguf].") from None
+    import gguf
+
     config: dict[str, Any] = read_json(folder / "config.json")
     family = config["model_type"]
     if family not in FAMILIES:

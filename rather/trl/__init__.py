@@ -1,6 +1,6 @@
 """TRL's configs and trainers over Rather: `from rather.trl import DPOConfig, DPOTrainer`.
 
-A script that uses TRL 1.16 runs with these imports, gives TRL's numbers, and takes less time.
+A script that uses TRL 1.16 runs with these imports and gives TRL's numbers.
 Helpers such as ModelConfig, ScriptArguments, TrlParser and get_peft_config stay imported from trl.
 """
 

@@ -50,7 +50,7 @@ class RoundsKeys(Section):
     answers: TwoOrMore = 4
     """Answers to each prompt."""
     temperature: Positive = 1.0
-    """Of sampling. Range: greedy answers to one prompt are all equal."""
+    """Of sampling; above 0, since greedy answers to one prompt are all equal."""
     top_p: Share = 1.0
     """Sample from the most likely tokens that have this probability together."""
     max_new_tokens: Count = 256
