@@ -21,6 +21,21 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImage:
+    """One image of a prompt; the prompt's ids already hold the tokens that it becomes.
+
+    `digest` identifies content and processor settings: images with the same digest have the same
+    pixels. `grid` is what the processor reports: (t, h, w) patches for Qwen's families, (height,
+    width) in pixels for llava_next, the rows and columns of its tiles for smolvlm.
+    """
+
+    digest: str
+    source: str | bytes  # a path, or the file itself
+    grid: tuple[int, ...]
+    tokens: int  # image tokens in the prompt
+
+
+@dataclass(frozen=True, slots=True)
 class TokenPair:
     """One preference pair as token ids. `prompt` is the exact common beginning of both sequences.
 
@@ -41,6 +56,13 @@ class TokenPair:
     id: str = ""
     digest: int = 0  # of its texts: the same in any tokenizer; 0 if it did not come from a file
     group: int = 0  # the same for all answers of one row of a data file
+    images: tuple[PromptImage, ...] = ()  # of the prompt, in the order of their tokens
+
+    @property
+    def prompt_key(self) -> bytes:
+        """What two prompts must share to be the same: tokens alone do not show which image."""
+        digests = "".join(f"|{len(image.digest)} {image.digest}" for image in self.images)
+        return self.prompt.tobytes() + digests.encode()
 
     @property
     def tokens(self) -> int:
@@ -132,6 +154,7 @@ class PairBatch:
     group_P: Tensor
     pair_P: Tensor  # the pair's place in its optimizer step, to find its reference log-probs
     real_tokens: int  # of the N tokens; the others only fill the batch up to its size
+    images: tuple[PromptImage, ...] = ()  # one for each place of an image, in the order of ids_N
 
     def to(self, device: str) -> PairBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))

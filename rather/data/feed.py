@@ -98,8 +98,8 @@ class Feed:
             return {name: getattr(self.sampler, name, None) for name in names}
         digest = sha256()
         for pair in self.rows:
-            for ids in (pair.prompt, pair.chosen, pair.rejected):
-                digest.update(ids.tobytes())
+            for key in (pair.prompt_key, pair.chosen.tobytes(), pair.rejected.tobytes()):
+                digest.update(key)
             spans = (pair.chosen_scored, pair.rejected_scored)
             digest.update(repr((spans, pair.weight, pair.margin, pair.soft_label)).encode())
         return {"pairs": digest.hexdigest()}

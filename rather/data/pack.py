@@ -3,7 +3,7 @@
 Bins never cross an optimizer step, so the budget changes speed and memory, never the result. A
 pair is never split: one that is larger than the budget gets a bin of its own size.
 
-Pairs with the same prompt form a unit. Its sequences are a tree: each new response branches off an
+Pairs with the same prompt and the same images form a unit. Its sequences are a tree: each new response branches off an
 earlier one where their tokens differ, and only the rest is laid out. So each token of the tree has
 one place, and is scored once.
 """
@@ -175,6 +175,8 @@ class _Unit:
     def __init__(self, pairs: Pairs, places: Numbers) -> None:
         self.places = places
         self.prompt = pairs[places[0]].prompt
+        self.images = pairs[places[0]].images
+        self.prompt_key = pairs[places[0]].prompt_key
         self.earlier: list[Tokens] = []  # responses to this prompt in earlier units of the step
         self.branches: list[_Branch] = []
         # The branch and the scored spans of each pair's chosen and rejected response.
@@ -207,7 +209,7 @@ def _units(pairs: Pairs, budget: int, max_pairs: int) -> list[_Unit]:
     pairs_of_prompt: dict[bytes | int, list[int]] = {}
     for i, pair in enumerate(pairs):
         # Pairs without a prompt have nothing in common, so each is a unit of its own.
-        pairs_of_prompt.setdefault(pair.prompt.tobytes() or i, []).append(i)
+        pairs_of_prompt.setdefault(pair.prompt_key or i, []).append(i)
     units = []
     waiting = list(pairs_of_prompt.values())[::-1]
     while waiting:
@@ -219,7 +221,7 @@ def _units(pairs: Pairs, budget: int, max_pairs: int) -> list[_Unit]:
             half = (len(group) + 1) // 2
             waiting += [group[half:], group[:half]]
     for before, unit in pairwise(units):  # halves of a group follow one another
-        if len(unit.prompt) and np.array_equal(before.prompt, unit.prompt):
+        if unit.prompt_key and unit.prompt_key == before.prompt_key:
             unit.earlier = before.earlier + [branch.response for branch in before.branches]
     return units
 
@@ -354,6 +356,7 @@ class Bin(NamedTuple):
         return PairBatch(
             segments=layout.attention(),
             real_tokens=self.real_tokens,
+            images=tuple(image for unit in self.units for image in unit.images),
             **{name: torch.from_numpy(array) for name, array in tensors.items()},
         )
 

@@ -231,7 +231,7 @@ class ReferenceLogps:
         sums, shared = [], []
         for pair, lengths in zip(pairs, scored_lengths(pairs), strict=True):
             prompt_key = self._key.copy()
-            prompt_key.update(pair.prompt.data)
+            prompt_key.update(pair.prompt_key)
             for response, scored in pair.answers:
                 key = prompt_key.copy()
                 key.update(response.data)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rather.config.run_config import DPOConfig
-from rather.data.batch import PairBatch, TokenPair
+from rather.data.batch import PairBatch, PromptImage, TokenPair
 from rather.data.pack import best_fit, pack
 from rather.data.prepare import prepare
 from rather.data.sampler import Order
@@ -333,3 +333,23 @@ def test_packing_is_deterministic_and_changes_no_pair() -> None:
         assert torch.equal(a.ids_N, b.ids_N)
         assert torch.equal(a.pair_P, b.pair_P)
     assert all(np.array_equal(pair.prompt, old) for pair, old in zip(pairs, before, strict=True))
+
+
+def test_prompts_with_other_images_are_never_merged() -> None:
+    red, blue = (PromptImage(name, f"{name}.png", (1, 4, 4), 4) for name in ("red", "blue"))
+    prompt = np.array([5, 7, 7, 7, 7, 6], np.int32)
+    answers = [np.array(ids, np.int32) for ids in ([11, 12], [13])]
+    spans = ((6, 8),), ((6, 7),)
+
+    def pair(*images: PromptImage) -> TokenPair:
+        return TokenPair(prompt, *answers, *spans, images=images)
+
+    (merged,) = pack([pair(red), pair(red)], budget=100)
+    (apart,) = pack([pair(red), pair(blue), pair()], budget=100)
+    assert merged.real_tokens == 9
+    assert merged.images == (red,)
+    assert apart.real_tokens == 27
+    assert apart.images == (red, blue)
+    halves = pack([pair(red), pair(blue)] * 2, budget=1, max_pairs=1)
+    assert [batch.images for batch in halves] == [(red,), (red,), (blue,), (blue,)]
+    assert sum(int(batch.counted_N.sum()) for batch in halves) == 18  # each prompt counts once
