@@ -81,6 +81,8 @@ def _run(
 def _described(variant: str, cuda: bool, per_device: int) -> str:
     if variant == "default":
         kind = "fp32 weights, bf16 autocast, recompute" if cuda else "fp32, recompute"
+    elif variant == "long":
+        kind = "Liger layers, bf16 weights, recompute"
     else:
         kind = "Liger layers, bf16 weights, no recompute" if cuda else "fp32, no recompute"
     return f"{kind}, {per_device} pairs a batch"
@@ -140,7 +142,7 @@ def _trainer(
         save_strategy="no",
         use_cpu=not cuda,
         bf16=cuda and default,  # half weights need no autocast
-        gradient_checkpointing=default,
+        gradient_checkpointing=variant in ("default", "long"),
         max_length=None,
         max_steps=len(steps),
         learning_rate=1e-6,
