@@ -56,19 +56,22 @@ HUB_REASONS = {
 }
 
 
-def regular(path: str | Path, flags: int) -> int:
-    """Open a regular file, or a link to one; an `opener` for `open`. A pipe is not waited for."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+def regular(path: str | Path, flags: int, folder: int | None = None) -> int:
+    """Open a regular file, or a link to one; an `opener` for `open`. A pipe is not waited for.
+
+    A relative path is looked up in an open folder, if one is given.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
-def own(path: str | Path, flags: int) -> int:
+def own(path: str | Path, flags: int, folder: int | None = None) -> int:
     """Open a file that a run owns, which is never a link; an `opener` for `open`."""
     try:
-        return regular(path, flags | os.O_NOFOLLOW)
+        return regular(path, flags | os.O_NOFOLLOW, folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
             error.strerror = "is a symbolic link"
@@ -83,6 +86,33 @@ def read_bytes(path: Path, most: int = MOST_JSON_BYTES, opener: Opener = regular
     if max(size, len(data)) > most:
         raise ValueError(f"more than {most:,} bytes. Is it a data file?")
     return data
+
+
+def read_inside(folder: Path, name: str, most: int) -> tuple[Path, bytes]:
+    """Return the real path and content of a file in a folder; PermissionError if it is outside.
+
+    A link may lead to another file of the folder. No link is followed while the file is opened, so
+    what becomes a link in between is not read.
+    """
+    home = real_path(folder)
+    target = real_path(home / name)
+    if not target.is_relative_to(home):
+        raise PermissionError(errno.EPERM, "is outside the folder", name)
+
+    def beneath(_: str | Path, flags: int) -> int:
+        *folders, last = target.relative_to(home).parts or (".",)
+        descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for part in folders:
+                step = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                inner = os.open(part, step, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = inner
+            return own(last, flags, descriptor)
+        finally:
+            os.close(descriptor)
+
+    return target, read_bytes(target, most, beneath)
 
 
 def write_own(path: Path, text: str) -> None:
