@@ -392,6 +392,7 @@ class DPOTrainer:
             policy, rates = self.policy.policy, self._rates(total_steps)
             options = {**self._stepping, "schedule": rates, "rounding": policy.rounding}
             self.policy.optimizer = Optimizer(policy.named_parameters(), self.args, **options)
+        assert isinstance(self.policy.optimizer, Optimizer)
         return self.policy.optimizer
 
     def _rates(self, total_steps: int | None) -> Callable[[int], float]:

@@ -27,6 +27,7 @@ from rather.losses.objective import from_config
 from rather.model.layers import Recompute
 from rather.model.sizes import sizes_of
 from rather.optim.adamw import local
+from rather.optim.optimizer import Optimizer
 from rather.parallel.load import cpu_has_bf16, stored_dtype
 from rather.plan.memory import LayerBytes, known_shapes, role_state
 
@@ -228,7 +229,7 @@ def table(worker: LoadedRank) -> dict[str, float]:
     if hasattr(worker, "trainer"):
         optimizer = worker.trainer.optimizer
         rows["weights"] = sum(local(weight).nbytes for weight in worker.trainer.policy.parameters())
-        if optimizer:
+        if isinstance(optimizer, Optimizer):  # an engine does not say
             rows["gradients"] = optimizer.gradient_bytes()
             rows["masters and moments"] = optimizer.state_bytes()
         rows |= _per_tokens(worker, kind)

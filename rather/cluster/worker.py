@@ -67,7 +67,14 @@ from rather.parallel.mesh import build_mesh, gather_objects, max_over_ranks
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages, parts_of
 from rather.plan.speed import worth_compiling
-from rather.train.rank_trainer import Limits, RankTrainer, Runner, StepResult, WholeModelRunner
+from rather.train.engine import (
+    Engine,
+    EngineJob,
+    Runner,
+    StepOptimizer,
+    find_engine,
+)
+from rather.train.rank_trainer import Limits, RankTrainer, StepResult, WholeModelRunner
 
 RECOMPUTED = {
     "none": "kept",
@@ -98,6 +105,7 @@ class ActorWorker:
         self.trainer: RankTrainer
         self.part: PolicyModel  # with the head, or what this rank holds of the model
         self.place = (0, 1)  # data-parallel rank
+        self.engine: Engine | None = None  # not Rather's own; only of a policy
         self.unused: Any = {} if config.pair_ledger else {"ratios": None, "pull": None}
         self.named: NamedSteps  # of the run, whose pairs calls name by numbers
 
@@ -148,19 +156,20 @@ class ActorWorker:
             return
         refuse_host_offload(self.layout, self.device.split(":")[0], f"{self.role}.strategy_args")
         self.mesh = build_mesh(self.layout, self.device)
+        if trains and self.layout.engine != "torch":
+            self.engine = self._make_engine(total_steps)
         try:
             policy = self._load(total_steps, trains=trains)
-            optimizer = self._optimizer(policy, total_steps) if trains else None
+            optimizer = self.build_optimizer(policy, total_steps) if trains else None
+            runner = self.build_runner(policy, optimizer)
         except torch.OutOfMemoryError as error:
             raise MemoryShortage(f"{sentence(error)}\n{explanation(self, 0)}") from error
-        runner: Runner | None = None
-        if isinstance(policy, PolicyModel):
-            runner = WholeModelRunner(policy, STAGES[self.layout.stage])
         actor = self.config.actor_train
         self.trainer = RankTrainer(
             policy, self._objective(), optimizer, mesh=self.mesh, runner=runner,
             count_zeros=trains and actor.training_args.log_num_zeros_in_grad,
             router_loss=actor.model_args.moe_aux_loss_coef if trains else None,
+            owns_weights=self.engine is None,
         )  # fmt: skip
         if not trains and self.config.reference.offload == "on":
             self.park()
@@ -190,19 +199,72 @@ class ActorWorker:
         """Return the recomputation if no measurement decides what fits, as for a divided model."""
         return self.layout.recompute or ("full" if self.on_gpu else "none")
 
-    def _load(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
+    def _make_engine(self, total_steps: int) -> Engine:
+        """Return the engine that `actor_train.engine` names; refuse what it cannot do."""
+        config, role = self.config, self.config.actor_train
+        engine_class = find_engine(role.engine)
+        model, args = self.source
+        training = role.training_args
+        engine = engine_class(
+            EngineJob(
+                model, args, self.device, self.mesh, self.layout, role.strategy_args.strategy_config,
+                training, config.max_grad_norm, schedule(training, total_steps), config.task,
+                load=self._load_whole,
+            )
+        )  # fmt: skip
+        problems = list(engine.problems())
+        compute = compute_dtype(args, self.device)
+        if compute == torch.bfloat16 and config.rounding == "dithered" and not engine.dithers:
+            problems.append(
+                "rounding: dithered is not possible: the engine rounds weights to the nearest "
+                "bfloat16 number, which loses small updates; set rounding: nearest, or "
+                "actor_train.model_args.dtype: fp32"
+            )
+        if stored_dtype(args, self.device) != compute:
+            problems.append(
+                "actor_train.model_args.dtype: bf16 is not possible: this CPU has no instructions "
+                "for it; set fp32"
+            )
+        if problems:
+            label = self.layout.engine
+            raise ConfigError([f"actor_train.engine: {label}: {text}" for text in problems])
+        self.log.info(
+            "actor_train.engine: %s runs the training steps. It is experimental: no promise about "
+            "a resume with other devices or about small updates in bfloat16 holds",
+            self.layout.engine,
+        )
+        return engine
+
+    def _load_whole(self) -> PolicyModel:
+        """Return the whole policy on this rank's device, for an engine."""
         config, (name, args) = self.config, self.source
-        start, reward = Start(config.seed, trains and config.keeps_start), config.task == "reward"
-        self.compiled, rounding = config.compile == "on", Rounding(config.rounding)
-        policy: PolicyModel | Stages
-        options: dict[str, Any] = {"start": start, "rounding": rounding, "reward": reward}
+        rounding, reward = Rounding(config.rounding), config.task == "reward"
+        return load_policy(
+            name, args, self.device, exact=True, start=Start(config.seed), rounding=rounding,
+            reward=reward,
+        )  # fmt: skip
+
+    def build_policy(self, *, trains: bool) -> PolicyModel | Stages:
+        """Load the model, or what this rank holds of it."""
+        config, (name, args) = self.config, self.source
+        if self.engine:
+            return self.engine.build_policy()
+        options: dict[str, Any] = {
+            "start": Start(config.seed, trains and config.keeps_start),
+            "rounding": Rounding(config.rounding),
+            "reward": config.task == "reward",
+        }
         if self.is_divided:
             shape = replace(self.layout, recompute=self._recompute if trains else "none")
             options |= {"trains": trains, "compiled": self.compiled}
-            policy = load_divided(name, args, self.device, self.mesh, shape, **options)
-        else:
-            exact = trains and config.precision != "lean"
-            policy = load_policy(name, args, self.device, exact=exact, **options)
+            return load_divided(name, args, self.device, self.mesh, shape, **options)
+        exact = trains and config.precision != "lean"
+        return load_policy(name, args, self.device, exact=exact, **options)
+
+    def _load(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
+        config, (name, args) = self.config, self.source
+        self.compiled = config.compile == "on"
+        policy = self.build_policy(trains=trains)
         counts = [(p.numel(), p.requires_grad) for p in policy.parameters()]
         weights, trained = (
             sum(n for n, _ in counts),
@@ -210,7 +272,9 @@ class ActorWorker:
         )
         # Compiling takes a minute or two; auto compiles runs that are likely to take many.
         shape = self.layout
-        is_plain = not shape.offload and shape.tp == shape.cp == shape.pp == shape.ep == 1
+        is_plain = (
+            not (shape.offload or self.engine) and shape.tp == shape.cp == shape.pp == shape.ep == 1
+        )
         if config.compile == "auto" and self.on_gpu and is_plain:
             self.compiled = worth_compiling(config, weights, total_steps)
         if isinstance(policy, PolicyModel) and not trains:
@@ -233,7 +297,18 @@ class ActorWorker:
         self.log.info("%s: %s, %.4gM weights in %s on %s%s", self.role, *facts)
         return policy
 
-    def _optimizer(self, policy: PolicyModel | Stages, total_steps: int) -> Optimizer:
+    def build_runner(self, policy: PolicyModel | Stages, optimizer: StepOptimizer | None) -> Runner:
+        """Return what runs the micro-batches of this rank."""
+        if self.engine:
+            return self.engine.build_runner(policy, optimizer)
+        if isinstance(policy, Stages):
+            return policy
+        return WholeModelRunner(policy, STAGES[self.layout.stage])
+
+    def build_optimizer(self, policy: PolicyModel | Stages, total_steps: int) -> StepOptimizer:
+        """Return what updates the weights of this rank."""
+        if self.engine:
+            return self.engine.build_optimizer(policy)
         training = self.config.actor_train.training_args
         options: dict[str, Any] = {
             "schedule": schedule(training, total_steps),
@@ -266,9 +341,9 @@ class ActorWorker:
         }
         if self.fitted.get("narrow_gradients"):
             self.has_narrow_gradients = self.trainer.narrow_gradients()
-        if not isinstance(policy, PolicyModel) or (
-            self.is_divided and (shape.host or not self.on_gpu)
-        ):
+        is_measured = self.on_gpu or not self.is_divided
+        is_measured = is_measured and not (self.engine or (self.is_divided and shape.host))
+        if not isinstance(policy, PolicyModel) or not is_measured:
             budget = Budget(tokens or TOKENS[self.device.split(":")[0]], self._recompute)
         while budget is None:
             assert isinstance(policy, PolicyModel)
@@ -458,7 +533,7 @@ class ActorWorker:
 
     def save_model(self, folder: Path, tokenizer: Any, card: str) -> Kept:
         """Export the model; of several ranks all write shards, and one merges them by tensor."""
-        if self.member.world > 1:
+        if self.member.world > 1 or self.engine:
             with shared_folder(folder) as shards:
                 self.write_weights(shards, "model")
                 place = shards, tokenizer, folder.absolute(), card
@@ -485,7 +560,7 @@ class ActorWorker:
         differs = dtype not in (torch.float32, *(p.dtype for p in weights))
         free = torch.cuda.mem_get_info()[0] if self.on_gpu else free_memory()
         fits = free > 8 * sum(p.numel() for p in weights)
-        if not (differs and fits) or self.part.rounding.held or self.is_divided:
+        if not (differs and fits) or self.part.rounding.held or self.is_divided or self.engine:
             return []
         reward = self.config.task == "reward"
         policy = load_policy(str(folder), ModelArgs(dtype="fp32"), self.device, reward=reward)

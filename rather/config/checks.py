@@ -85,6 +85,14 @@ EXCLUDES = [
          for name, schedule in SCHEDULES.items() if schedule.splits_backward)),
         ("compile=on",),
     ),
+    (  # what the seam of an engine does not carry
+        ("actor_train.engine",),
+        (
+            *NEW_ADAPTER, OLD_ADAPTER, f"{ARGS}.quantization", "precision=lean", "compile=on",
+            f"{DTYPE}=fp16", f"{DETAILS}.offload_activations", "actor_train.worker_cls",
+            f"{TRAINING}.log_num_zeros_in_grad", "eval_prompts",
+        ),
+    ),
     (
         ("reference.cache.path", "reference.cache.per_token", "reference.cache.recheck"),
         ("reference.cache.enabled=False", "sync_ref_model", "reference.worker_cls"),

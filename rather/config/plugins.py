@@ -146,7 +146,7 @@ def load_sources(files: Iterable[Iterable[str]]) -> None:
 
 
 def load_function(path: Path, name: str, option: str) -> Any:
-    """Run a file that the command line names, and return one of its functions."""
+    """Run a file that the user names, and return one of its functions or classes."""
     try:
         source = path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -156,7 +156,9 @@ def load_function(path: Path, name: str, option: str) -> Any:
     module = _execute(ImportedFile(module_name, source), str(path), option)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{option} {path}:{name}: the file has no function of this name.")
+        raise ConfigError(
+            f"{option} {path}:{name}: the file has no function or class of this name."
+        )
     return function
 
 
@@ -164,7 +166,7 @@ def _execute(file: ImportedFile, path: str, option: str) -> ModuleType:
     module = sys.modules[file.name] = ModuleType(file.name)
     module.__file__ = path
     try:
-        # The one place that executes a file: whoever types the command names it.
+        # The one place that executes a file: the command line or the user's own YAML names it.
         exec(compile(file.source, path, "exec"), module.__dict__)  # nosec B102
     except SyntaxError as error:
         raise ConfigError(f"{option} {path}:{error.lineno}: {error.msg}.") from None

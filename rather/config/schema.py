@@ -22,6 +22,7 @@ from rather.config.values import (
     BelowOne,
     Count,
     Devices,
+    EngineName,
     Environment,
     Folder,
     FolderOrStore,
@@ -350,6 +351,10 @@ class ActorConfig(RoleConfig):
     """Optimizer, schedule and batch."""
     data_args: TrainDataArgs = TrainDataArgs()
     """The training pairs."""
+    engine: EngineName = "torch"
+    """What runs the training steps: torch, or experimental engines of your own: FILE.py:Class, or
+    the name of an installed one. It is code, and a run folder cannot set it. See
+    docs/engines.md."""
     max_tokens_per_microbatch_in_train: Count | None = None
     """Token budget of a training micro-batch; default: automatic. Changes speed, never results."""
 
@@ -407,7 +412,7 @@ class TrackerArgs(Section):
     <logging_dir>/mlflow.db."""
 
 
-Guard = Literal["data", "tokenizer", "model", "reference", "loss", "seed", "batch"]
+Guard = Literal["data", "tokenizer", "model", "reference", "loss", "seed", "batch", "engine"]
 
 
 class CheckpointArgs(Section):
@@ -432,7 +437,7 @@ class ResumeArgs(Section):
     """What may differ from the checkpoint that a run resumes from."""
 
     allow: list[Guard] = []
-    """What may have changed: data, tokenizer, model, reference, loss, seed, batch."""
+    """What may have changed: data, tokenizer, model, reference, loss, seed, batch, engine."""
 
 
 class RunKeys(Section):

@@ -1,7 +1,8 @@
 """strategy_args of a role -> its layout: degrees, what is sharded, what is in host memory.
 
 Degrees can be written as `tp_size` in `strategy_args` or `strategy_config`, or with Megatron's long
-names. A strategy's name only selects a sharding stage; torch.distributed always runs it.
+names. A strategy's name only selects a sharding stage; torch.distributed runs it, or the engine that
+`actor_train.engine` names.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from rather.config.compat import Problems, deepspeed_problems, deepspeed_sharding, is_deepspeed
 from rather.config.plugins import did_you_mean
-from rather.config.schema import RoleConfig, RunConfig, StrategyArgs
+from rather.config.schema import ActorConfig, RoleConfig, RunConfig, StrategyArgs
 from rather.config.values import Count, Section, section_problems
 from rather.errors import ConfigError, counted
 
@@ -189,6 +190,7 @@ class Layout:
     sequence_parallel: bool = False
     schedule: str = "1f1b"  # of a pipeline
     virtual: int = 1  # stages of a pipeline rank
+    engine: str = "torch"
 
     @property
     def pipeline(self) -> Pipeline:
@@ -227,7 +229,9 @@ class Layout:
             facts.append("norms by sequence")
         if self.host:
             facts.append("shards in host memory")
-        if self.name.startswith(("megatron", "deepspeed", "gemini", "3d")):
+        if self.engine != "torch":
+            facts.append(f"run by the engine {self.engine} (experimental)")
+        elif self.name.startswith(("megatron", "deepspeed", "gemini", "3d")):
             facts.append("run by torch.distributed")
         return "; ".join(facts)
 
@@ -371,8 +375,14 @@ def layout(role: RoleConfig, devices: int | None = None) -> Layout:
         args.strategy_name or DEFAULT,
         stage=sharding.stage if shard > 1 else 0, shard=shard, host=sharding.host,
         sequence_parallel=details.sequence_parallel, schedule=pipeline.schedule,
-        virtual=pipeline.virtual,
+        virtual=pipeline.virtual, engine=engine_label(role),
     )  # fmt: skip
+
+
+def engine_label(role: RoleConfig) -> str:
+    """Return the engine of a role without the folder of its file; a frozen model has Rather's."""
+    engine = role.engine if isinstance(role, ActorConfig) else "torch"
+    return engine.rpartition("/")[2]
 
 
 def _recompute(role: RoleConfig) -> Recompute | None:

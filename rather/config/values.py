@@ -142,6 +142,16 @@ def worker_class(value: Any) -> Any:
     raise ValueError("write a dotted import path such as 'my_package.workers.MyWorker'")
 
 
+def engine_name(value: Any) -> Any:
+    """Accept FILE.py:Class, as an absolute path, or the name of an installed engine."""
+    file, _, class_name = str(value).rpartition(":")
+    if file.endswith(".py") and class_name.isidentifier():
+        return f"{Path(file).expanduser().absolute()}:{class_name}"
+    if isinstance(value, str) and re.fullmatch(r"[\w-]+", value):
+        return value
+    raise ValueError("write torch, FILE.py:Class, or the name of an installed engine")
+
+
 def _check(is_valid: Callable[[Any], Any], message: str) -> AfterValidator:
     def check(value: Any) -> Any:
         if is_valid(value):
@@ -166,6 +176,7 @@ WorkerClass = Annotated[
     ),
     WithJsonSchema({"type": ["string", "null"]}),
 ]
+EngineName = Annotated[str, BeforeValidator(engine_name)]
 RunName = Annotated[
     str,
     _check(

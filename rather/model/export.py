@@ -25,6 +25,7 @@ from rather.checkpoint.sharded_tensors import (
 from rather.config.redaction import redact
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ModelArgs
+from rather.config.strategies import engine_label
 from rather.errors import ConfigError, DiskError
 from rather.files import refuse_outside, sync
 from rather.model.files import (
@@ -450,6 +451,7 @@ tags: [{", ".join(tags)}]
 | {config.unit} | {pairs} in training, {config.global_batch()} per step, {step} steps |
 | learning rate | {training.learning_rate} ({training.lr_scheduler_type}) |
 | sequence length | {config.sequence_length} |
+| engine | {engine_label(config.actor_train)} |
 | seed | {config.seed} |
 """
     return redact(card)  # a URL of a model may contain a password

@@ -49,6 +49,8 @@ class Optimizer:
     also sums in bfloat16. `compute` is the dtype that float32 parameters are computed in.
     """
 
+    stores_whole = False  # each rank stores its own shards
+
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],

@@ -15,6 +15,8 @@ from torch import Tensor
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Role
 from rather.config.run_config import DPOConfig
+from rather.config.schema import ActorConfig
+from rather.config.strategies import layout
 from rather.data.cache import Cache
 from rather.data.prepare import Prepared
 from rather.errors import CheckpointError, ConfigError, DataError
@@ -156,6 +158,7 @@ GUARDS: dict[str, tuple[tuple[str, ...], str]] = {
         "train_batch_size, or actor_train.training_args.per_device_train_batch_size and "
         "gradient_accumulation_steps; group_responses",
     ),
+    "engine": (("engine",), "actor_train.engine, its strategy_args and device_mapping"),
 }
 STATE_OF_A_RUN = {
     "identity": dict,
@@ -201,7 +204,14 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
         "adapter": config.actor_train.model_args.adapter_settings,
         "grouped responses": True if grouped else None,
         "rounding": config.rounding,
+        "engine": engine_identity(config.actor_train),
     }
+
+
+def engine_identity(role: ActorConfig) -> Any:
+    """Return the engine of a checkpoint; only torch resumes on other devices and layouts."""
+    shape = layout(role)
+    return "torch" if shape.engine == "torch" else {"name": shape.engine, "on": shape.describe()}
 
 
 def refuse_other_run(newest: Checkpoint, now: Mapping[str, Any], allowed: Sequence[str]) -> None:
@@ -209,7 +219,8 @@ def refuse_other_run(newest: Checkpoint, now: Mapping[str, Any], allowed: Sequen
     for key, kind in STATE_OF_A_RUN.items():
         if not isinstance(newest.state.get(key), kind):
             raise CheckpointError(f"{newest.path}: its state has no {key}; no run has saved it.")
-    then, refused = {"rounding": "nearest", **newest.state["identity"]}, []  # older runs have none
+    # Older runs have neither.
+    then, refused = {"rounding": "nearest", "engine": "torch", **newest.state["identity"]}, []
     for name, (fields, keys) in GUARDS.items():
         found = [line for field in fields for line in _changes(field, then, now)]
         if found and name in allowed:

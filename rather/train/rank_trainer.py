@@ -26,11 +26,11 @@ from rather.model.collectives import all_reduce_
 from rather.model.layers import HostOffloaded
 from rather.model.policy import START, PolicyModel, pair_columns
 from rather.optim.adamw import local
-from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh, max_over_ranks
 from rather.parallel.routers import balance_of
 from rather.parallel.shard import Stage, announce, counted, places, settle
 from rather.parallel.stages import Objective, Stages
+from rather.train.engine import Runner, StepOptimizer
 from rather.train.linear_layers import use_fewer_kernels
 from rather.train.nonfinite import (
     NonFiniteReport,
@@ -118,7 +118,6 @@ class WholeModelRunner:
 
 Sums = Mapping[str, Tensor]  # metrics of a micro-batch
 Limits = StepLimits | None
-Runner = WholeModelRunner | Stages
 
 
 class RankTrainer:
@@ -128,7 +127,7 @@ class RankTrainer:
         self,
         policy: PolicyModel | Stages,
         loss: PairLoss,
-        optimizer: Optimizer | None = None,
+        optimizer: StepOptimizer | None = None,
         *,
         mesh: Mesh | None = None,
         runner: Runner | None = None,
@@ -157,9 +156,13 @@ class RankTrainer:
         self._is_first = not any(self.mesh.places.values())
 
     @property
-    def _trained(self) -> Optimizer:
+    def _trained(self) -> StepOptimizer:
         assert self.optimizer is not None, "this rank does not train"
         return self.optimizer
+
+    @property
+    def _stores_whole(self) -> bool:
+        return self.optimizer is not None and self.optimizer.stores_whole
 
     # --- log-probs ---
 
@@ -495,6 +498,9 @@ class RankTrainer:
         """Return what this rank stores."""
         if self._is_alone:
             return dict(tensors)
+        if self._stores_whole:
+            gathered = {key: tensor for key, tensor in tensors.items() if tensor.numel()}
+            return dict(gathered) if self._is_first else {}
         specs = places(self.policy, self.mesh)
         pieces: dict[str, Tensor | Shard] = {}
         for key, tensor in tensors.items():
@@ -506,7 +512,9 @@ class RankTrainer:
         return pieces
 
     def _local_shards(self, source: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return source if self._is_alone else LocalShards(source, places(self.policy, self.mesh))
+        if self._is_alone or self._stores_whole:
+            return source
+        return LocalShards(source, places(self.policy, self.mesh))
 
     def _on_device(self, columns: Columns) -> Columns:
         return {name: column.to(self.device, non_blocking=True) for name, column in columns.items()}

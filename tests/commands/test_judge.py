@@ -210,7 +210,7 @@ def test_the_interval_covers_and_the_numbers_of_answers_are_right() -> None:
     ("words", "code", "message"),
     [
         (["other.jsonl", "--with", "rule.py:score"], 3, "must have the same prompts"),
-        (["b.jsonl", "--with", "rule.py:missing"], 2, "has no function of this name"),
+        (["b.jsonl", "--with", "rule.py:missing"], 2, "has no function or class of this name"),
         (["b.jsonl", "--with", "rule.py"], 2, "rule.py:score"),
         (["b.jsonl", "--with", "rule.py:fails"], 3, "rule.py:fails, line 4: ZeroDivisionError"),
         (["b.jsonl", "--with", "http://127.0.0.1:1"], 2, "--judge-model"),

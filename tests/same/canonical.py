@@ -25,7 +25,8 @@ from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer
 from rather.parallel.mesh import Mesh
-from rather.train.rank_trainer import RankTrainer, Runner
+from rather.train.engine import Runner
+from rather.train.rank_trainer import RankTrainer
 from tests.cells import cells
 from tests.model.test_experts import DEEPSEEK
 from tests.padded import random_pairs

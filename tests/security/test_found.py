@@ -40,7 +40,8 @@ NOT_READ = """
     tracker_kwargs.mode tracker_kwargs.uri pair_ledger report_html ray.address
     timeouts.connect timeouts.link timeouts.start timeouts.first_step timeouts.step timeouts.eval
     timeouts.save max_failures failure_backoff ref_tp system_envs num_nodes
-    num_gpus_per_node actor_train.worker_cls actor_train.model_args.trust_remote_code
+    num_gpus_per_node actor_train.worker_cls actor_train.engine
+    actor_train.model_args.trust_remote_code
     actor_train.model_args.lora_config actor_train.model_args.disable_gradient_checkpointing
     actor_train.strategy_args.strategy_name actor_train.strategy_args.strategy_config
     actor_train.strategy_args.tp_size actor_train.strategy_args.pp_size

@@ -51,6 +51,8 @@ from rather.tracking.json_lines import flatten
 
 ORDER = (*INCOMPLETE, OPEN, LEFT_OUT, CHANGED, WRITTEN, RENAMED, KEPT, NEEDLESS)
 MAPPINGS = (".columns.", ".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # any name
+# Keys whose value is code that a run would execute.
+RUNS_CODE = (".trust_remote_code", ".worker_cls", "actor_train.engine")
 FOLDERS = {"output_dir", "exp_name", "logging_dir"}
 # What an incomplete file has where its source says nothing.
 PLACES = {
@@ -402,7 +404,7 @@ def nested(values: JsonObject) -> JsonObject:
 def _row(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
     """Apply the rule of a key. A text under a name like hub_token is neither shown nor written."""
     row = _outcome(peer, key, value, given)._replace(key=key, value=value)
-    if any(path.endswith((".trust_remote_code", ".worker_cls")) for path in row.values) and value:
+    if any(path.endswith(RUNS_CODE) for path in row.values) and value:
         note = "it runs Python code of others and is not copied; add it yourself if you trust them"
         return row.refused(LEFT_OUT, note)
     public = bool(row.values) and not any(map(looks_secret, row.values))
