@@ -291,6 +291,10 @@ def _role_data(config: RunConfig, role: str, args: DataArgs) -> Problems:
     if args.label_threshold is not None and config.task != "unpaired":
         text = f"belongs to task: unpaired, and task is {config.task}; remove it"
         yield f"{role}.data_args.label_threshold", text
+    for name in ("image_max_pixels", "image_min_pixels"):
+        if getattr(args, name) != getattr(config.actor_train.data_args, name):
+            text = "differs from actor_train.data_args; a model sees all images in the same way"
+            yield f"{role}.data_args.{name}", text
     path = f"{role}.data_args.columns"
     if path in config.followed:
         return

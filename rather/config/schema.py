@@ -222,6 +222,15 @@ class DataArgs(Section):
     """Text between prompt and response if no chat template is used."""
     special_tokens: Literal["warn", "escape", "drop", "keep"] = "warn"
     """What to do with special tokens written as text inside messages, which could forge turns."""
+    image_dir: Text | None = None
+    """Folder that the images of rows are in; default: the folder of each data file. A path that
+    leaves it drops its row."""
+    image_max_pixels: Count | None = None
+    """Larger images are scaled down to this number of pixels; default: the processor's own. Only
+    for Qwen's families."""
+    image_min_pixels: Count | None = None
+    """Smaller images are scaled up to this number of pixels; default: the processor's own. Only for
+    Qwen's families."""
     encoding: Text = "utf-8"
     """Text encoding of the files."""
     preprocessing_num_workers: Count | None = None

@@ -16,7 +16,7 @@ from uuid import uuid4
 import pyarrow as pa
 
 from rather.data.messages import Json
-from rather.data.pairs import SCHEMA, PairFile
+from rather.data.pairs import IMAGE_SCHEMA, SCHEMA, PairFile
 from rather.data.report import check_report
 from rather.errors import DiskError
 from rather.files import (
@@ -37,7 +37,7 @@ MAPPED = 256 << 20  # bytes to map a file and to check it by parts
 
 
 @contextmanager
-def batch_writer(path: Path) -> Iterator[Callable[[Any], None]]:
+def batch_writer(path: Path, schema: pa.Schema = SCHEMA) -> Iterator[Callable[[Any], None]]:
     """Write an Arrow file of record batches of BATCH_ROWS rows or more; yield what adds a batch.
 
     The file does not depend on the sizes of the batches that are added.
@@ -45,7 +45,7 @@ def batch_writer(path: Path) -> Iterator[Callable[[Any], None]]:
     waiting: list[Any] = []
 
     def flush() -> None:
-        writer.write_table(pa.Table.from_batches(waiting, SCHEMA).combine_chunks())
+        writer.write_table(pa.Table.from_batches(waiting, schema).combine_chunks())
         waiting.clear()
 
     def add(batch: Any) -> None:
@@ -54,7 +54,7 @@ def batch_writer(path: Path) -> Iterator[Callable[[Any], None]]:
             flush()
 
     # A new file: what has this name, such as a link, is not written to.
-    with path.open("xb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+    with path.open("xb") as file, pa.ipc.new_file(file, schema) as writer:
         yield add
         flush()
     sync(path)
@@ -132,7 +132,7 @@ def _find(path: Path) -> tuple[PairFile, Json] | None:
         if entry["sha256"] == _sha(path, entry["report"]):
             file = PairFile(path)
             with memory_limit(MAPPED + path.stat().st_size):
-                if file.table.schema != SCHEMA:  # an older file has fewer columns
+                if file.table.schema not in (SCHEMA, IMAGE_SCHEMA):  # an older file has fewer
                     return None
                 file.check()
             check_report(entry["report"], len(file))

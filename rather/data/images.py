@@ -30,7 +30,7 @@ MOST_IMAGES = 64  # of a row
 MOST_RATIO = 200  # of the sides; the processors of Qwen's families fail beyond it
 PLACEHOLDER = "<image>"
 PARTS = ("image", "image_url", "input_image")  # types of parts of a message that are images
-NAMES = ("bytes", "image", "path", "url", "image_url", "base64", "file")  # keys of one image
+NAMES = ("bytes", "image", "path", "url", "image_url", "base64")  # keys of one image
 DATA_URL = "data:"
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from rather.data.images import NAMES, PARTS, PLACEHOLDER, reference
 from rather.data.json_rows import DropReason
+from rather.errors import LIMITS
 
 Json = dict[str, Any]
 Turns = tuple[Json, ...]
@@ -18,7 +20,12 @@ ROLES = {
     "model": "assistant", "observation": "tool", "function": "tool", "ipython": "tool",
     "function_call": "assistant",
 }  # fmt: skip
+NO_MEDIA = f"video and audio are not read; {LIMITS}"
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+REFERENCES = (
+    "image_references"  # key of a turn: an image for each part, None for the next of the row
+)
+MEDIA_PARTS = ("video", "video_url", "audio", "input_audio", "audio_url")
 FOLLOWS = {  # which turns may come after a turn
     None: ("system", "developer", "user"),
     "system": ("user",),
@@ -73,20 +80,39 @@ def _message(value: Any, where: str) -> Json:
         for key, content in value.items()
         if key not in ("role", "from", "content", "value") and content is not None
     }
-    return {"role": role, "content": _content_of(value, where), **extras}
+    if extras.get("images"):
+        raise DropReason("bad_type", f"a message of {where} has images; write them into the row")
+    content, images = _content_of(value, where)
+    return {"role": role, "content": content, **extras, **({REFERENCES: images} if images else {})}
 
 
-def _content_of(message: Json, where: str) -> str:
-    """Return the text of a message; a list of texts is joined."""
+def _content_of(message: Json, where: str) -> tuple[str, list[str | None]]:
+    """Return the text of a message and its images; a list of parts is joined."""
     contents = [message.get(key) for key in ("content", "value", "text")]
     no_content = "" if message.get("tool_calls") else None
     content = next((content for content in contents if content is not None), no_content)
+    images: list[str | None] = []
     if isinstance(content, list) and content and all(isinstance(piece, dict) for piece in content):
-        pieces = [piece.get("text") for piece in content if piece.get("type", "text") == "text"]
-        if len(pieces) < len(content) or not all(isinstance(piece, str) for piece in pieces):
-            raise DropReason("bad_type", f"{where} has parts that are not text, which is not read")
-        content = "".join(map(str, pieces))
-    return text_of(content, where)
+        pieces = []
+        for piece in content:
+            if piece.get("type") in PARTS:
+                is_named = any(piece.get(name) is not None for name in NAMES)
+                images.append(reference(piece) if is_named else None)
+                pieces.append(PLACEHOLDER)
+            else:
+                pieces.append(_text_of_part(piece, where))
+        content = "".join(pieces)
+    return text_of(content, where), images
+
+
+def _text_of_part(piece: Json, where: str) -> str:
+    kind = piece.get("type", "text")
+    if kind in MEDIA_PARTS:
+        raise DropReason("bad_type", f"{where} has a part of type {kind}: {NO_MEDIA}")
+    text = piece.get("text")
+    if kind != "text" or not isinstance(text, str):
+        raise DropReason("bad_type", f"{where} has parts that are not text, which is not read")
+    return text
 
 
 def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:

@@ -23,7 +23,7 @@ from rather.errors import DataError
 from rather.files import file_sha, parse_json, regular, text_sha
 
 if TYPE_CHECKING:
-    from rather.data.batch import TokenPair
+    from rather.data.batch import PromptImage, TokenPair
 
 LONGEST_LINE = 1000  # bytes of a correction
 ROWS_OF_A_FILE = 1 << 36  # at most; 2^17 files are then exact in float64
@@ -44,6 +44,12 @@ SCHEMA = pa.schema(
         *((name, pa.uint64()) for name in HASHES),
     ]
 )
+
+IMAGE = [  # a path, or the content of the file
+    ("digest", pa.string()), ("path", pa.string()), ("content", pa.binary()),
+    ("grid", pa.list_(pa.int32())), ("tokens", pa.int32()),
+]  # fmt: skip
+IMAGE_SCHEMA = SCHEMA.append(pa.field("images", pa.list_(pa.struct(IMAGE))))  # of pairs with images
 
 
 class Correction(NamedTuple):
@@ -84,6 +90,7 @@ class _Batch:
         self.digests = batch.column("pair_hash").to_numpy()
         source = batch.column("source").to_numpy().astype(np.int64)
         self.groups = source * ROWS_OF_A_FILE + batch.column("number").to_numpy()
+        self.images = batch.column("images") if "images" in batch.schema.names else None
 
     @property
     def scored(self) -> Ints:
@@ -111,17 +118,27 @@ class _Batch:
             stops = edges[1::2]
             if (starts < 1).any() or (starts >= stops).any() or (stops > ends).any():
                 raise ValueError("a scored span is outside its sequence")
+        if self.images is not None:
+            for name, _ in IMAGE:
+                if self.images.flatten().field(name).null_count:
+                    raise ValueError("an image has nulls")
 
     def pair(self, i: int) -> TokenPair:
-        from rather.data.batch import TokenPair  # here, because only who takes pairs needs torch
+        # Here, because only who takes pairs needs torch.
+        from rather.data.batch import PromptImage, TokenPair
 
         rows = (values[offsets[i] : offsets[i + 1]] for offsets, values in self.lists)
         prompt, chosen, rejected, *scored = rows
         first, second = (tuple(zip(s[::2].tolist(), s[1::2].tolist(), strict=True)) for s in scored)
         weight, margin, soft = (float(column[i]) for column in self.numbers)
+        images = []
+        for image in self.images[i].as_py() if self.images is not None else ():
+            source = image["path"] or image["content"]
+            grid = tuple(image["grid"])
+            images.append(PromptImage(image["digest"], source, grid, image["tokens"]))
         return TokenPair(
             prompt, chosen, rejected, first, second, weight, margin, soft,
-            self.ids[i].as_py(), int(self.digests[i]), int(self.groups[i]),
+            self.ids[i].as_py(), int(self.digests[i]), int(self.groups[i]), tuple(images),
         )  # fmt: skip
 
 
@@ -201,6 +218,30 @@ class PairDataset(PicklesFields):
         return self.column("pair_hash")
 
     @cached_property
+    def has_images(self) -> bool:
+        """Whether a pair of this set has an image."""
+        return bool(self.image_tokens.any())
+
+    @cached_property
+    def image_tokens(self) -> Ints:
+        """How many tokens of each prompt are of images."""
+        if "images" not in self.file.table.schema.names:
+            return np.zeros(len(self), np.int64)
+        column = self.file.table.column("images").combine_chunks()
+        tokens = column.flatten().field("tokens").to_numpy()
+        total = np.append(0, tokens.cumsum(dtype=np.int64))
+        return self._own(np.diff(total[np.append(0, self._lengths("images").cumsum())]))
+
+    def images(self) -> Iterator[PromptImage]:
+        """Yield the images of this set, each once."""
+        seen: set[str] = set()
+        for number in np.flatnonzero(self.image_tokens):
+            for image in self._take([number])[0].images:
+                if image.digest not in seen:
+                    seen.add(image.digest)
+                    yield image
+
+    @cached_property
     def scored(self) -> Ints:
         """The number of scored tokens of both answers of each pair of a file, [pairs, 2]."""
         counts = np.concatenate([batch.scored for batch in self.file.batches])
@@ -250,9 +291,12 @@ class PairDataset(PicklesFields):
 
     def lengths(self, name: str) -> NDArray[np.int32]:
         """Return how long each pair's list in a column is."""
+        return self._own(self._lengths(name))
+
+    def _lengths(self, name: str) -> NDArray[np.int32]:
         import pyarrow.compute as pc  # slow to import, and tokenising processes do without
 
-        return self._own(pc.list_value_length(self.file.table.column(name)).to_numpy())
+        return np.asarray(pc.list_value_length(self.file.table.column(name)).to_numpy())
 
     def _own(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return those of this set from the values of all pairs of the file."""

@@ -24,7 +24,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain, cycle
 from multiprocessing.connection import Connection, Pipe
@@ -35,9 +35,11 @@ import pyarrow as pa
 from rather.config import plugins
 from rather.config.redaction import looks_secret
 from rather.data.formats import EXTRAS, FormatError, RowLayout, TextPair, read_row
+from rather.data.image_tokens import ImageFacts, ImageRecipe
+from rather.data.images import content_of
 from rather.data.json_rows import DropReason
 from rather.data.messages import Content, Json, as_turns
-from rather.data.pairs import NUMBERS, SCHEMA
+from rather.data.pairs import IMAGE_SCHEMA, NUMBERS, SCHEMA
 from rather.data.read import TOO_DEEP, Chunk, DataFile, as_message, parsed_rows
 from rather.data.template import ChatTemplate
 from rather.data.tokens import (
@@ -233,7 +235,11 @@ class LimitedEncoder:
         fields: Json = self._ask("encode", pair)
         for name in ("chosen_scored", "rejected_scored"):
             fields[name] = tuple(map(tuple, fields[name]))
+        fields["images"] = _images(fields["images"])
         return Encoded(**fields)
+
+    def image_facts(self, pair: TextPair) -> tuple[ImageFacts, ...]:
+        return _images(self._ask("image_facts", pair)) if pair.images else ()
 
     def _ask(self, name: str, pair: TextPair | None = None, **options: bool) -> Any:
         try:
@@ -246,6 +252,10 @@ class LimitedEncoder:
         if "dropped" in head:
             raise DropReason(*head["dropped"])
         return head["found"]
+
+
+def _images(received: Iterable[Any]) -> tuple[ImageFacts, ...]:
+    return tuple(ImageFacts(digest, path, tuple(grid), n) for digest, path, grid, n in received)
 
 
 # ---- in the child
@@ -282,7 +292,8 @@ class ChunkEncoder:
             "ignored": sorted(self.ignored)[:100],
             "prompts": list(self.prompts.items()),
         }
-        return head, as_message(pa.RecordBatch.from_pylist(self.pairs, schema=SCHEMA))
+        schema = IMAGE_SCHEMA if self.encoder.recipe.images else SCHEMA
+        return head, as_message(pa.RecordBatch.from_pylist(self.pairs, schema=schema))
 
     def _read(self, source: int, number: int, row: Json | DropReason) -> None:
         pairs: list[tuple[TextPair, Encoded]] = []
@@ -301,6 +312,8 @@ class ChunkEncoder:
         except DropReason as reason:
             dropped.append(reason)
         for pair in texts:
+            if pair.images:
+                pair = replace(pair, image_dir=self.layout.image_dirs[source])
             try:
                 pairs.append((pair, self.encoder.encode(pair)))
             except DropReason as reason:
@@ -341,6 +354,13 @@ class ChunkEncoder:
 def _columns(pair: TextPair, encoded: Encoded) -> Json:
     contents = {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
     prompt, chosen, rejected = map(_digest, contents.values())
+    normal = {f"normal_{name}": _normal(text, ROLES[name]) for name, text in contents.items()}
+    images = []
+    for reference, image in zip(pair.images, encoded.images, strict=True):
+        prompt += bytes.fromhex(image.digest)  # the same question about another image is another
+        normal["normal_prompt"] = _number(b"%d %s" % (normal["normal_prompt"], prompt[16:]))
+        content = b"" if image.path else content_of(reference)
+        images.append({**image._asdict(), "content": content})
     return {
         **{name: getattr(encoded, name) for name in contents},
         **{f"{name}_scored": list(chain(*getattr(encoded, f"{name}_scored"))) for name in SIDES},
@@ -348,7 +368,8 @@ def _columns(pair: TextPair, encoded: Encoded) -> Json:
         "prompt_hash": _number(prompt),
         "pair_hash": _number(prompt + chosen + rejected),
         "swapped_hash": _number(prompt + rejected + chosen),
-        **{f"normal_{name}": _normal(text, ROLES[name]) for name, text in contents.items()},
+        **normal,
+        "images": images,
     }
 
 
@@ -424,7 +445,9 @@ def main(connection: int, progress: int) -> None:
                 plugins.load_sources(setup["imports"])
                 recipe = setup["recipe"]
                 template = ChatTemplate(**recipe["template"]) if recipe["template"] else None
-                encoder = Encoder(TokenRecipe(**{**recipe, "template": template}))
+                images = ImageRecipe(**recipe["images"]) if recipe["images"] else None
+                recipe |= {"template": template, "images": images}
+                encoder = Encoder(TokenRecipe(**recipe))
                 chunks = ChunkEncoder(encoder, RowLayout(**setup["layout"]), at_row)
             if "ask" in head:
                 reply(_answer(chunks.encoder, head))

@@ -24,16 +24,17 @@ from rich.console import Console
 
 from rather.config.compat import check_even
 from rather.config.run_config import DPOConfig
-from rather.config.schema import ActorConfig, DataArgs, PairKeys, as_list
+from rather.config.schema import ActorConfig, DataArgs, PairKeys, RoleConfig, as_list
 from rather.config.strategies import data_parallel
 from rather.data import hub
 from rather.data.cache import Cache, batch_writer
 from rather.data.findings import examine, mix
-from rather.data.formats import FORMATS, RowLayout
+from rather.data.formats import FORMATS, IMAGES, RowLayout, has_images
+from rather.data.image_tokens import FAMILIES, ImageRecipe, family_of, image_recipe
 from rather.data.messages import common_length
-from rather.data.pairs import PairDataset, corrected
+from rather.data.pairs import IMAGE_SCHEMA, SCHEMA, PairDataset, corrected
 from rather.data.pool import ChunkResult, encode_chunks
-from rather.data.read import DataFile, chunks_of, find_sources
+from rather.data.read import DataFile, chunks, chunks_of, find_sources, parsed_rows
 from rather.data.report import TOO_LONG, Json, RowCounts, add_paths, as_lines, share_dropped
 from rather.data.show import bar
 from rather.data.template import (
@@ -43,10 +44,11 @@ from rather.data.template import (
     load_tokenizer,
     own_template,
     read_template,
+    use_processor_template,
 )
 from rather.data.tokens import Ids, TokenRecipe
-from rather.errors import DataError, counted
-from rather.files import file_sha, text_sha
+from rather.errors import LIMITS, DataError, counted
+from rather.files import file_sha, inspect_folder, text_sha
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -248,6 +250,7 @@ def recipe_of(
     data: DataArgs,
     sequence_length: int,
     parity: str | None = None,
+    images: ImageRecipe | None = None,
 ) -> TokenRecipe:
     """Return the recipe by which a tokenizer and these settings turn text into tokens."""
     bos: int | None = tokenizer.bos_token_id
@@ -263,7 +266,36 @@ def recipe_of(
         max_prompt_length=data.max_prompt_length,
         default_system=data.default_system,
         as_trl=parity,
+        images=images,
         **{name: getattr(data, name) for name in RECIPE},
+    )
+
+
+NO_EARLY_IMAGES = (
+    "none of the first rows of its set has; set data_args.image_dir if the model reads images"
+)
+
+
+def images_of(actor: RoleConfig, data: DataArgs) -> tuple[ImageRecipe | None, str]:
+    """Return how the images of a model are read; or None, and why they are not."""
+    folder = inspect_folder(actor.model_path, actor.model_args.revision)
+    family = family_of(folder)
+    if folder is None or family is None:
+        return None, f"{actor.model_path} is a language model that reads text only; {LIMITS}"
+    if family not in FAMILIES:
+        names = ", ".join(FAMILIES)
+        return None, f"images are not trained with '{family}', only with {names}; {LIMITS}"
+    return image_recipe(folder, data.image_max_pixels, data.image_min_pixels), ""
+
+
+def _begins_with_images(source: DataFile, encoding: str) -> bool:
+    """Return whether one of the first rows of a file has images.
+
+    Text of a vision model is prepared as it always was; only the start of a file is read for that.
+    """
+    first = next(chunks(source, 0, encoding), None)
+    return first is not None and any(
+        isinstance(row, dict) and has_images(row) for _, row in parsed_rows(first)
     )
 
 
@@ -324,10 +356,11 @@ class _Builder:
             groups.append(list(chain.from_iterable(map(find_sources, local_files))))
         sources = list(chain.from_iterable(groups))
         layout = layout_of(self.keys, self.rows, data)
+        images, layout = self._image_layout(sources, data, layout)
         shas = [[cache.sha(source.path) for source in group] for group in groups]
-        address = self._address(shas, data, layout)
+        address = self._address(shas, data, layout, images)
         pair_file, report = cache.find_or_build(
-            address, lambda target: self._build(target, groups, data, layout)
+            address, lambda target: self._build(target, groups, data, layout, images)
         )
         counts = iter([entry["pairs"] for entry in report["files"]])
         ends = list(accumulate(sum(islice(counts, len(group))) for group in groups))
@@ -338,7 +371,31 @@ class _Builder:
             report["max_samples"] = data.max_samples
         return PairDataset(pair_file, address, rows_of_files), report
 
-    def _address(self, shas: list[list[str]], data: DataArgs, layout: RowLayout) -> str:
+    def _image_layout(
+        self, sources: list[DataFile], data: DataArgs, layout: RowLayout
+    ) -> tuple[ImageRecipe | None, RowLayout]:
+        """Return how images of these files are read, and the layout that says so."""
+        if data.image_dir and not Path(data.image_dir).expanduser().is_dir():
+            raise DataError(f"data_args.image_dir: {data.image_dir} is not a folder.")
+        are_named = bool(data.image_dir) or not layout.columns.keys().isdisjoint(IMAGES)
+        if not are_named and not any(_begins_with_images(file, data.encoding) for file in sources):
+            return None, replace(layout, refuse_images=NO_EARLY_IMAGES)
+        recipe, refusal = images_of(self.actor, data)
+        if recipe is None and data.image_dir:
+            raise DataError(f"data_args.image_dir: {refusal}; remove the key.")
+        folders = []
+        for source in sources:
+            folder = Path(data.image_dir).expanduser() if data.image_dir else source.path.parent
+            folders.append(str(folder.absolute()))
+        return recipe, replace(layout, refuse_images=refusal, image_dirs=folders)
+
+    def _address(
+        self,
+        shas: list[list[str]],
+        data: DataArgs,
+        layout: RowLayout,
+        images: ImageRecipe | None,
+    ) -> str:
         """Return the hash of everything that decides the tokens; `shas` are those of the files."""
         settings = {
             "version": VERSION,
@@ -365,6 +422,7 @@ class _Builder:
             "max_samples": data.max_samples,
             # The rows that are used then depend on which files are one entry of file_name.
             "entries": [len(group) for group in shas] if data.max_samples else None,
+            "images": [images.digest, images.token, *layout.image_dirs] if images else None,
         }
         for name, setting in later.items():
             if setting or setting == 0:
@@ -372,10 +430,17 @@ class _Builder:
         return text_sha(json.dumps(settings, sort_keys=True))
 
     def _build(
-        self, target: Path, groups: list[list[DataFile]], data: DataArgs, layout: RowLayout
+        self,
+        target: Path,
+        groups: list[list[DataFile]],
+        data: DataArgs,
+        layout: RowLayout,
+        images: ImageRecipe | None,
     ) -> Json:
         sources = list(chain.from_iterable(groups))
-        recipe = recipe_of(self.tokenizer, data, self.keys.sequence_length, self.parity)
+        if images:
+            use_processor_template(self.tokenizer, Path(self.actor.tokenizer_path).expanduser())
+        recipe = recipe_of(self.tokenizer, data, self.keys.sequence_length, self.parity, images)
         template = recipe.template
         by = f"chat template {template.name}" if template else "the tokenizer"
         counts = RowCounts(sources)
@@ -384,7 +449,8 @@ class _Builder:
         sizes = [_unpacked_size(source) for source in sources]
         processes = data.preprocessing_num_workers or _automatic_processes(sum(sizes))
         rows = chunks_of(groups, data.encoding, data.max_samples)
-        with bar(self.console, "tokenising", sum(sizes)) as advance, batch_writer(target) as add:
+        writer = batch_writer(target, IMAGE_SCHEMA if images else SCHEMA)
+        with bar(self.console, "tokenising", sum(sizes)) as advance, writer as add:
             for encoded in encode_chunks(rows, recipe, layout, sources, processes):
                 first = first or encoded
                 add(encoded.batch)

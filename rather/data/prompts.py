@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 from rather.data.formats import (
     MEDIA,
+    TEXT_ONLY,
     Row,
     RowLayout,
     extras_of,
     matching_format,
+    place_images,
     read_by,
     require,
 )
@@ -32,6 +34,7 @@ class PromptRow(NamedTuple):
     tools: list[Any] | None
     template_kwargs: dict[str, Any]
     row: dict[str, Any]
+    images: tuple[str, ...] = ()  # paths and data URLs
 
     @property
     def written(self) -> dict[str, Any]:
@@ -54,8 +57,11 @@ class PromptRow(NamedTuple):
         return not isinstance(self.prompt, str) and self.prompt[0]["role"] in SYSTEM
 
 
-def read_prompts(path: Path) -> list[PromptRow]:
-    """Return the prompts of all rows; an error lists the rows that have none."""
+def read_prompts(path: Path, refuse_images: str = TEXT_ONLY) -> list[PromptRow]:
+    """Return the prompts of all rows; an error lists the rows that have none.
+
+    `refuse_images` says why images are not read; it is empty if they are.
+    """
     prompts: list[PromptRow] = []
     problems: list[str] = []
     for source in find_sources(path):
@@ -64,7 +70,7 @@ def read_prompts(path: Path) -> list[PromptRow]:
                 try:
                     if isinstance(row, DropReason):
                         raise row
-                    prompts.append(prompt_row(row))
+                    prompts.append(prompt_row(row, refuse_images))
                 except DropReason as reason:
                     problems.append(f"{source.path}:{number}: {reason.detail}")
     if problems:
@@ -76,17 +82,19 @@ def read_prompts(path: Path) -> list[PromptRow]:
     return prompts
 
 
-def prompt_row(row: dict[str, Any]) -> PromptRow:
+def prompt_row(row: dict[str, Any], refuse_images: str = TEXT_ONLY) -> PromptRow:
     """Return the prompt of one row; raise DropReason if it has none."""
     extras = extras_of(
         {name: value for name, value in row.items() if name in (*MEDIA, *FOR_TEMPLATES)}
     )
     prompt = text_or_turns(_prompt(row), "the prompt")
+    prompt, images = place_images(prompt, row, refuse_images)
     if not isinstance(prompt, str) and (not prompt or prompt[-1]["role"] not in ("user", "tool")):
         raise DropReason("bad_roles", "a prompt must end with a user or tool turn")
     if not any(turn["content"].strip() for turn in as_turns(prompt, "user")):
         raise DropReason("empty_prompt", "the prompt is empty")
-    return PromptRow(prompt, extras.get("tools"), extras.get("template_kwargs", {}), row)
+    kwargs = extras.get("template_kwargs", {})
+    return PromptRow(prompt, extras.get("tools"), kwargs, row, images)
 
 
 def _prompt(row: Row) -> Any:

@@ -22,6 +22,7 @@ MEANINGS = dict(
     line.split(": ", 1)
     for line in """\
 answer_lost: the template leaves out a part of an answer
+bad_image: an image that is missing, damaged, too large or not allowed
 bad_encoding: not valid in the file's encoding
 bad_json: not valid JSON
 bad_csv: another number of cells than the header
@@ -48,6 +49,7 @@ eos_text_removed: EOS written as text at the end of an answer
 glued_boundary: prompt and answer run together; set data_args.separator
 identical_after_truncation: both answers are the same tokens
 identical_text: both answers are the same text
+image_count: another number of images than of places for them
 in_training_data: the same pair is in the training data
 length_gap: answers whose lengths differ by more than max_length_gap
 missing_key: a needed key is missing

@@ -29,7 +29,7 @@ from rather.data.json_rows import DropReason
 from rather.data.messages import Json, Turns
 from rather.data.tokenizer_files import check_tokenizer_files
 from rather.errors import DataError
-from rather.files import inspect_folder, parse_json, yaml_text
+from rather.files import inspect_folder, parse_json, read_json, yaml_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -160,6 +160,16 @@ def load_tokenizer(
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def use_processor_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Take the template of a model's processor, which older checkpoints have in a file of its own."""
+    path = folder / "chat_template.json"
+    if path.is_file():
+        try:
+            tokenizer.chat_template = str(read_json(path)["chat_template"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise DataError(f"{path}: has no chat_template ({error}).") from error
 
 
 def _refuse_growth(path: str, backend: Any) -> None:

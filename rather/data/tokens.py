@@ -32,8 +32,10 @@ from rather.data.formats import (
     is_empty,
     texts,
 )
+from rather.data.image_tokens import ImageFacts, ImageReader, ImageRecipe
+from rather.data.images import PLACEHOLDER, bad_image
 from rather.data.json_rows import DropReason
-from rather.data.messages import Content, Turns, as_turns, common_length, wrong_type
+from rather.data.messages import Content, Json, Turns, as_turns, common_length, wrong_type
 from rather.data.pairs import spans_of
 from rather.data.read import HALF_CHARACTER
 from rather.data.template import RESERVED, ChatTemplate
@@ -62,6 +64,7 @@ class TokenRecipe:
     max_prompt_length: int | None = None
     default_system: str | None = None  # for rows without a system turn
     as_trl: str | None = None  # the value of `parity`, or None
+    images: ImageRecipe | None = None  # None if only text is read
 
     @cached_property
     def digest(self) -> str:
@@ -80,6 +83,7 @@ class Encoded:
     chosen_scored: Spans
     rejected_scored: Spans
     notes: dict[str, str] = field(default_factory=dict)  # kind of a change or warning -> detail
+    images: tuple[ImageFacts, ...] = ()  # of the prompt
 
 
 SIDES = ("chosen", "rejected")
@@ -105,6 +109,7 @@ class Encoder:
         longest_first = sorted(filter(None, special.values()), key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.eos_text = self.tokenizer.id_to_token(recipe.eos) if recipe.eos is not None else None
+        self.images = ImageReader(recipe.images) if recipe.images else None
         secret = secrets.token_hex(8)  # no author of a row can know it; no result depends on it
         self.real = f"\ue000{secret}\ue001"  # follows special tokens that the template wrote
         self.mark = f"\ue002{secret}\ue001"  # is inside special-token text of a row in rendering
@@ -148,6 +153,7 @@ class Encoder:
         if any(map(is_empty, answers)):
             raise DropReason("empty_response", f"nothing but {self.eos_text}")
         self._check_special_tokens(pair)
+        images = self.image_facts(pair)
         prompt, *sequences = self._ids_of(pair)
         length = min(common_length(prompt, ids) for ids in sequences)
         if length < len(prompt):
@@ -166,6 +172,9 @@ class Encoder:
             rejected_scored=scored[1] if has_two_answers else (),
             notes=self.notes,
         )
+        if self.recipe.images:
+            encoded = self._with_images(encoded, images)
+            prompt = self._expand(prompt, images)[0]
         if pair.tokens:
             encoded = self._with_own_tokens(encoded, pair.tokens, prompt)
         return self.fit(encoded)
@@ -192,11 +201,18 @@ class Encoder:
         spans = [((len(prompt), len(prompt) + len(ids)),) for ids in written]
         rejected = written[1] if len(written) > 1 else []
         rejected_scored = spans[1] if len(written) > 1 else ()
-        return Encoded(prompt, written[0], rejected, spans[0], rejected_scored, encoded.notes)
+        return replace(
+            encoded,
+            prompt=prompt,
+            chosen=written[0],
+            rejected=rejected,
+            chosen_scored=spans[0],
+            rejected_scored=rejected_scored,
+        )
 
     def _check_special_tokens(self, pair: TextPair) -> None:
         """Drop, escape or note a row whose text holds a special token of the tokenizer."""
-        special = _search(self.special, pair)
+        special = next(filter(None, map(self.special.search, _own_texts(pair))), None)
         if not special:
             return
         policy = self.recipe.special_tokens
@@ -218,6 +234,8 @@ class Encoder:
         if recipe.template:
             text = self._render(as_turns(pair.prompt, "user"), True)
         [ids] = self._ids([text])
+        if recipe.images:
+            ids = self._expand(ids, self.image_facts(pair))[0]
         return self._one_bos(ids) if as_trained else ids
 
     def _with_system(self, pair: TextPair) -> TextPair:
@@ -238,6 +256,66 @@ class Encoder:
             prompt=({"role": "system", "content": text}, *prompt),
             chosen=as_turns(pair.chosen, "assistant"),
             rejected=as_turns(pair.rejected, "assistant") if pair.rejected else pair.rejected,
+        )
+
+    # ---- images
+
+    def image_facts(self, pair: TextPair) -> tuple[ImageFacts, ...]:
+        """Return what is known about the images of a prompt; raise DropReason for a bad one."""
+        if not pair.images:
+            return ()
+        assert self.images, "rows with images were refused before"
+        if self.recipe.template is None or self.recipe.as_trl:
+            raise bad_image(
+                "images need a chat template, which says where they are; set data_args.template: "
+                "native, and no parity"
+            )
+        return self.images.facts(pair.images, pair.image_dir)
+
+    def _expand(self, ids: Ids, images: Sequence[ImageFacts]) -> tuple[Ids, Ids]:
+        """Return ids with all tokens of the images, and where each of the given ids is then."""
+        recipe = self.recipe.images
+        assert recipe
+        written = ids.count(recipe.token)
+        if written != len(images):
+            raise DropReason(
+                "image_count",
+                f"the chat template and the text give {written} image tokens for {len(images)} "
+                "images; use the template of the model, and no image token as text",
+            )
+        expanded: Ids = []
+        places: Ids = []
+        remaining = iter(images)
+        for token in ids:
+            places.append(len(expanded))
+            expanded += self._image_ids(next(remaining)) if token == recipe.token else [token]
+        return expanded, [*places, len(expanded)]
+
+    def _image_ids(self, image: ImageFacts) -> Ids:
+        recipe = self.recipe.images
+        assert recipe
+        if recipe.family != "smolvlm":
+            return [recipe.token] * image.tokens
+        text = recipe.written(image.grid, self.tokenizer.id_to_token(recipe.token))
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _with_images(self, pair: Encoded, images: tuple[ImageFacts, ...]) -> Encoded:
+        """Return the pair with all tokens of its images; spans move with the tokens."""
+        assert self.recipe.images
+        if self.recipe.images.token in (*pair.chosen, *pair.rejected):
+            raise DropReason("image_count", "an answer holds the image token as text")
+        prompt, places = self._expand(pair.prompt, images)
+        shift = len(prompt) - len(pair.prompt)
+
+        def moved(place: int) -> int:
+            return places[place] if place < len(places) else place + shift
+
+        return replace(
+            pair,
+            prompt=prompt,
+            chosen_scored=tuple((moved(a), moved(b)) for a, b in pair.chosen_scored),
+            rejected_scored=tuple((moved(a), moved(b)) for a, b in pair.rejected_scored),
+            images=images,
         )
 
     # ---- text to ids
@@ -321,9 +399,12 @@ class Encoder:
     def _note_template(self, pair: TextPair, rendered: Sequence[str]) -> None:
         """Note signs of a template that was made for another model, or loses text of the row."""
         prompt, *sequences = rendered
-        questions = [turn["content"].strip() for turn in as_turns(pair.prompt, "user")]
-        if not self.is_escaped and questions and questions[-1] not in prompt:
-            detail = f"the rendered prompt {prompt[-80:]!r} does not contain {questions[-1][:80]!r}"
+        turns = as_turns(pair.prompt, "user")
+        question = turns[-1]["content"] if turns else ""
+        pieces = question.split(PLACEHOLDER) if pair.images else [question]
+        lost = [piece for piece in map(str.strip, pieces) if piece not in prompt]
+        if not self.is_escaped and lost:
+            detail = f"the rendered prompt {prompt[-80:]!r} does not contain {lost[0][:80]!r}"
             self._note("prompt_lost", detail)
         for answer, sequence in zip(pair.answers, sequences, strict=True):
             text = as_turns(answer, "assistant")[-1]["content"]
@@ -340,18 +421,35 @@ class Encoder:
     def _render(self, turns: Turns, start_answer: bool) -> str:
         """Return the text of turns. Special-token text of an escaped row cannot match a token."""
         assert self.recipe.template
-        if self.is_escaped:
-
-            def marked(found: re.Match[str]) -> str:
-                return found[0][0] + self.mark + found[0][1:]
-
-            turns = tuple({**t, "content": self.special.sub(marked, t["content"])} for t in turns)
+        if self.is_escaped or self.recipe.images:
+            turns = tuple({**turn, "content": self._written(turn)} for turn in turns)
         text = self.recipe.template.render(
             turns, start_answer, self.pair.tools, self.pair.template_kwargs
         )
         if self.is_escaped:
             text = self.special.sub(lambda found: found[0] + self.real, text)
         return text.replace(self.mark, "")
+
+    def _written(self, turn: Json) -> str | list[Json]:
+        """Return the content of a turn for the template; with images, as a list of parts."""
+
+        def marked(found: re.Match[str]) -> str:
+            return found[0][0] + self.mark + found[0][1:]
+
+        def escaped(text: str) -> str:
+            return self.special.sub(marked, text) if self.is_escaped else text
+
+        content = str(turn["content"])
+        if not self.recipe.images:
+            return escaped(content)
+        parts: list[Json] = []
+        has_places = self.pair.images and turn["role"] != "assistant"
+        for i, piece in enumerate(content.split(PLACEHOLDER) if has_places else [content]):
+            if i:
+                parts.append({"type": "image"})
+            if piece:
+                parts.append({"type": "text", "text": escaped(piece)})
+        return parts or [{"type": "text", "text": ""}]
 
     def _ids(self, rendered: Sequence[str], *, add_special_tokens: bool = False) -> list[Ids]:
         tokenizer = self.tokenizer if add_special_tokens else self._active_tokenizer
@@ -512,16 +610,21 @@ class Encoder:
         _check_difference(pair, "chosen and rejected become the same tokens")
         prompt = len(pair.prompt)
         longest = max(len(pair.chosen), len(pair.rejected))
+        of_images = sum(image.tokens for image in pair.images)
+        uncut = f", of them {of_images} of images, which are not cut" if of_images else ""
         if prompt_limit is not None and bos < prompt_limit < prompt:
-            detail = f"a prompt of {prompt} tokens; max_prompt_length is {prompt_limit}"
+            detail = f"a prompt of {prompt} tokens{uncut}; max_prompt_length is {prompt_limit}"
+            if of_images:
+                raise DropReason("prompt_too_long", detail)
             pair = _cut(pair, bos, prompt - prompt_limit, longest, truncated_prompt=detail)
             prompt = prompt_limit
         excess = prompt + longest - limit
         if excess > 0:
-            sizes = f"{prompt + longest} tokens, of them {prompt} of the prompt"
+            sizes = f"{prompt + longest} tokens, of them {prompt} of the prompt{uncut}"
             detail = f"{sizes}; sequence_length is {limit}"
             room = limit - prompt
-            if recipe.overlong == "truncate_prompt" and excess < prompt - bos:
+            may_cut = recipe.overlong == "truncate_prompt" and not of_images
+            if may_cut and excess < prompt - bos:
                 # The last token of the prompt stays, as the first of the answer needs it.
                 pair = _cut(pair, bos, excess, longest, truncated_prompt=detail)
             elif recipe.overlong == "truncate_response" and room > 0:
@@ -549,6 +652,11 @@ def _common_end(one: Any, other: Any) -> Any:
     return one[len(one) - common_length(one[::-1], other[::-1]) :]
 
 
+def _own_texts(pair: TextPair) -> list[str]:
+    """Return the texts of a row without the places of its images."""
+    return [text.replace(PLACEHOLDER, " ") if pair.images else text for text in texts(pair)]
+
+
 def _search(pattern: re.Pattern[str], pair: TextPair) -> re.Match[str] | None:
     return next(filter(None, map(pattern.search, texts(pair))), None)
 
@@ -566,13 +674,14 @@ def _cut(pair: Encoded, kept: int, excess: int, room: int, **notes: str) -> Enco
     def cut_spans(spans: Spans) -> Spans:
         return _spans((max(a - excess, kept), min(b - excess, end)) for a, b in spans)
 
-    return Encoded(
-        prompt,
-        pair.chosen[:room],
-        pair.rejected[:room],
-        cut_spans(pair.chosen_scored),
-        cut_spans(pair.rejected_scored),
-        pair.notes | notes,
+    return replace(
+        pair,
+        prompt=prompt,
+        chosen=pair.chosen[:room],
+        rejected=pair.rejected[:room],
+        chosen_scored=cut_spans(pair.chosen_scored),
+        rejected_scored=cut_spans(pair.rejected_scored),
+        notes=pair.notes | notes,
     )
 
 
@@ -605,6 +714,9 @@ def read_tokenised(row: Row, layout: RowLayout, encoder: Encoder) -> tuple[TextP
     start = min(common_length(chosen, rejected), last)
     if start == 0 and chosen != rejected:
         raise DropReason("prompt_mismatch", "chosen and rejected do not begin with the same token")
+    images = encoder.recipe.images
+    if images and images.token in (*chosen, *rejected):
+        raise bad_image("rows of tokens cannot hold images; give the rows as text")
     whole_pair = Encoded(chosen[:start], chosen[start:], rejected[start:], first, second)
     encoded = encoder.fit(whole_pair)
     prompt = _written_out(encoded.prompt)

@@ -253,7 +253,7 @@ def test_rows_without_a_prompt_are_named(model: Path, tmp_path: Path) -> None:
     done = rather("generate", model, bad, "--out", tmp_path / "a.jsonl")
     assert done.exit_code == 3
     assert "bad.jsonl:2: no key 'prompt'" in done.output
-    assert "bad.jsonl:3: the row has a column images" in done.output
+    assert "bad.jsonl:3: the row has images, but" in done.output
 
 
 def test_a_dry_run_counts_and_writes_nothing(model: Path, prompts: Path, tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def test_extra_columns_weights_and_ids() -> None:
         ({"prompt": "q", "chosen": True, "rejected": "b"}, "bad_type", "bool"),
         ({"prompt": 5, **AB}, "bad_type", "prompt"),
         ({"messages": [{"content": "q"}], **AB}, "bad_type", "no role"),
-        ({"messages": [user([{"type": "image"}])], **AB}, "bad_type", "not text"),  # type: ignore[arg-type]
+        ({"messages": [user([{"type": "image"}])], **AB}, "bad_type", "only text"),  # type: ignore[arg-type]
         ({"messages": [user(None)], **AB}, "bad_type", "null"),  # type: ignore[arg-type]
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "identical_text", ""),
         ({"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("a")]}, "identical_text", ""),

@@ -31,8 +31,17 @@ from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 from rather.config.plugins import Registry, did_you_mean
+from rather.data.images import PARTS, PLACEHOLDER, references
 from rather.data.json_rows import DropReason
-from rather.data.messages import Turns, as_turns, check_roles, text_or_turns, wrong_type
+from rather.data.messages import (
+    NO_MEDIA,
+    REFERENCES,
+    Turns,
+    as_turns,
+    check_roles,
+    text_or_turns,
+    wrong_type,
+)
 from rather.errors import LIMITS, DataError
 from rather.files import parse_json
 
@@ -40,9 +49,11 @@ Row = Mapping[str, Any]
 ANSWERS = ("chosen", "rejected")
 GRADES = ("label", "kto_tag", "score")
 EXTRAS = ("weight", "margin", "soft_label", "id", "tools", "chat_template_kwargs")
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+IMAGES = ("images", "image")
+MEDIA = ("videos", "video", "audios", "audio")
+TEXT_ONLY = f"only text is read here; {LIMITS}"
 GENERATED = ("ended", "response_ids", "prompt_ids", "tokens_digest")  # by `rather generate`
-OPTIONAL = ("input", "system", "history", "ranks", "scores", *GENERATED, *GRADES, *EXTRAS)
+OPTIONAL = ("input", "system", "history", "ranks", "scores", *GENERATED, *GRADES, *EXTRAS, *IMAGES)
 NO_ANSWER = object()  # the rejected side of a single answer
 TOKENISED = "tokenised"  # rows of token ids: see tokens.py
 ONE_ANSWER = (
@@ -163,11 +174,68 @@ def extras_of(row: Row) -> dict[str, Any]:
 
 def _refuse_media(row: Row) -> None:
     for name in MEDIA:
-        media = row.get(name)
-        if media is not None and not (isinstance(media, Sized) and len(media) == 0):
-            raise DropReason(
-                "bad_type", f"the row has a column {name}, but only text is read; {LIMITS}"
-            )
+        if _has_value(row, name):
+            raise DropReason("bad_type", f"the row has a column {name}: {NO_MEDIA}")
+    if _has_value(row, "rejected_images"):
+        raise DropReason("bad_type", "rejected_images: images are read in prompts only")
+
+
+def _has_value(row: Row, name: str) -> bool:
+    column = row.get(name)
+    return column is not None and not (isinstance(column, Sized) and len(column) == 0)
+
+
+def has_images(row: Row) -> bool:
+    """Return whether a row, as it is in its file, names images."""
+    if any(_has_value(row, name) for name in IMAGES):
+        return True
+    for column in row.values():
+        messages = column if isinstance(column, list) else [column]
+        for message in messages:
+            content = message.get("content") if isinstance(message, dict) else None
+            parts = content if isinstance(content, list) else []
+            if any(isinstance(part, dict) and part.get("type") in PARTS for part in parts):
+                return True
+    return False
+
+
+def place_images(prompt: str | Turns, row: Row, refuse: str) -> tuple[str | Turns, tuple[str, ...]]:
+    """Return the prompt with a placeholder for each of its images, and the images in their order.
+
+    If a prompt has images but no place for them, they come before its first question, as in TRL.
+    `refuse` says why images are not read; it is empty if they are.
+    """
+    column = references(next((row[name] for name in IMAGES if _has_value(row, name)), None))
+    turns = as_turns(prompt, "user") or as_turns("", "user")
+    if not column and not any(REFERENCES in turn for turn in turns):
+        return prompt, ()
+    if refuse:
+        raise DropReason("bad_type", f"the row has images, but {refuse}")
+    places: list[str | None] = []
+    for turn in turns:
+        if turn["role"] == "assistant":
+            _refuse_in_answer(turn)
+            continue
+        count = turn["content"].count(PLACEHOLDER)
+        images = turn.get(REFERENCES, [None] * count)
+        if len(images) != count:
+            raise DropReason("image_count", f"a message has image parts and the text {PLACEHOLDER}")
+        places += images
+    turns = tuple({key: turn[key] for key in turn if key != REFERENCES} for turn in turns)
+    if not places:
+        first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), 0)
+        content = PLACEHOLDER * len(column) + turns[first]["content"]
+        turns = (*turns[:first], {**turns[first], "content": content}, *turns[first + 1 :])
+        places = [None] * len(column)
+    if places.count(None) != len(column):
+        raise DropReason(
+            "image_count",
+            f"the prompt has {places.count(None)} places for images ({PLACEHOLDER} or image parts), "
+            f"the row has {len(column)} images",
+        )
+    remaining = iter(column)
+    images_in_order = tuple(image or next(remaining) for image in places)
+    return turns[0]["content"] if isinstance(prompt, str) else turns, images_in_order
 
 
 def _nested(content: Any, name: str, kind: type) -> Any:
@@ -200,6 +268,8 @@ class TextPair:
     soft_label: float = math.nan
     id: str = ""
     tokens: OwnTokens | None = None
+    images: tuple[str, ...] = ()  # paths and data URLs, one for each placeholder of the prompt
+    image_dir: str = ""  # the folder that paths are in
 
     @property
     def answers(self) -> list[str | Turns]:
@@ -236,10 +306,14 @@ class RowLayout:
     label_threshold: float | None = None
     min_gap: float | None = None  # of the scores of ranked answers
     max_length_gap: int | None = None  # tokens
+    refuse_images: str = TEXT_ONLY  # why images are not read; empty if they are
+    image_dirs: Sequence[str] = ()  # of each data file
 
     def __post_init__(self) -> None:
         check_format(self.format, "data_args.format")
-        readable = set(EXTRAS).union(*((*form.needs, *form.may) for form in FORMATS.values()))
+        readable = {*EXTRAS, *IMAGES}.union(
+            *((*form.needs, *form.may) for form in FORMATS.values())
+        )
         for name in self.columns:
             if name not in readable:
                 hint = did_you_mean(name, sorted(readable))
@@ -258,12 +332,15 @@ def read_row(row: Row, layout: RowLayout) -> RowPairs:
         prompt, answers = read_by(form, renamed)
         prompt = text_or_turns(prompt, "the prompt")
         extras = extras_of(renamed)
+        prompt, extras["images"] = place_images(prompt, renamed, layout.refuse_images)
         couples, skipped = _couples(answers, renamed, layout)
     except DropReason as reason:
         if reason.reason == "missing_key" and layout.columns:
             reason.detail += f"; data_args.columns is {dict(layout.columns)}"
         return RowPairs([], [reason], {}, [])
-    used = {*form.needs, *form.may, *EXTRAS}.difference(GRADES if layout.rows == "answers" else ())
+    used = {*form.needs, *form.may, *EXTRAS, *IMAGES}.difference(
+        GRADES if layout.rows == "answers" else ()
+    )
     row_pairs = RowPairs([], [], skipped, [name for name in renamed if name not in used])
     for chosen, rejected, grade in couples:
         try:
@@ -476,6 +553,9 @@ def _pair(prompt: str | Turns, chosen: Any, rejected: Any, extras: dict[str, Any
         # an empty conversation is an empty question
         prompt = as_turns(prompt, "user") or as_turns("", "user")
         sides = {name: as_turns(answer, "assistant") for name, answer in sides.items()}
+        for answer in sides.values():
+            for turn in answer:
+                _refuse_in_answer(turn)
         check_roles(prompt, *sides.values())
     first, *second = sides.values()
     if second == [first]:
@@ -483,6 +563,11 @@ def _pair(prompt: str | Turns, chosen: Any, rejected: Any, extras: dict[str, Any
             "identical_text", "chosen and rejected are the same text: there is nothing to prefer"
         )
     return TextPair(prompt, first, *(second or [""]), **extras)
+
+
+def _refuse_in_answer(turn: Mapping[str, Any]) -> None:
+    if REFERENCES in turn:
+        raise DropReason("bad_image", "an answer has images; they are read in prompts only")
 
 
 def is_empty(answer: str | Turns) -> bool:

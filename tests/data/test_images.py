@@ -1,0 +1,354 @@
+"""Rows with images: shapes of peers, tokens and pixels as in transformers, and images that are bad."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import pickle
+import struct
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from rather.config.run_config import DPOConfig
+from rather.config.schema import TrainDataArgs
+from rather.data.batch import PromptImage
+from rather.data.formats import RowLayout, TextPair, read_row
+from rather.data.image_tokens import FAMILIES, image_recipe
+from rather.data.images import MOST_IMAGES, content_of, data_url
+from rather.data.json_rows import DropReason
+from rather.data.pixels import PixelMaker, maker_of
+from rather.data.pool import LimitedEncoder
+from rather.data.prepare import prepare, recipe_of
+from rather.data.show import token_view
+from rather.data.tokens import Encoder
+from rather.errors import DataError
+from tests.data.vision import encoded, png, processor_of, tokenizer_of, vision_folder
+
+ANSWERS = {"chosen": "a red one", "rejected": "a blue one"}
+SIZES = [(20, 12), (7, 31), (64, 64), (90, 33), (8, 8), (130, 20)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("vision")
+    return {family: vision_folder(base / family, family) for family in FAMILIES}
+
+
+def encoder_of(folder: Path, family: str, **settings: Any) -> Encoder:
+    data = TrainDataArgs(**settings)
+    recipe = image_recipe(folder, data.image_max_pixels, data.image_min_pixels)
+    return Encoder(recipe_of(tokenizer_of(family), data, 4096, images=recipe))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_pixels_are_those_of_the_models_processor(
+    folders: dict[str, Path], family: str
+) -> None:
+    processor = processor_of(family)
+    encoder = encoder_of(folders[family], family)
+    maker = pickle.loads(pickle.dumps(PixelMaker(image_recipe(folders[family]))))
+    files = [png(*size, colour=(9 * i, 200, 7)) for i, size in enumerate(SIZES)]
+    prompt = (
+        {"role": "user", "content": f"{'<image>' * (len(SIZES) - 1)}Which?"},
+        {"role": "assistant", "content": "The second."},
+        {"role": "user", "content": "And <image>?"},
+    )
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [*[{"type": "image"}] * 5, {"type": "text", "text": "Which?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "The second."}]},
+        {"role": "user", "content": [
+            {"type": "text", "text": "And "}, {"type": "image"}, {"type": "text", "text": "?"}]},
+    ]  # fmt: skip
+    text = processor.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    images = [Image.open(io.BytesIO(file)) for file in files]
+    nested = [images] if family == "smolvlm" else images
+    expected = processor(text=[text], images=nested, return_tensors="pt")
+
+    pair = TextPair(prompt, ({"role": "assistant", "content": "a"},), "", images=_urls(files))
+    tokens = encoder.encode(pair)
+    assert tokens.prompt == encoder.prompt_ids(pair) == expected["input_ids"][0].tolist()
+    assert encoder.recipe.images
+    of_images = [tokens.prompt.count(encoder.recipe.images.token)]
+    assert of_images == [sum(image.tokens for image in tokens.images)]
+    made = []
+    for facts, file in zip(tokens.images, files, strict=True):
+        made.append(maker.pixels([PromptImage(facts.digest, file, facts.grid, facts.tokens)]))
+    tiles = 1 if family == "smolvlm" else 0
+    for name in made[0]:
+        rows = [pixels[name] for pixels in made]
+        whole = expected[name]
+        if family == "llava_next" and name == "pixel_values":  # its batches are padded
+            whole = torch.cat(
+                [image[: len(row[0])] for image, row in zip(whole, rows, strict=True)]
+            )
+            rows = [row[0] for row in rows]
+        assert torch.equal(torch.cat(rows, dim=tiles), whole), name
+
+
+def _urls(files: list[bytes]) -> tuple[str, ...]:
+    return tuple(map(data_url, files))
+
+
+def test_pixel_limits_are_those_of_the_processor(folders: dict[str, Path]) -> None:
+    folder = folders["qwen2_5_vl"]
+    own = image_recipe(folder)
+    assert own.grid(100, 100) == (1, 16, 16)
+    assert image_recipe(folder, most_pixels=8 * 8 * 9).grid(100, 100) == (1, 6, 6)
+    assert image_recipe(folder, least_pixels=8 * 8 * 25).grid(8, 8) == (1, 10, 10)
+    assert image_recipe(folder, most_pixels=64).digest != own.digest
+    with pytest.raises(DataError, match="image_min_pixels: 5000 is more"):
+        image_recipe(folder, most_pixels=400, least_pixels=5000)
+    with pytest.raises(DataError, match="sizes of 'llava_next' are fixed"):
+        image_recipe(folders["llava_next"], most_pixels=400)
+
+
+# ---- shapes of rows
+
+USER = {"role": "user", "content": "<image>What?"}
+PARTS = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}
+REPLY = {"role": "assistant", "content": "a red one"}
+OTHER = {"role": "assistant", "content": "a blue one"}
+
+
+def _part(**image: Any) -> dict[str, Any]:
+    return {
+        "role": "user",
+        "content": [{"type": "image", **image}, {"type": "text", "text": "What?"}],
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "trl: parts, implicit prompt": {
+        "images": ["a.png"], "chosen": [PARTS, REPLY], "rejected": [PARTS, OTHER]},
+    "trl: no place": {
+        "images": ["a.png"], "prompt": [{"role": "user", "content": "What?"}],
+        "chosen": [REPLY], "rejected": [OTHER]},
+    "trl: one image": {"image": "a.png", "prompt": [PARTS], "chosen": [REPLY], "rejected": [OTHER]},
+    "llama-factory": {
+        "conversations": [{"from": "human", "value": "<image>What?"}], "images": ["a.png"],
+        "chosen": {"from": "gpt", "value": "a red one"},
+        "rejected": {"from": "gpt", "value": "a blue one"}},
+    "llama-factory: alpaca": {"instruction": "<image>What?", "images": ["a.png"], **ANSWERS},
+    "ms-swift": {
+        "messages": [USER, REPLY], "rejected_response": "a blue one", "images": ["a.png"]},
+    "ms-swift: objects": {
+        "messages": [USER, REPLY], "rejected_response": "a blue one",
+        "images": [{"bytes": None, "path": "a.png"}]},
+    "axolotl: path": {"messages": [_part(path="a.png")], **ANSWERS},
+    "axolotl: url of a file": {"prompt": [_part(url="a.png")], **ANSWERS},
+    "qwen: image": {"prompt": [_part(image="a.png")], **ANSWERS},
+    "openai": {"prompt": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "What?"}]}],
+        **ANSWERS},
+    "nulls of a table": {"prompt": [{"role": "user", "content": [
+        {"type": "image", "text": None, "image": "a.png"},
+        {"type": "text", "text": "What?", "image": None}]}], **ANSWERS},
+    "text": {"prompt": "<image>What?", "images": "a.png", **ANSWERS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_one_question_about_one_image(shape: str) -> None:
+    row_pairs = read_row(SHAPES[shape], RowLayout(refuse_images=""))
+    assert not row_pairs.dropped
+    [pair] = row_pairs.pairs
+    question = pair.prompt if isinstance(pair.prompt, str) else pair.prompt[-1]["content"]
+    assert question == "<image>What?"
+    assert pair.images == ("a.png",)
+    assert not row_pairs.ignored
+    [refused] = read_row(SHAPES[shape], RowLayout()).dropped
+    assert refused.reason == "bad_type"
+    assert "only text is read" in refused.detail
+
+
+def test_images_in_the_row_itself_become_data_urls() -> None:
+    file = png()
+    picture = Image.open(io.BytesIO(file))
+    text = base64.b64encode(file).decode()
+    images: list[Any] = [file, {"bytes": file, "path": "a.png"}, {"base64": text}, picture]
+    row = {"prompt": "<image>" * 4, "images": images, **ANSWERS}
+    [pair] = read_row(row, RowLayout(refuse_images="")).pairs
+    contents = [content_of(image) for image in pair.images]
+    assert contents[:3] == [file] * 3
+    assert Image.open(io.BytesIO(contents[3])).tobytes() == picture.tobytes()
+
+
+# ---- bad rows and images
+
+
+def _header(width: int, height: int) -> bytes:
+    """Return a PNG that says a size and has no pixels."""
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + size
+    data = b"IDAT" + zlib.compress(b"")
+    pieces = [struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))]
+    pieces.append(struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data)))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(pieces)
+
+
+def _files(folder: Path) -> None:
+    """Write good and bad images."""
+    grey = Image.new("L", (20, 12), 90)
+    red = Image.new("RGB", (40, 12), "red")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    frames = [Image.new("RGB", (20, 12), (90 * i, 0, 0)) for i in range(3)]
+    jpeg = encoded(Image.effect_noise((64, 64), 50).convert("RGB"), "JPEG")
+    good = png()
+    contents = {
+        "good.png": good, "good.jpg": jpeg, "good.webp": encoded(red, "WEBP"),
+        "good.gif": encoded(red, "GIF"), "good.bmp": encoded(red, "BMP"), "grey.png": encoded(grey),
+        "palette.png": encoded(red.convert("P")), "alpha.png": encoded(red.convert("RGBA")),
+        "grey_alpha.png": encoded(grey.convert("LA")), "bit.png": encoded(grey.convert("1")),
+        "cmyk.jpg": encoded(red.convert("CMYK"), "JPEG"),
+        "exif.jpg": encoded(red, "JPEG", exif=turned), "no_name": good, "wrong_name.jpg": good,
+        "rgb16.bmp": encoded(red.convert("RGB"), "BMP"), "one_pixel.png": png(1, 1),
+        "empty.png": b"", "truncated.jpg": jpeg[: len(jpeg) // 2], "truncated.png": good[:-30],
+        "half_header.png": good[:20], "no_pixels.png": _header(20, 12),
+        "huge.png": _header(100_000, 100_000), "large.png": _header(30_000, 3_000),
+        "thin.png": png(1000, 1), "zero.png": _header(0, 12),
+        "text.png": b"this is text", "html.jpg": b"<html>404 not found</html>",
+        "script.svg": b"<svg xmlns='http://www.w3.org/2000/svg'><script/></svg>",
+        "file.pdf": b"%PDF-1.7", "file.ps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "file.tiff": encoded(red, "TIFF"), "file.ico": encoded(red, "ICO"),
+        "file.ppm": encoded(red, "PPM"), "file.tga": encoded(red, "TGA"),
+        "sixteen.png": encoded(Image.new("I;16", (20, 12), 40_000)),
+        "animated.gif": encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "animated.webp": encoded(red, "WEBP", save_all=True, append_images=[Image.new("RGB", (40, 12))]),
+        "animated.png": encoded(red, save_all=True, append_images=[Image.new("RGB", (40, 12))]),
+        "bad_crc.png": good[:45] + bytes([good[45] ^ 255]) + good[46:],
+        "gzip.png": b"\x1f\x8b" + good,
+    }  # fmt: skip
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (outside / "secret.png").write_bytes(good)
+    (folder / "link.png").symlink_to(outside / "secret.png")
+    (folder / "link_folder").symlink_to(outside)
+    (folder / "inner.png").symlink_to("good.png")
+    (folder / "loop.png").symlink_to("loop.png")
+    (folder / "folder.png").mkdir()
+    os.mkfifo(folder / "pipe.png")
+    (folder / "dead.png").symlink_to("nothing.png")
+
+
+TRAINS = [
+    "good.png", "good.jpg", "good.webp", "good.gif", "good.bmp", "grey.png", "palette.png",
+    "alpha.png", "grey_alpha.png", "bit.png", "cmyk.jpg", "exif.jpg", "no_name", "wrong_name.jpg",
+    "rgb16.bmp", "one_pixel.png", "inner.png", "./good.png", "folder.png/../good.png",
+]  # fmt: skip
+BAD = {
+    "empty.png": "empty", "truncated.jpg": "damaged", "truncated.png": "damaged",
+    "half_header.png": "", "no_pixels.png": "damaged", "huge.png": "pixels",
+    "large.png": "30000 x 3000 pixels", "thin.png": "200 times", "zero.png": "",
+    "text.png": "known format", "html.jpg": "known format", "script.svg": "known format",
+    "file.pdf": "known format", "file.ps": "known format", "file.tiff": "known format",
+    "file.ico": "known format", "file.ppm": "known format", "file.tga": "known format",
+    "sixteen.png": "8 bits", "animated.gif": "animated", "animated.webp": "animated",
+    "animated.png": "animated", "bad_crc.png": "damaged", "gzip.png": "known format",
+    "link.png": "outside data_args.image_dir", "link_folder/secret.png": "outside",
+    "../outside/secret.png": "outside", "/etc/passwd": "outside", "loop.png": "cannot be read",
+    "folder.png": "not a regular file", "pipe.png": "not a regular file",
+    "dead.png": "no such file", "missing.png": "no such file", "good.png/x.png": "cannot be read",
+    "a\0b.png": "null", "x" * 5000: "cannot be read", ".": "",
+    "http://host/a.png": "nothing is downloaded", "https://host/a.png": "nothing is downloaded",
+    "file:///etc/passwd": "nothing is downloaded", "s3://bucket/a.png": "nothing is downloaded",
+    "data:image/png;base64,@@@": "base64", "data:image/png,abc": "data URL",
+    "data:image/png;base64,": "empty", "data:text/plain;base64,aGVsbG8=": "known format",
+    "": "must be a path",
+}  # fmt: skip
+ROWS: list[tuple[dict[str, Any], str]] = [  # rows whose shape is bad, and a word of the reason
+    ({"prompt": "<image><image>q", "images": ["good.png"]}, "2 places for images"),
+    ({"prompt": "<image>q", "images": ["good.png"] * 2}, "1 places for images"),
+    ({"prompt": [PARTS], "images": []}, "0 images"),
+    ({"prompt": [PARTS]}, "0 images"),
+    ({"prompt": "q", "images": 5}, "must be a path"),
+    ({"prompt": "q", "images": [{"x": 1}]}, "must have one of"),
+    ({"prompt": "q", "images": [["good.png"]]}, "must be a path"),
+    ({"prompt": "q", "images": ["good.png"] * (MOST_IMAGES + 1)}, "65 images"),
+    ({"prompt": "q", "videos": ["a.mp4"]}, "video and audio are not read"),
+    ({"prompt": "q", "audio": "a.wav"}, "video and audio are not read"),
+    ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "video"),
+    ({"prompt": "q", "images": ["good.png"], "rejected_images": ["good.png"]}, "prompts only"),
+    ({"prompt": "<image>q <|image_pad|>", "images": ["good.png"]}, "2 image tokens for 1"),
+    ({"prompt": "q <|image_pad|>"}, "1 image tokens for 0"),
+    ({"prompt": "<image>q", "images": ["good.png"], "chosen": "<|image_pad|>"}, "an answer holds"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "<image>"}]}],
+      "images": ["good.png"]}, "image parts and the text"),
+    ({"prompt": [{"role": "user", "content": "q", "images": ["good.png"]}]}, "into the row"),
+    ({"prompt": "q", "images": ["good.png"],
+      "chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "prompts only"),
+]  # fmt: skip
+
+
+def test_bad_images_and_rows_have_a_reason_each_and_nothing_is_lost(
+    folders: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    _files(folder)
+    rows: list[dict[str, Any]] = []
+    for name in (*TRAINS, *BAD):
+        rows.append({"prompt": "<image>What?", "images": [name], **ANSWERS})
+    rows += [{**ANSWERS, **row} for row, _ in ROWS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(BAD) + len(ROWS) >= 60
+    pairs, report = _prepared(folders["qwen2_5_vl"], folder / "rows.jsonl", max_bad_fraction=1.0)
+    train = report["train"]
+    assert train["rows"] == len(rows)
+    assert pairs.column("number").tolist() == list(range(1, len(TRAINS) + 1))
+    dropped = {kind: entry["count"] for kind, entry in train["dropped"].items()}
+    assert sum(dropped.values()) == len(BAD) + len(ROWS)
+    assert dropped.keys() == {"bad_image", "image_count", "bad_type"}
+    assert "Traceback" not in capfd.readouterr().err
+    encoder = encoder_of(folders["qwen2_5_vl"], "qwen2_5_vl")
+    words = [*BAD.values(), *(word for _, word in ROWS)]
+    for row, word in zip(rows[len(TRAINS) :], words, strict=True):
+        assert word in _reason(row, encoder, folder), row
+    # What trains is what it shows: the photo was turned, the rest kept its size.
+    maker = PixelMaker(image_recipe(folders["qwen2_5_vl"]))
+    grids = {}
+    for name, pair in zip(TRAINS, pairs.take(range(len(pairs))), strict=True):
+        [image] = pair.images
+        assert maker.pixels([image])["image_grid_thw"].tolist() == [list(image.grid)]
+        grids[name] = image.grid
+    assert grids["good.bmp"] == (1, 4, 10)
+    assert grids["exif.jpg"] == (1, 10, 4)
+
+
+def _reason(row: dict[str, Any], encoder: Encoder, folder: Path) -> str:
+    row_pairs = read_row(row, RowLayout(refuse_images=""))
+    if row_pairs.dropped:
+        return row_pairs.dropped[0].detail
+    [pair] = row_pairs.pairs
+    with pytest.raises(DropReason) as caught:
+        encoder.encode(replace(pair, image_dir=str(folder)))
+    return caught.value.detail
+
+
+def _prepared(model: Path, rows: Path, data: Any = None, **settings: Any) -> tuple[Any, Any]:
+    config = DPOConfig.model_validate(
+        {
+            "output_dir": str(rows.parent / "out"),
+            "pretrain": str(model),
+            "actor_train": {"data_args": {"file_name": str(rows), **(data or {})}},
+            "sequence_length": 512,
+            **settings,
+        }
+    )
+    prepared = prepare(config, console=Console(file=io.StringIO()))
+    return prepared.train, prepared.report
