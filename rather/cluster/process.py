@@ -63,15 +63,6 @@ def all_gone(processes: Sequence[Process], seconds: float) -> bool:
     return gone
 
 
-def kill_marked(name: str, value: str) -> None:
-    """End all processes of this machine that have `name` with this value in their environment."""
-    mark = f"{name}={value}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended, or belongs to somebody else
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
-
-
 STARTED, EXIT_STATUS = 19, 49  # in _stat
 
 

@@ -28,11 +28,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rather.cluster.cleanup import FAILED, STARTED, Cleaner, kill_marked
 from rather.cluster.health import ANSWER, CUT, Failure, StackSnapshot
 from rather.cluster.host import Host
 from rather.cluster.links import Link, connection_problem, open_port
 from rather.cluster.memory import Room, sentence
-from rather.cluster.process import Process, all_gone, kill_marked
+from rather.cluster.process import Process, all_gone
 from rather.config import plugins
 from rather.config.schema import Timeouts
 from rather.errors import ConfigError, RayGone, WorkerError, WorkerLost
@@ -170,6 +171,8 @@ class ResourceManager:
             )
             with self._watched():
                 self._look(address, platform)
+            if self._local:
+                self._local.has_started()
         except BaseException:
             self.close()
             raise
@@ -499,7 +502,7 @@ class ResourceManager:
                 if self._owns_ray:
                     self._ray.shutdown()
         if self._local:
-            self._local.kill()
+            self._local.close()
         if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(self._folder / TOKEN):
             del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN_PATH"]
         shutil.rmtree(self._folder, ignore_errors=True)  # a process of Ray may still write a line
@@ -534,6 +537,24 @@ class LocalRay:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._cleaner: Cleaner | None = None
+
+    def clean_up_if_killed(self) -> None:
+        """Start the process that ends Ray if this one cannot."""
+        self._cleaner = self._cleaner or Cleaner(MARK, self.folder, AGAIN)
+
+    def has_started(self) -> None:
+        if self._cleaner:
+            self._cleaner.send(STARTED)
+
+    def close(self) -> None:
+        """End whatever is left, and remove the folder."""
+        self.kill()
+        # A process of Ray may still write a line.
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._cleaner:
+            self._cleaner.close()
+            self._cleaner = None
 
     def death(self) -> str:
         """Return which of Ray's own processes died, and how; "" if all are alive."""
@@ -545,6 +566,8 @@ class LocalRay:
 
     def kill(self) -> None:
         """End whatever is left: agents outlive Ray by up to a minute, workers a dead raylet."""
+        if self._cleaner:
+            self._cleaner.send(FAILED)  # the dead are no news
         kill_marked(MARK, str(self.folder))
 
     @contextmanager
@@ -560,6 +583,8 @@ class LocalRay:
         def recording(name: str, *args: Any, **options: Any) -> Any:
             info = starts[name](*args, **options)
             self.started.append((name, info.process))
+            if self._cleaner:
+                self._cleaner.send(f"{name} {info.process.pid}")
             return info
 
         self.started.clear()
@@ -602,8 +627,7 @@ class LocalRay:
             if over.wait(RAY_REPORTS):
                 return
             # The main thread waits inside Ray, where nothing can be raised.
-            self.kill()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.close()
             print(f"rather: {why} while the run started. {AGAIN}", file=sys.stderr, flush=True)
             os._exit(WorkerError.exit_code)
 
@@ -653,6 +677,8 @@ def connected(
     options["_system_config"] = {"prestart_worker_first_driver": False}
     # Ray lets every user change what is in its own folder in /tmp.
     options["_temp_dir"] = str(folder / "ray")
+    if local:
+        local.clean_up_if_killed()
     local, began = local or LocalRay(folder), time.monotonic()
     attempts = len(PAUSES) + 1
     for attempt, pause in enumerate((*PAUSES, None), 1):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rather.cluster import resources
+from rather.cluster import cleanup, resources
 from rather.cluster.process import Process
 from rather.errors import WorkerError
 
@@ -163,6 +165,91 @@ def test_a_worker_that_ray_does_not_miss_is_noticed(monkeypatch: pytest.MonkeyPa
     [(rank, failure)] = watch.failures([0, 1]).items()
     assert (rank, failure.kind) == (1, "WorkerLost")
     assert watch.failures([0]) == {}
+
+
+PARENT = """
+import os, subprocess, sys
+from pathlib import Path
+from rather.cluster.cleanup import STARTED, Cleaner
+cleaner = Cleaner("RATHER_RAY", Path(sys.argv[1]), "Again.")
+if sys.argv[2] == "started":
+    cleaner.send(STARTED)
+agent = subprocess.Popen(["sleep", "60"], env={**os.environ, "RATHER_RAY": sys.argv[1]})
+print(agent.pid, flush=True)
+os._exit(1)  # as Ray does
+"""
+
+
+@pytest.mark.parametrize("state", ["starts", "started"])
+def test_a_local_ray_is_ended_after_its_driver_was(tmp_path: Path, state: str) -> None:
+    """Its error stream is closed by the last process that has it."""
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    command = [sys.executable, "-c", PARENT, str(folder), state]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    said = "rather: this process was ended while the run started. Again.\n"
+    assert ended.stderr == (said if state == "starts" else "")
+    assert not folder.exists()
+    with suppress(FileNotFoundError):  # its new parent may not have collected it
+        assert Path(f"/proc/{int(ended.stdout)}/stat").read_text().split()[2] in "ZX"
+
+
+def test_a_driver_that_waits_inside_ray_is_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    driver = subprocess.Popen(["sleep", "60"])
+    raylet = subprocess.Popen(["true"])
+    raylet.wait()
+    parent = cleanup.Parent(driver.pid)
+    parent.watched["raylet"] = raylet.pid
+    monkeypatch.setattr(parent, "listen", lambda seconds: None)
+    monkeypatch.setattr(cleanup, "PATIENCE", 0.0)
+    cleanup.clean_up_after(parent, resources.MARK, str(tmp_path / "ray"), "Again.")
+    assert driver.wait(10) == -9
+    told = "rather: Ray's process raylet died while the run started. Again.\n"
+    assert capsys.readouterr().err == told
+
+
+REGISTERS = """
+import functools, os, signal, subprocess
+from ray._private import services, worker
+from rather.cluster.resources import ResourceManager
+
+register, start_raylet = worker.connect, services.start_raylet
+
+@functools.wraps(start_raylet)
+def start(*args, **options):
+    global raylet
+    info = start_raylet(*args, **options)
+    raylet = info.process.pid
+    return info
+
+def connect(*args, **options):
+    os.kill(raylet, signal.SIGSTOP)
+    subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {raylet}"])
+    return register(*args, **options)
+
+services.start_raylet, worker.connect = start, connect
+ResourceManager(1, 2, platform="cpu")
+"""
+
+
+@pytest.mark.wide
+@pytest.mark.defect("X22")
+def test_a_raylet_that_dies_while_the_driver_registers_leaves_one_line_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    """Ray ends the driver itself, with code 1 and its own words."""
+    with tempfile.TemporaryDirectory(prefix="x", dir="/tmp") as short:
+        environment = {**os.environ, "RAY_TMPDIR": short}
+        command = [sys.executable, "-c", REGISTERS]
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env=environment
+        )
+        assert ended.returncode
+        [told] = [line for line in ended.stderr.splitlines() if line.startswith("rather: ")]
+        assert told.startswith("rather: Ray's process raylet died while the run started. Run the")
+        assert not list(Path(short).iterdir())
 
 
 SCRIPT = """
