@@ -25,6 +25,7 @@ from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import ShardedFiles, tensor_of
 from rather.cluster.group import RankInfo, on_every_rank, shared_folder, started_as_rank
 from rather.cluster.health import set_environment
+from rather.cluster.images import frozen_parts, has_images, see_images
 from rather.cluster.memory import (
     Ledger,
     Peak,
@@ -53,6 +54,7 @@ from rather.model.export import Kept, export_run
 from rather.model.generate import Decoding, GeneratedAnswer, generate
 from rather.model.layers import Recompute, arrange_layers, plain_layers
 from rather.model.policy import PolicyModel
+from rather.model.vision import PARTS, Vision
 from rather.optim.optimizer import Optimizer, schedule
 from rather.optim.rounding import Rounding
 from rather.parallel.load import (
@@ -107,7 +109,8 @@ class ActorWorker:
         self.place = (0, 1)  # data-parallel rank
         self.engine: Engine | None = None  # not Rather's own; only of a policy
         self.unused: Any = {} if config.pair_ledger else {"ratios": None, "pull": None}
-        self.named: NamedSteps  # of the run, whose pairs calls name by numbers
+        self.vision: Vision | None = None  # of a model that sees images
+        self.named: NamedSteps | None = None  # of the run, whose pairs calls name by numbers
 
     def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:
         """Return a PairLoss, or a plain function from PairLogps to one loss per pair."""
@@ -254,6 +257,8 @@ class ActorWorker:
             "rounding": Rounding(config.rounding),
             "reward": config.task == "reward",
         }
+        if self._sees_images:
+            options["frozen"] = frozen_parts(config, self.role)
         if self.is_divided:
             shape = replace(self.layout, recompute=self._recompute if trains else "none")
             options |= {"trains": trains, "compiled": self.compiled}
@@ -265,6 +270,9 @@ class ActorWorker:
         config, (name, args) = self.config, self.source
         self.compiled = config.compile == "on"
         policy = self.build_policy(trains=trains)
+        if self._sees_images:
+            assert isinstance(policy, PolicyModel)
+            self._see_images(policy)
         counts = [(p.numel(), p.requires_grad) for p in policy.parameters()]
         weights, trained = (
             sum(n for n, _ in counts),
@@ -290,12 +298,23 @@ class ActorWorker:
             dtype += " (this CPU has no bf16 instructions: float32 products of rounded weights)"
         extra = "; layers are compiled in the first minutes" if self.compiled else ""
         if trains and trained < weights:
-            extra += f"; {trained / 1e6:.4g}M of them are trained, in an adapter"
+            where = ", in an adapter" if args.has_adapter else ""
+            extra += f"; {trained / 1e6:.4g}M of them are trained{where}"
         if (strategy := self.worker_config.strategy_args.strategy_name) and not self.mesh.sizes:
             extra += f"; {strategy} has nothing to divide on one device"
         facts = (name, weights / 1e6, dtype, self.device, extra)
         self.log.info("%s: %s, %.4gM weights in %s on %s%s", self.role, *facts)
         return policy
+
+    @property
+    def _sees_images(self) -> bool:
+        return self.named is not None and has_images(self.named.pairs)
+
+    def _see_images(self, policy: PolicyModel) -> None:
+        assert self.named is not None
+        pairs = sum(map(len, self.named.pairs.sets.values()))
+        is_summed = self.mesh.sums_gradients
+        self.vision = see_images(policy, self.config, self.role, self.device, pairs, is_summed)
 
     def build_runner(self, policy: PolicyModel | Stages, optimizer: StepOptimizer | None) -> Runner:
         """Return what runs the micro-batches of this rank."""
@@ -376,8 +395,10 @@ class ActorWorker:
         self.named = NamedSteps(pairs, self.place)
 
     def pack(self, batches: Sequence[PairBatch]) -> None:
-        """Pack this rank's share of a step before it is needed."""
-        self._share(batches)
+        """Pack this rank's share of a step before it is needed, and begin to read its images."""
+        share = self._share(batches)
+        if self.vision:
+            self.vision.ahead(share.batches)
 
     def _share(self, batches: Sequence[PairBatch]) -> Share:
         if isinstance(batches, Batches) and (packed := batches.shares.get(self.place)):
@@ -562,8 +583,12 @@ class ActorWorker:
         fits = free > 8 * sum(p.numel() for p in weights)
         if not (differs and fits) or self.part.rounding.held or self.is_divided or self.engine:
             return []
-        reward = self.config.task == "reward"
-        policy = load_policy(str(folder), ModelArgs(dtype="fp32"), self.device, reward=reward)
+        options: dict[str, Any] = {"reward": self.config.task == "reward"}
+        if self.vision:
+            options["frozen"] = PARTS
+        policy = load_policy(str(folder), ModelArgs(dtype="fp32"), self.device, **options)
+        if self.vision:
+            policy.vision = Vision(policy.causal_lm, self.vision.loader)
         other = RankTrainer(policy.requires_grad_(False), self.trainer.loss)
         return [self.compute_log_probs(batches), other.log_probs(batches)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from math import prod
 from pathlib import Path
 
 import typer
@@ -29,7 +30,7 @@ from rather.plan.forecast import (
     compiles,
     enough_devices,
 )
-from rather.plan.memory import Device
+from rather.plan.memory import Device, trains_tower
 from rather.plan.speed import GPUS, MORE, Speed, listed_speed, measured_speed
 
 GIB = 1 << 30
@@ -143,6 +144,13 @@ def _facts(own: Forecast) -> Iterator[str]:
     )
     active = f", {own.sizes.active / 1e9:.3g}B used by a token" if own.sizes.experts else ""
     yield f"model: {own.sizes.weights / 1e9:.3g}B weights{active}"
+    if pairs.images:
+        tower = sum(map(prod, own.sizes.tower.values())) / 1e9
+        state = "trained" if trains_tower(own.config.actor_train.model_args) else "frozen"
+        yield (
+            f"images: {pairs.images} different ones, {pairs.image_tokens / pairs.images:.4g} tokens "
+            f"each; vision and projector {tower:.3g}B weights, {state}"
+        )
     yield f"batch: {own.batch}; {own.step_tokens} tokens in {work.batches} micro-batches per rank"
     if pairs.assumed:
         yield f"assumed: all {own.config.unit} are as long as sequence_length allows, because {pairs.assumed}"

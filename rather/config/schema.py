@@ -133,6 +133,20 @@ class ActorModelArgs(ModelArgs):
     """Weight of the router loss of a mixture of experts; default: router_aux_loss_coef of the
     model's config.json, or 0 if it has none."""
 
+    freeze: list[Literal["vision", "projector"]] | None = None
+    """Parts of a vision model that do not train on pairs with images; default: [vision,
+    projector]; [] trains all."""
+    vision_cache: Literal["auto", "off"] = "auto"
+    """Keep the features of images on disk if vision and projector are frozen: each image is then
+    computed once for all epochs and runs. off computes it in each step."""
+    vision_cache_gb: NotNegative = 50.0
+    """Size up to which features are kept, in GB; further images are computed in each step."""
+
+    @property
+    def frozen_parts(self) -> tuple[str, ...]:
+        """The parts of a vision model that do not train on images."""
+        return ("vision", "projector") if self.freeze is None else tuple(self.freeze)
+
     @property
     def has_adapter(self) -> bool:
         return bool(self.lora_rank or self.lora_target or self.adapter_name_or_path)

@@ -46,6 +46,7 @@ from rather.model.check import expert_blocks
 from rather.model.files import CORRECTION, PARTS, model_folder
 from rather.model.layers import layers_of
 from rather.model.policy import START
+from rather.model.vision import family_of
 
 LoraLinear = lora.Linear
 TRAINED = "default"  # PEFT's name of the trained adapter; its frozen start is the adapter START
@@ -197,6 +198,8 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
     if hasattr(causal_lm, "score"):  # the new head of a reward model is trained whole
         config.task_type = "SEQ_CLS"
         config.modules_to_save = sorted({*(config.modules_to_save or ()), "score"})
+    if getattr(causal_lm, "sees_images", False):  # an adapter is of the language model
+        config.exclude_modules = rf".*{family_of(causal_lm.config).outside_language.pattern}.*"
     start = config.init_lora_weights
     config.init_lora_weights = False
     try:

@@ -39,6 +39,7 @@ from rather.model.files import (
 from rather.model.policy import PolicyModel
 from rather.model.reward import merging_files, set_padding
 from rather.model.towers import has_tower
+from rather.model.vision import outside_language
 from rather.optim.rounding import CHUNK, Rounding, plain_name
 
 PROCESSOR = ("*processor*.json", "chat_template.json")
@@ -238,11 +239,13 @@ def _as_in_source(
             f"the tower of '{model.config.model_type}' was not trained and is copied from the "
             "model that the run started from, which is not on this machine; restore its folder."
         )
-    renamed = {names.get(name, name): weight for name, weight in weights.items()}
+    older = {f"model.{name}": name for name in source.tower}  # of towers, by their names today
+    renamed = {names.get(name, older.get(name, name)): w for name, w in weights.items()}
+    trained = {older.get(name, name) for name in outside_language(model, trained=True)}
     for name in source:
         # A head that is not among the weights is the trained embedding.
-        is_head = name == "lm_head.weight"
-        if name in source.tower or (name not in weights and not is_head):
+        is_missing = names.get(name, name) not in renamed and name != "lm_head.weight"
+        if is_missing or (name in source.tower and name not in trained):
             renamed[names.get(name, name)] = source.unchanged(name)
     return renamed
 
@@ -263,11 +266,13 @@ def whole_model(
     """Write a model that `publish` renames to `folder`, in files of at most `largest` bytes."""
     model = policy.causal_lm
     if has_tower(model):
+        copied = outside_language(model, trained=False)
         streams = {
             plain_name(name): TensorStream.of(
                 cast(name, weights.get(name, parameter).detach()).cpu()
             )
             for name, parameter in policy.named_parameters()
+            if plain_name(name) not in copied
         }
         return write_model(model, streams, tokenizer, folder, largest, source or cast.source)
     dtype, generation_config = model.config.dtype, getattr(model, "generation_config", None)

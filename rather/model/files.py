@@ -55,11 +55,13 @@ PARTS = {
 EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 # Parts of a checkpoint that only images or sounds reach, and older names of its language model.
 TOWER = re.compile(
-    r"(?:^|\.)(?:vision|visual|image|audio|speech|multi_modal|mm_|embed_vision|embed_audio)[a-z_]*\."
+    r"(?:^|\.)(?:(?:vision|visual|image|audio|speech|multi_modal|mm_|embed_vision|embed_audio|"
+    r"connector)[a-z_]*\.|image_newline$)"
 )
 TOWER_CONFIGS = ("vision_config", "audio_config")
 BACKBONE = "backbone."  # Nemotron-H's name of the model without its head
 LANGUAGE_MODEL = "model.language_model."
+TEXT_MODEL = "model.text_model."  # SmolVLM's name of it
 OLDER = ("language_model.model.", "language_model.", "model.")
 CORRECTION = ".e_score_correction_bias"  # a buffer of a router; float32, and not trained
 STACK = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
@@ -108,7 +110,8 @@ class ModelFiles(ShardedFiles):
         self.folder = files[0].parent if files else None
         self.file_names: dict[str, str] = {}  # of tensors that are stored under older names
         self.tower = [name for name in self._shards if TOWER.search(name)]
-        if self.tower and not any(name.startswith(LANGUAGE_MODEL) for name in self._shards):
+        current = (LANGUAGE_MODEL, TEXT_MODEL)
+        if self.tower and not any(name.startswith(current) for name in self._shards):
             self._rename_language_model()
         for name in [name for name in self._shards if name.startswith(BACKBONE)]:
             self._rename(name, "model." + name.removeprefix(BACKBONE))
@@ -294,10 +297,24 @@ def model_digest(folder: Path, sha: Callable[[Path], str]) -> str | None:
     return None
 
 
-def weights_digest(folder: Path) -> str | None:
-    """Return a digest of a model's weights, however they are divided into files.
+def tower_digest(folder: Path) -> str | None:
+    """Return a digest of what makes features of images: tower, projector and their config.
 
     None if they cannot be read.
+    """
+    weights = weights_digest(folder, of_tower=True)
+    try:
+        config = {**read_json(folder / "config.json"), "text_config": None}
+    except (OSError, ValueError, TypeError):
+        return None
+    fields = {key: config[key] for key in sorted(config.keys() - NOT_IN_A_FORWARD)}
+    return text_sha(json.dumps([fields, weights], sort_keys=True)) if weights else None
+
+
+def weights_digest(folder: Path, *, of_tower: bool = False) -> str | None:
+    """Return a digest of a model's weights, however they are divided into files.
+
+    Those of a tower are left out, or are alone digested. None if they cannot be read.
 
     It notices that the base of an adapter was replaced or mixed up. It covers name, dtype and shape
     of every tensor, and all bytes of a model up to 1 GiB. Of a larger one, whose files cannot be
@@ -310,7 +327,7 @@ def weights_digest(folder: Path) -> str | None:
             name: (file, facts)
             for file in weight_files(folder)
             for name, facts in _header(file)
-            if not TOWER.search(name)
+            if bool(TOWER.search(name)) == of_tower
         }
         spans = {name: facts["data_offsets"] for name, (_, facts) in tensors.items()}
         is_whole = sum(end - start for start, end in spans.values()) <= MOST_HASHED

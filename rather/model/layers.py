@@ -40,8 +40,11 @@ log = logging.getLogger(__name__)
 
 
 def layers_of(policy: nn.Module) -> list[Any]:
-    """Return the decoder layers, as transformers marks them."""
-    return [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """Return the decoder layers, as transformers marks them; those of a tower are none."""
+    marked = [
+        module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+    return [layer for layer in marked if not getattr(layer, "outside_language", False)]
 
 
 def arrange_layers(
@@ -244,8 +247,11 @@ def _in_order(policy: PolicyModel) -> Iterator[tuple[nn.Module, list[nn.Paramete
     """
     layers = layers_of(policy)
     yielded: set[nn.Parameter] = set()
-    for module in (policy.causal_lm.get_input_embeddings(), *layers[:-1]):
+    embedding = policy.causal_lm.get_input_embeddings()
+    for module in (embedding, *layers[:-1]):
         weights = [parameter for parameter in module.parameters() if parameter not in yielded]
+        if module is embedding and policy.vision:  # the tower runs right behind it
+            weights += policy.vision.parameters()
         yielded.update(weights)
         yield module, weights
     remaining = [parameter for parameter in policy.parameters() if parameter not in yielded]

@@ -18,6 +18,7 @@ from rather.model.collectives import Group, enter, gather, gather_same, leave
 from rather.model.head import Words, token_logps
 from rather.model.mixers import mix_over_paths
 from rather.model.towers import decoder_of
+from rather.model.vision import Vision
 from rather.optim.rounding import Rounding
 
 START = "reference"  # in the parameter names of an adapter's frozen start
@@ -54,6 +55,7 @@ class PolicyModel(nn.Module):
         self.tp_group: Group | None = None  # those ranks
         self.context: Group | None = None  # ranks that divide the tokens of a micro-batch ...
         self.divide: Callable[[PairBatch], PairBatch] | None = None  # ... and how
+        self.vision: Vision | None = None  # of a model that sees images
         self.balance: Any = None  # of the routers of a trained mixture of experts
         self.is_reward = hasattr(causal_lm, "score")
         config = causal_lm.config.get_text_config()
@@ -66,12 +68,12 @@ class PolicyModel(nn.Module):
         """Return the hidden states of the base model: [1, N, D]."""
         mask_N = self.balance.see(batch) if self.balance else None
         states: Tensor = decoder_of(self.causal_lm)(
-            input_ids=batch.ids_N[None],
+            **(self.vision.inputs(batch) if self.vision else {"input_ids": batch.ids_N[None]}),
             # Segments define what each token sees. A mask of four dimensions is used as it is;
             # without one, transformers would search the positions for packed sequences, and wait
             # for the device to do so.
             attention_mask=batch.ids_N.new_ones((1, 1, 1, 1), dtype=torch.bool),
-            position_ids=batch.positions_N[None],
+            position_ids=batch.positions_N.unsqueeze(-2),  # [1, N], or [3, 1, N] with images
             segments=batch.segments,
             use_cache=False,
         ).last_hidden_state
@@ -113,7 +115,8 @@ class PolicyModel(nn.Module):
 
     def share(self, batch: PairBatch) -> PairBatch:
         """Return this rank's share of a micro-batch, on the CPU: nothing waits for a device."""
-        return self.divide(batch) if self.divide else batch
+        placed = self.vision.place(batch) if self.vision else batch
+        return self.divide(placed) if self.divide else placed
 
     def pair_sums(
         self, logps_U: Tensor, squared_U: Tensor, batch: PairBatch, wanted: Collection[str] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -22,7 +22,7 @@ from rather.files import inspect_folder
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import chosen_of, experts_of, over_layers, shorten
 from rather.model.reward import auto_class
-from rather.model.towers import new_model
+from rather.model.towers import leave_tower_out, new_model
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 BY_HEADS = ("colwise", "rowwise")  # styles of transformers' plans that give each rank whole heads
@@ -46,6 +46,7 @@ class Sizes:
     shapes: Shapes
     experts: int = 0  # of a layer with experts
     chosen: int = 0  # of these by a token
+    tower: Shapes = field(default_factory=dict)  # what only images or sounds reach
 
     @property
     def query(self) -> int:
@@ -132,7 +133,9 @@ def _sizes_of(name: str, revision: str | None, trusted: bool, _written: int) -> 
         config = _config(name, args, local_files_only=True)
         with torch.device("meta"):
             loader = auto_class(config, reward=False)
-            model: Any = new_model(loader, config, trust_remote_code=trusted)
+            model: Any = new_model(loader, config, keeps_tower=True, trust_remote_code=trusted)
+        whole = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+        leave_tower_out(model)
         text = config.get_text_config()
         heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
         shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
@@ -151,6 +154,7 @@ def _sizes_of(name: str, revision: str | None, trusted: bool, _written: int) -> 
             shapes=shapes,
             experts=experts,
             chosen=chosen,
+            tower={key: shape for key, shape in whole.items() if key not in shapes},
         )
     except Exception as error:  # a config.json may be anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,5 +1,7 @@
 """Checkpoints with a vision or audio tower: text pairs train their language model alone.
 
+Pairs with images keep the tower; see vision.py.
+
 The class of the checkpoint is loaded, and its tower is left out of the model that trains: it would
 only wait, for text never reaches it. So whatever divides, adapts, rounds, saves or counts a model
 sees the language model alone. The export copies the tower from the source.
@@ -36,12 +38,16 @@ def tower_class(config: PretrainedConfig) -> Any:
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
 
 
-def new_model(loader: Any, config: PretrainedConfig, **options: Any) -> Any:
+def new_model(
+    loader: Any, config: PretrainedConfig, *, keeps_tower: bool = False, **options: Any
+) -> Any:
     """Return a model with new weights, by an Auto class or by the class of a checkpoint."""
     if isinstance(loader, type) and issubclass(loader, PreTrainedModel):
         options.pop("trust_remote_code", None)
-        return leave_tower_out(loader._from_config(config, **options))
-    return leave_tower_out(loader.from_config(config, **options))
+        model = loader._from_config(config, **options)
+    else:
+        model = loader.from_config(config, **options)
+    return model if keeps_tower else leave_tower_out(model)
 
 
 def leave_tower_out(model: Any) -> Any:
@@ -64,7 +70,7 @@ def leave_tower_out(model: Any) -> Any:
 
 def report_tower(model: Any) -> None:
     """Log once that a tower does not train."""
-    if has_tower(model):
+    if getattr(model, "left_out", 0):
         sounds_only = not hasattr(model.config, "vision_config")
         _report("audio" if sounds_only else "vision", model.left_out)
 
@@ -75,8 +81,8 @@ def _report(kind: str, parameters: int) -> None:
 
 
 def has_tower(model: Any) -> bool:
-    """Return whether the checkpoint of a model has more parts than the model that trains."""
-    return bool(getattr(model, "left_out", 0))
+    """Return whether the checkpoint of a model has more parts than its language model."""
+    return bool(getattr(model, "left_out", 0)) or getattr(model, "sees_images", False)
 
 
 def decoder_of(causal_lm: Any) -> Any:

@@ -36,6 +36,7 @@ from rather.model.mixers import report_scan
 from rather.model.policy import PolicyModel
 from rather.model.reward import HEAD, RewardFiles, auto_class, new_head
 from rather.model.towers import leave_tower_out, new_model, report_tower
+from rather.model.vision import keep_tower
 from rather.optim.rounding import Rounding
 from rather.parallel.apply import divide
 from rather.parallel.mesh import Mesh
@@ -154,11 +155,14 @@ def load_policy(
     start: Start = Start(),
     rounding: Rounding = Rounding(),
     reward: bool = False,
+    frozen: Collection[str] | None = None,
 ) -> PolicyModel:
     """Load a model: no dropout, all weights present and finite, attention verified.
 
     With `exact`, weights that half precision would round are also kept exactly, for the optimizer.
     With `reward`, the model has a head of one row, which is new if the files have none.
+    `frozen` names the parts outside the language model that images reach and that do not train; if
+    it is None, all of them are left out.
     """
     if not sys.stderr.isatty():
         hf_logging.disable_progress_bar()
@@ -183,8 +187,7 @@ def load_policy(
     if reward:
         _begin_head(causal_lm, loading_info, start.seed)
     _refuse_bad_weights(name, causal_lm, loading_info, _dtype_of_each(files))
-    leave_tower_out(causal_lm)
-    report_tower(causal_lm)
+    _arrange_tower(causal_lm, frozen)
     float32_weights: dict[str, Tensor] = {}
     if rounds:
         float32_weights = _round_weights(causal_lm, rounding, compute, device, keeps=keeps)
@@ -202,6 +205,14 @@ def load_policy(
     report_scan(policy, device)
     check_model(policy)
     return policy
+
+
+def _arrange_tower(causal_lm: Any, frozen: Collection[str] | None) -> None:
+    if frozen is None:
+        leave_tower_out(causal_lm)
+        report_tower(causal_lm)
+    else:
+        keep_tower(causal_lm, frozen)
 
 
 def _rounds_weights(
@@ -259,14 +270,20 @@ def _from_files(
     transformers would keep packed weights packed, or unpack them to bfloat16 whatever the dtype.
     """
     with _opening(name, "weights"), _parameters_without_memory():
-        causal_lm = _new_model(config, dtype, args, stored.folder, reward=reward)
+        causal_lm = _new_model(config, dtype, args, stored.folder, None, reward=reward)
     _read_buffers(name, causal_lm, stored)
     _fill(name, PolicyModel(causal_lm), Mesh(), stored, device, dtype=dtype, exact=False)
     return causal_lm
 
 
 def _new_model(
-    config: Any, dtype: torch.dtype, args: ModelArgs, folder: Path | None, *, reward: bool
+    config: Any,
+    dtype: torch.dtype,
+    args: ModelArgs,
+    folder: Path | None,
+    frozen: Collection[str] | None,
+    *,
+    reward: bool,
 ) -> Any:
     """Return a model without its weights; `folder` may have settings of its answers."""
     causal_lm = new_model(
@@ -275,6 +292,7 @@ def _new_model(
         dtype=dtype,
         attn_implementation=IMPLEMENTATION,
         trust_remote_code=args.trust_remote_code,
+        keeps_tower=frozen is not None,
     )
     if not reward and folder and (folder / "generation_config.json").exists():
         causal_lm.generation_config = GenerationConfig.from_pretrained(folder)  # local  # nosec B615
@@ -307,7 +325,7 @@ def _round_weights(
         if wide.search(key):
             continue
         weight = parameter.detach().to(device)
-        if keeps:
+        if keeps and parameter.requires_grad:
             float32_weights[f"causal_lm.{key}"] = weight
         parameter.data = rounding.cast(key, weight, compute)
     return float32_weights
@@ -325,6 +343,7 @@ def load_divided(
     start: Start = Start(),
     rounding: Rounding = Rounding(),
     reward: bool = False,
+    frozen: Collection[str] | None = None,
 ) -> PolicyModel | Stages:
     """Load what this rank holds of a model; trained shards are float32. Collective."""
     config = _divisible(name, args)
@@ -335,8 +354,8 @@ def load_divided(
         files = weight_files(folder)
         is_rounded = bool(_dtypes(files) - {dtype})  # by the files: config.json may name another
         stored: Any = _open_files(files, config, start, reward=reward)
-        causal_lm = _new_model(config, dtype, args, folder, reward=reward)
-    report_tower(causal_lm)
+        causal_lm = _new_model(config, dtype, args, folder, frozen, reward=reward)
+        _arrange_tower(causal_lm, frozen)
     if not reward:
         stored = _complete(stored, causal_lm, config, name, args)
     _read_buffers(name, causal_lm, stored)

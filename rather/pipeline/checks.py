@@ -27,6 +27,7 @@ from rather.model.files import (
     has_other_weights,
     model_digest,
     model_folder,
+    tower_digest,
     weights_digest,
 )
 from rather.parallel.load import compute_dtype, same_weights
@@ -143,7 +144,7 @@ GUARDS: dict[str, tuple[tuple[str, ...], str]] = {
         "actor_train.model_args.tokenizer_name_or_path and its files, global_template",
     ),
     "model": (
-        ("model", "model config", "model weights", "adapter", "rounding"),
+        ("model", "model config", "model weights", "adapter", "rounding", "frozen parts", "tower"),
         "pretrain and its files, actor_train.model_args, rounding",
     ),
     "reference": (
@@ -205,6 +206,17 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
         "grouped responses": True if grouped else None,
         "rounding": config.rounding,
         "engine": engine_identity(config.actor_train),
+        **(_frozen_parts(config) if data.train.has_images else {}),
+    }
+
+
+def _frozen_parts(config: DPOConfig) -> dict[str, Any]:
+    """Return what a run on images does not train, and reads again at each start."""
+    actor = config.actor_train
+    folder = model_folder(actor.model_path, actor.model_args.revision)
+    return {
+        "frozen parts": list(actor.model_args.frozen_parts),
+        "tower": tower_digest(folder) if folder else None,
     }
 
 

@@ -13,9 +13,11 @@ from rich.console import Console
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint
+from rather.cluster.images import refuse_images
 from rather.cluster.launch import launch
 from rather.cluster.ray_ranks import RayRanks
 from rather.cluster.supervision import Supervision
+from rather.cluster.worker import ActorWorker
 from rather.config.checks import device_problems, missing
 from rather.config.run_config import DPOConfig
 from rather.data.hub import refuse_unknown_model
@@ -142,6 +144,7 @@ class DPOPipeline(Run):
                 f"0 {config.unit} to train on: every row was dropped, see the table above."
             )
         refuse_missing_columns(config, self.objective, self.data)
+        refuse_images(config, self.data)
         if self.objective.baseline_kind == "kl":
             self.data = self.data.with_partners(config.data_seed, config.sequence_length)
         # Only the main driver reads it, and it hashes the weights.
@@ -386,6 +389,10 @@ class DPOPipeline(Run):
             cost = logps.counts
             cached = counted(cost.pairs_from_cache, self.config.unit)
             log.info(text, cached, cost.pairs_computed, cost.forwards)
+        for worker in (self.actor_train, self.reference):
+            if isinstance(worker, ActorWorker) and worker.vision:
+                text = "%s: features of images: %d from the cache, %d computed"
+                log.info(text, worker.role, *worker.vision.counts())
         super()._end()
 
     def _export_result(self) -> None:

@@ -141,6 +141,9 @@ def pairs_of(source: PreparedSteps) -> PairSample:
     train, evals = source.data.train, source.data.evals
     files = {dataset.file.path for dataset in (train, *evals.values())}
     steps = range(min(SAMPLE, source.total_steps))
+    images = {
+        image.digest: image.tokens for each in (train, *evals.values()) for image in each.images()
+    }
     return PairSample(
         count=len(train),
         held_out=sum(map(len, evals.values())),
@@ -149,6 +152,8 @@ def pairs_of(source: PreparedSteps) -> PairSample:
         sample=[source.step_pairs(1 + step) for step in steps],
         largest=int(train.tokens.max()),
         data_bytes=sum(path.stat().st_size for path in files),
+        images=len(images),
+        image_tokens=sum(images.values()),
     )
 
 

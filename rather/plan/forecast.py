@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from rather.config.schema import ModelArgs
 from rather.config.strategies import layout
 from rather.data.batch import TokenPair
 from rather.errors import ConfigError
+from rather.model.vision import PARTS
 from rather.plan.memory import Device, MemoryForecast, adapter_weights
 from rather.plan.speed import GIB, Flops, Speed, StepSeconds, seconds_of_step, worth_compiling
 from rather.reference.logprob_cache import RECORD
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from rather.model.sizes import Shapes, Sizes
 
 SAMPLE = 2  # steps that are packed
+DEEP = re.compile(r"\.deepstack_merger_list\.(\d+)\.")
 CPU_GROWTH = "growth of the resident set since before the models were loaded"
 CUDA_PEAK = "torch.cuda.max_memory_allocated without planning and the CUDA context (about 0.5 GiB)"
 SAVED = {"exact": 12, "lean": 6}  # bytes of a weight with its moments in a checkpoint
@@ -43,6 +46,8 @@ class PairSample:
     sample: Sequence[Sequence[TokenPair]]
     largest: int  # tokens of the largest pair
     data_bytes: int = 0
+    images: int = 0  # different ones
+    image_tokens: int = 0  # of these
     assumed: str = ""  # why the data could not be read
 
 
@@ -62,7 +67,14 @@ class Forecast:
         """A complete log-prob cache makes the `reference` unnecessary."""
         self.config, self.device, self.pairs, self.sizes = config, device, pairs, sizes
         self.compiled = compiles(config, sizes, device, pairs.steps)
-        memory = MemoryForecast(config, sizes, device, reference=reference, compiled=self.compiled)
+        memory = MemoryForecast(
+            config,
+            sizes,
+            device,
+            reference=reference,
+            compiled=self.compiled,
+            images=any(pair.images for step in pairs.sample for pair in step),
+        )
         self.layout, step = memory.layout, pairs.sample[0]
         self.chosen = memory.chosen(pairs.sample, pairs.largest)
         self.work = memory.work(self.chosen, pairs.sample)
@@ -90,6 +102,10 @@ class Forecast:
         self.disk = disk_of(
             config, sizes, steps=pairs.steps, pairs=everything, data=pairs.data_bytes
         )
+        if pairs.image_tokens and caches_features(config):
+            limit = config.actor_train.model_args.vision_cache_gb * 1e9
+            rows = pairs.image_tokens * sizes.hidden * memory.compute * feature_layers(sizes)
+            self.disk["image features"] = min(rows, limit)
         self.disk_free = free_disk(config.run_dir)
 
     @property
@@ -152,6 +168,18 @@ class Forecast:
         total, available = self.parts.total / GIB, self.device.memory / GIB
         fits = "fits" if self.fits else "may NOT fit"
         return f"forecast: {total:.3g} of {available:.3g} GiB ({listed}): {fits}{time}"
+
+
+def caches_features(config: DPOConfig) -> bool:
+    """Return whether the features of images are kept: those of a tower that does not change."""
+    args = config.actor_train.model_args
+    return args.vision_cache == "auto" and set(args.frozen_parts) == set(PARTS)
+
+
+def feature_layers(sizes: Sizes) -> int:
+    """Return how many rows an image token has: one, and those of inner layers (Qwen3-VL)."""
+    inner = {match[1] for name in sizes.tower if (match := DEEP.search(name))}
+    return 1 + len(inner)
 
 
 def compiles(config: DPOConfig, sizes: Sizes, device: Device, steps: int) -> bool:

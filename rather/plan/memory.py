@@ -112,10 +112,12 @@ def role_state(
     *,
     narrow: bool = False,
     stage: int | None = None,
+    tower: int = 0,
 ) -> RoleState:
     """Return the state of a role, of a pipeline on the rank `stage` or the one that holds most.
 
-    `narrow`: gradients are summed in bfloat16, as a last resort.
+    `narrow`: gradients are summed in bfloat16, as a last resort. `tower`: the weights of vision and
+    projector, if there are images.
     """
     found, compute = layout(role), stored_dtype(args, kind).itemsize
     # In a step zero1 and zero2 hold all weights, zero1 also all gradients.
@@ -149,7 +151,16 @@ def role_state(
     if args.has_adapter:
         cut = found.tp * found.pp
         parts.append(Part(adapter_weights(args, shapes), each, gathered, shards, cut))
+    if tower:
+        trained = role.trains and trains_tower(args)
+        parts.append(Part(tower, each if trained else WeightBytes(compute), gathered, shards))
     return RoleState(tuple(part for part in parts if part.number))
+
+
+def trains_tower(args: ModelArgs) -> bool:
+    """Return whether the vision tower of a policy trains on images."""
+    is_free = isinstance(args, ActorModelArgs) and "vision" not in args.frozen_parts
+    return is_free and not args.has_adapter
 
 
 def _is_rounded(args: ModelArgs, kind: str) -> bool:
@@ -338,6 +349,7 @@ class Work:
     rows: int
     batches: int
     seen: int  # tokens of the largest one without gradients
+    patches: int = 0  # of the images of a micro-batch that a trained tower sees
 
 
 @dataclass(frozen=True)
@@ -371,9 +383,14 @@ class MemoryForecast:
         reference: bool,
         compiled: bool,
         stage: int | None = None,
+        images: bool = False,
     ) -> None:
-        """`stage` is a rank of a pipeline; default: the one with most weights."""
+        """`stage` is a rank of a pipeline; default: the one with most weights.
+
+        With `images`, a vision tower is part of the model.
+        """
         self.stage = stage
+        self.tower = sum(map(prod, sizes.tower.values())) if images else 0
         self.config, self.sizes, self.device, self.kind = config, sizes, device, device.kind
         self.layout, self.args = layout(config.actor_train), config.actor_train.model_args
         refuse_host_offload(self.layout, self.kind, "actor_train.strategy_args")
@@ -383,7 +400,9 @@ class MemoryForecast:
         if self.with_reference and not config.reference_is_policy:
             role = config.reference
             refuse_host_offload(layout(role), self.kind, "reference.strategy_args")
-            state = role_state(config, role, self.kind, sizes.shapes, role.model_args)
+            state = role_state(
+                config, role, self.kind, sizes.shapes, role.model_args, tower=self.tower
+            )
             self.reference_bytes = state.own + (state.gathered if state.is_sharded else 0.0)
         # Widths of one tp rank; with sequence parallelism the residual stream is divided too.
         tp = self.layout.tp
@@ -399,7 +418,7 @@ class MemoryForecast:
 
     def state(self, *, narrow: bool = False) -> RoleState:
         given = self.config, self.config.actor_train, self.kind, self.sizes.shapes, self.args
-        return role_state(*given, narrow=narrow, stage=self.stage)
+        return role_state(*given, narrow=narrow, stage=self.stage, tower=self.tower)
 
     def resting(self, *, narrow: bool, parked: bool) -> MemoryParts:
         """Return weights and optimizer between two steps, and gradients as they are in one."""
@@ -428,7 +447,7 @@ class MemoryForecast:
         experts = self.sizes.of_experts
         layer = (self.sizes.in_layers - experts) / found.tp + experts / found.ep
         layer /= self.sizes.layers
-        outside = (self.sizes.weights - self.sizes.in_layers) / found.tp
+        outside = (self.sizes.weights - self.sizes.in_layers) / found.tp + self.tower
         return (2 * layer + outside) * compute + layer * 4
 
     def _summed_share(self, *, narrow: bool) -> float:
@@ -462,6 +481,7 @@ class MemoryForecast:
         layers *= min(found.pp, work.batches)
         outside = (4 / size + 2) * part.hidden * size  # embedding, last norm
         kept = tokens * ((0.0 if found.offload else layer.kept) * layers + outside)
+        kept += work.patches * self._tower_bytes
         extra = float(WORKSPACE[self.kind])
         logits, gradients = replace(layer, sizes=self.sizes).head(rows, found.tp)
         buffers = before.buffers + gradients + extra
@@ -478,6 +498,12 @@ class MemoryForecast:
         chunk = min(tokens * self.sizes.vocabulary / found.tp * size, CHUNK_BYTES[self.kind])
         buffers = here.buffers + tokens * 3 * (part.inner + part.hidden) * size + extra
         yield replace(here, gradients=0.0, logits=chunk, buffers=buffers)
+
+    @property
+    def _tower_bytes(self) -> float:
+        """What a trained tower keeps of one patch: the inputs of its products, and its norms."""
+        widths = [sum(shape[:2]) for shape in self.sizes.tower.values() if len(shape) == 2]
+        return float(sum(widths) * self.compute)
 
     def chosen(self, steps: Sequence[Sequence[TokenPair]], largest_pair: int) -> Chosen:
         """Return what `choose_budget` finds by rehearsals, computed here by the same rules."""
@@ -526,6 +552,7 @@ class MemoryForecast:
             rows=max(len(batch.rows_U) for batch in batches),
             batches=max(1, max(map(len, packed)) // max(1, self.layout.dp)),
             seen=max(len(b.ids_N) for step in steps for b in self.pack_forward(step)),
+            patches=max(map(_patches, batches)) if trains_tower(self.args) else 0,
         )
 
     def pack(self, step: Sequence[TokenPair], chosen: Chosen) -> list[PairBatch]:
@@ -536,3 +563,10 @@ class MemoryForecast:
         role, ladder = self.config.reference, LADDER[self.kind]
         budget = role.max_tokens_per_microbatch_in_infer or 2 * TOKENS[self.kind]
         return pack(step, budget, role.infer_batch_size, ladder=ladder, ranks=layout(role).bins)
+
+
+def _patches(batch: PairBatch) -> int:
+    """Return the patches of a micro-batch's images; Qwen's processors report them."""
+    return sum(
+        prod(image.grid) if len(image.grid) == 3 else 4 * image.tokens for image in batch.images
+    )

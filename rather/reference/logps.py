@@ -35,7 +35,7 @@ from rather.data.shares import Batches, PairRows
 from rather.errors import ConfigError
 from rather.files import real_path, text_sha
 from rather.losses.objective import PairLoss
-from rather.model.files import model_digest, model_folder
+from rather.model.files import model_digest, model_folder, tower_digest
 from rather.parallel.load import precision_name
 from rather.reference.logprob_cache import (
     NO_ENTRIES,
@@ -118,6 +118,7 @@ class ReferenceLogps:
         self._answers: list[_Answer] = []
         self._waiting: list[bytes] = []  # blocks to write once the disk has space
         self._row_slots: dict[str, Slots] = {}  # of the pairs of sets; -1 if not yet known
+        self._tower = b""
         self._opened, self.is_empty = False, True  # nothing is cached
 
     # --- cached values ---
@@ -155,6 +156,8 @@ class ReferenceLogps:
             refuse_foreign(real_path(root))
             root.mkdir(parents=True, exist_ok=True)
             if folder and (digest := model_digest(folder, Cache(root).sha)):
+                # Of what only images reach: text pairs have the same keys with any tower.
+                self._tower = (tower_digest(folder) or "").encode()
                 return digest
         except OSError as error:
             raise ConfigError(
@@ -232,6 +235,8 @@ class ReferenceLogps:
         for pair, lengths in zip(pairs, scored_lengths(pairs), strict=True):
             prompt_key = self._key.copy()
             prompt_key.update(pair.prompt_key)
+            if pair.images:
+                prompt_key.update(self._tower)
             for response, scored in pair.answers:
                 key = prompt_key.copy()
                 key.update(response.data)

@@ -24,6 +24,7 @@ from rather.files import file_sha, read_json, text_sha
 from rather.model.files import BASE_WEIGHTS, model_folder, refuse_other_base, weights_digest
 from rather.model.policy import PolicyModel
 from rather.model.reward import is_reward_model
+from rather.model.vision import PARTS, part_of
 from rather.optim.rounding import Rounding
 from rather.parallel.load import Start, load_policy
 from rather.run_folder.layout import RESULTS
@@ -50,6 +51,8 @@ class Weights:
         args = self.args.model_copy(update={"dtype": dtype}) if dtype else self.args
         start = Start(self.run.seed, self.run.keeps_start) if self.run else Start()
         options: dict[str, Any] = {"start": start, "rounding": self.rounding}
+        if self.checkpoint:
+            options["frozen"] = frozen_in(self.checkpoint, self.group)
         policy = load_policy(self.model, args, device, **options, reward=self.is_reward)
         if self.checkpoint:
             load_weights(policy, self.checkpoint, self.group)
@@ -182,6 +185,15 @@ def base_of_checkpoint(found: Checkpoint) -> str | None:
     identity = found.state.get("identity")
     digest = identity.get(BASE_WEIGHTS) if isinstance(identity, dict) else None
     return digest if isinstance(digest, str) else None
+
+
+def frozen_in(found: Checkpoint, group: str) -> list[str] | None:
+    """Return which parts outside the language model a run on images kept as they were.
+
+    None if it trained none of them: they are not in the checkpoint, and can be left out.
+    """
+    parts = {part_of(name) for name in found.stored(group)} - {None}
+    return [part for part in PARTS if part not in parts] if parts else None
 
 
 def load_weights(policy: PolicyModel, found: Checkpoint, group: str = "model") -> None:

@@ -25,6 +25,7 @@ from rather.losses.objective import PairLoss
 from rather.model.collectives import all_reduce_
 from rather.model.layers import HostOffloaded
 from rather.model.policy import START, PolicyModel, pair_columns
+from rather.model.vision import part_of
 from rather.optim.adamw import local
 from rather.parallel.mesh import Mesh, max_over_ranks
 from rather.parallel.routers import balance_of
@@ -449,6 +450,8 @@ class RankTrainer:
         with torch.no_grad():
             for name, parameter in self.policy.named_parameters():
                 if self.optimizer and not parameter.requires_grad:
+                    continue
+                if name not in weights and part_of(name):  # a frozen part of a vision model
                     continue
                 shard = local(parameter)
                 before = self._weight(name, parameter).to(shard.device)

@@ -1,0 +1,107 @@
+"""Image pairs on a rank: what is refused, where pixels come from, and where features are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rather.config.run_config import DPOConfig
+from rather.config.schema import RoleConfig
+from rather.config.strategies import layout
+from rather.data.pixel_loader import PixelLoader
+from rather.data.pixels import PixelMaker
+from rather.data.prepare import Prepared, images_of
+from rather.data.shares import RunPairs
+from rather.errors import ConfigError
+from rather.files import make_folder
+from rather.model.files import model_folder, tower_digest
+from rather.model.image_features import FeatureStore
+from rather.model.policy import PolicyModel
+from rather.model.vision import PARTS, Vision
+from rather.parallel.load import precision_name
+from rather.reference.logprob_cache import refuse_foreign
+
+FEW = 256  # pairs whose pixels are made without processes, which take seconds to start
+MOST_PROCESSES = 4  # for each rank
+
+UNDIVIDED = {
+    "pp_size": "pipeline parallel",
+    "cp_size": "context parallel",
+    "ep_size": "expert parallel",
+}
+
+
+def has_images(pairs: RunPairs) -> bool:
+    return any(dataset.has_images for dataset in pairs.sets.values())
+
+
+def refuse_images(config: DPOConfig, data: Prepared) -> None:
+    """Refuse what a run on images cannot do, and keys about images in a run on text."""
+    args = config.actor_train.model_args
+    sees_images = any(dataset.has_images for dataset in (data.train, *data.evals.values()))
+    if not sees_images:
+        if args.freeze is not None:
+            raise ConfigError(
+                "actor_train.model_args.freeze: no pair has images, and text never reaches the "
+                "vision tower; remove the key."
+            )
+        return
+    problems = []
+    for name, role in config.roles.items():
+        degrees = layout(role)
+        for key, kind in UNDIVIDED.items():
+            if getattr(degrees, key.removesuffix("_size")) > 1:
+                problems.append(f"{name}.strategy_args.{key}: {kind} does not take images; set 1.")
+        if degrees.engine != "torch":
+            problems.append(f"{name}.engine: {degrees.engine} does not take images; set torch.")
+        if degrees.sequence_parallel:
+            problems.append(f"{name}.strategy_args.sequence_parallel: does not take images.")
+        if role.model_args.quantization:
+            problems.append(f"{name}.model_args.quantization: 4bit does not take images.")
+    if args.has_adapter and set(args.frozen_parts) != set(PARTS):
+        problems.append(
+            "actor_train.model_args.freeze: an adapter is of the language model; leave the key out."
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def frozen_parts(config: DPOConfig, role: str) -> tuple[str, ...]:
+    """Return the parts outside the language model that a role does not change."""
+    trains = role == "actor_train" or config.sync_ref_model
+    return config.actor_train.model_args.frozen_parts if trains else PARTS
+
+
+def see_images(
+    policy: PolicyModel,
+    config: DPOConfig,
+    role: str,
+    device: str,
+    pairs: int,
+    sums_gradients: bool,
+) -> Vision:
+    """Give a model the images of a run of so many pairs."""
+    recipe, problem = images_of(config.actor_train, config.actor_train.data_args)
+    if recipe is None:
+        raise ConfigError(problem)
+    spare_cores = max(0, (os.cpu_count() or 1) - 1)
+    processes = min(MOST_PROCESSES, spare_cores) if pairs > FEW else 0
+    loader = PixelLoader(PixelMaker(recipe), processes)
+    is_frozen = set(frozen_parts(config, role)) == set(PARTS)
+    is_cached = config.actor_train.model_args.vision_cache == "auto" and is_frozen
+    store = _open_store(config, getattr(config, role), device) if is_cached else None
+    policy.vision = Vision(policy.causal_lm, loader, store, sums_gradients=sums_gradients)
+    return policy.vision
+
+
+def _open_store(config: DPOConfig, role: RoleConfig, device: str) -> FeatureStore | None:
+    folder = model_folder(role.model_path, role.model_args.revision)
+    digest = tower_digest(folder) if folder else None
+    if digest is None:
+        return None
+    precision = precision_name(role, device, config.rounding)
+    root = Path(config.output_dir).expanduser() / ".cache" / "vision"
+    place = root / f"{digest[:24]}-{precision}"
+    refuse_foreign(place)
+    make_folder(place)
+    return FeatureStore(place, config.actor_train.model_args.vision_cache_gb)

@@ -1,0 +1,131 @@
+"""Child processes that make the pixels of images before a step needs them.
+
+They are started with `subprocess`, so that they neither run the user's main module again nor
+inherit threads. Questions are JSON, answers safetensors: nothing is pickled. A child ends when its
+parent does, however that happens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from multiprocessing.connection import Connection, Pipe
+from typing import Protocol
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from rather.config.redaction import looks_secret
+from rather.data.batch import PromptImage
+from rather.data.image_tokens import ImageRecipe
+from rather.data.pixels import PixelMaker
+from rather.errors import DataError
+
+MOST_AHEAD = 256  # images whose pixels wait; one of 448 x 448 has 5 MB
+_START = (
+    "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "sys.path[:] = json.loads(sys.argv[1]); from rather.data.pixel_loader import main; "
+    "main(int(sys.argv[2]))"
+)
+
+Pixels = Mapping[str, Tensor]
+
+
+class Maker(Protocol):
+    """Makes the keyword arguments of a model's `get_image_features`."""
+
+    def pixels(self, images: list[PromptImage]) -> dict[str, Tensor]: ...
+
+
+class PixelLoader:
+    """Makes pixels on demand, or ahead in child processes."""
+
+    def __init__(self, maker: Maker, processes: int = 0) -> None:
+        self.maker, self.processes = maker, processes
+        self._begun: dict[str, Future[Pixels]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._local = threading.local()  # the child of each thread
+
+    def begin(self, images: Iterable[PromptImage]) -> None:
+        """Make pixels that `take` will ask for, as far as there are processes for it."""
+        if not self.processes:
+            return
+        self._threads = self._threads or ThreadPoolExecutor(self.processes, "pixels")
+        for image in images:
+            if image.digest not in self._begun and len(self._begun) < MOST_AHEAD:
+                self._begun[image.digest] = self._threads.submit(self._ask, image)
+
+    def take(self, image: PromptImage) -> Pixels:
+        begun = self._begun.pop(image.digest, None)
+        return begun.result() if begun else self.maker.pixels([image])
+
+    def _ask(self, image: PromptImage) -> Pixels:
+        if not hasattr(self._local, "child"):
+            assert isinstance(self.maker, PixelMaker)
+            self._local.child = _Child(self.maker.recipe)
+        answer: Pixels = self._local.child.pixels(image)
+        return answer
+
+    def close(self) -> None:
+        if self._threads:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Child:
+    """A process that answers one question at a time."""
+
+    def __init__(self, recipe: ImageRecipe) -> None:
+        self.connection, theirs = Pipe()
+        environment = {name: text for name, text in os.environ.items() if not looks_secret(name)}
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            )
+        self.connection.send_bytes(json.dumps(asdict(recipe)).encode())
+
+    def pixels(self, image: PromptImage) -> Pixels:
+        content = image.source if isinstance(image.source, bytes) else b""
+        head = asdict(image) | ({"source": None} if content else {})
+        try:
+            self.connection.send_bytes(json.dumps(head).encode())
+            self.connection.send_bytes(content)
+            error = self.connection.recv_bytes().decode()
+            answer = self.connection.recv_bytes()
+        except (EOFError, OSError):
+            raise DataError(
+                f"the process that makes pixels ended with code {self.process.wait()} at the image "
+                f"{image.source if isinstance(image.source, str) else image.digest}."
+            ) from None
+        if error:
+            raise DataError(error)
+        return load(answer)
+
+
+def main(handle: int) -> None:
+    """Answer questions until the parent has gone."""
+    connection = Connection(handle)
+    with suppress(EOFError, OSError):
+        maker = PixelMaker(ImageRecipe(**json.loads(connection.recv_bytes())))
+        while True:
+            head = json.loads(connection.recv_bytes())
+            content = connection.recv_bytes()
+            source = content if head["source"] is None else head["source"]
+            image = PromptImage(head["digest"], source, tuple(head["grid"]), head["tokens"])
+            error, answer = "", b""
+            try:
+                answer = save({n: t.contiguous() for n, t in maker.pixels([image]).items()})
+            except DataError as problem:
+                error = str(problem)
+            connection.send_bytes(error.encode())
+            connection.send_bytes(answer)

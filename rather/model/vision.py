@@ -1,0 +1,247 @@
+"""Pairs with images: the tower stays in the model, and its features join the packed tokens.
+
+An image's features are computed once for each micro-batch, one image at a time, so that they do not
+depend on its neighbours. They replace the embeddings of the image's tokens. Everything after that
+sees packed tokens as ever: segments, layers, head. Positions in three dimensions come from the
+model's own function, for each prompt once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from rather.data.batch import PairBatch, PromptImage
+from rather.data.pixel_loader import PixelLoader
+from rather.errors import ConfigError, DataError
+from rather.model.image_features import FeatureStore
+
+PARTS = ("vision", "projector")  # of a model outside its language model; frozen by default
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a family keeps what only images reach, by the names in its base model."""
+
+    tower: str
+    projector: tuple[str, ...]  # may be inside the tower
+    in_space: bool = False  # positions of image tokens have three dimensions
+
+    def part_of(self, name: str) -> str | None:
+        """Return the part of the model that a parameter belongs to; None: the language model."""
+        if _below(self.projector).search(name):
+            return "projector"
+        return "vision" if _below([self.tower]).search(name) else None
+
+    @property
+    def outside_language(self) -> re.Pattern[str]:
+        """Matches parameters and modules of the tower and the projector, also by older names."""
+        return _below([self.tower, *self.projector])
+
+
+FAMILIES = {
+    "qwen2_5_vl": Family("visual", ("visual.merger",), in_space=True),
+    "qwen3_vl": Family("visual", ("visual.merger", "visual.deepstack_merger_list"), in_space=True),
+    "qwen3_5": Family("visual", ("visual.merger",), in_space=True),
+    "llava_next": Family("vision_tower", ("multi_modal_projector", "image_newline")),
+    "smolvlm": Family("vision_model", ("connector",)),
+}
+BOTH_WAYS = ("gemma", "paligemma")  # their image tokens see each other
+
+
+def _below(names: Iterable[str]) -> re.Pattern[str]:
+    return re.compile(rf"(?:^|\.)(?:{'|'.join(map(re.escape, names))})(?:\.|$)")
+
+
+def part_of(name: str) -> str | None:
+    """Return the part that a weight of any family belongs to; None: the language model."""
+    parts = (family.part_of(name) for family in FAMILIES.values())
+    return min(filter(None, parts), default=None)  # a projector may be inside a tower
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """Return the family of a model that trains on images; refuse all others."""
+    kind = config.model_type
+    if kind in FAMILIES:
+        return FAMILIES[kind]
+    reason = "it was not compared with its own forward on images"
+    if kind.startswith(BOTH_WAYS):
+        reason = "tokens of an image attend to each other both ways, which packed pairs cannot"
+    if config.get_text_config() is config:
+        reason = "it has no vision tower"
+    raise ConfigError(
+        f"model family '{kind}' cannot be trained on pairs with images: {reason}. Families that "
+        f"can: {', '.join(FAMILIES)}."
+    )
+
+
+def keep_tower(causal_lm: Any, frozen: Collection[str]) -> None:
+    """Prepare a model for images; the `frozen` parts, "vision" or "projector", do not train."""
+    family = family_of(causal_lm.config)
+    getattr(causal_lm.model, family.tower).set_attn_implementation("sdpa")
+    for name, module in causal_lm.named_modules():
+        if family.outside_language.search(name):
+            module.outside_language = True
+    for name, parameter in causal_lm.named_parameters():
+        if family.part_of(name) in frozen:
+            parameter.requires_grad_(False)
+    causal_lm.sees_images = True
+
+
+def outside_language(causal_lm: Any, *, trained: bool) -> set[str]:
+    """Return the names of the weights of tower and projector that train, or do not."""
+    if not getattr(causal_lm, "sees_images", False):
+        return set()
+    family = family_of(causal_lm.config)
+    named = causal_lm.named_parameters()
+    return {name for name, p in named if p.requires_grad == trained and family.part_of(name)}
+
+
+class Vision:
+    """Puts the images of a micro-batch into what a language model sees."""
+
+    def __init__(
+        self,
+        causal_lm: Any,
+        loader: PixelLoader,
+        store: FeatureStore | None = None,
+        *,
+        sums_gradients: bool = False,
+    ) -> None:
+        """`store` keeps features of a model whose tower and projector do not change.
+
+        Ranks with `sums_gradients` must have one for each weight, if only zeros: a rank without
+        images would otherwise skip a sum that the others wait in.
+        """
+        self.base, self.loader, self.store = causal_lm.model, loader, store
+        self.sums_gradients = sums_gradients
+        self.family = family_of(causal_lm.config)
+        self.image_token: int = causal_lm.config.image_token_id
+        self.computed = 0  # images that went through the tower
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return those of tower and projector; sharding and loading replace them."""
+        named = self.base.named_parameters()
+        return [parameter for name, parameter in named if self.family.part_of(name)]
+
+    def ahead(self, batches: Iterable[PairBatch]) -> None:
+        """Begin to make the pixels of images whose features are not known."""
+        images = {image.digest: image for batch in batches for image in batch.images}
+        self.loader.begin(
+            image for image in images.values() if not (self.store and self.store.has(image))
+        )
+
+    def place(self, batch: PairBatch) -> PairBatch:
+        """Return a batch, on the CPU, with the positions that its images give to the tokens."""
+        if not batch.images or batch.positions_N.ndim > 1:
+            return batch
+        ids_N = batch.ids_N.cpu()
+        is_image_N = ids_N == self.image_token
+        expected = sum(image.tokens for image in batch.images)
+        if int(is_image_N.sum()) != expected:
+            raise DataError(
+                f"a micro-batch has {int(is_image_N.sum())} image tokens (id {self.image_token}), "
+                f"but its images have {expected}; an answer or a prompt holds image tokens of its "
+                "own."
+            )
+        if not self.family.in_space:
+            return batch
+        positions_3N = self._positions(batch, ids_N, is_image_N)
+        return replace(batch, positions_N=positions_3N.to(batch.ids_N.device))
+
+    def _positions(self, batch: PairBatch, ids_N: Tensor, is_image_N: Tensor) -> Tensor:
+        """Return positions [3, N]: of each whole sequence by the model, others follow theirs."""
+        positions_3N = batch.positions_N.cpu().expand(3, -1).clone()
+        images = iter(batch.images)
+        shift_N = torch.zeros_like(ids_N)  # of what follows a sequence that begins here
+        segments = batch.segments
+        paths = segments.key_index_K.cpu().split(segments.k_lens)
+        start = 0
+        for length, path in zip(segments.q_lens, paths, strict=True):
+            own = slice(start, start + length)
+            start += length
+            if len(path) > length:
+                positions_3N[:, own] += shift_N[path[0]]
+                continue
+            grids = []
+            left = int(is_image_N[own].sum())
+            while left > 0:
+                image = next(images)
+                grids.append(image.grid)
+                left -= image.tokens
+            if grids:
+                whole_3T, shift = self._of_sequence(ids_N[own], is_image_N[own], grids)
+                positions_3N[:, own] = whole_3T
+                shift_N[own.start] = shift
+        return positions_3N
+
+    def _of_sequence(
+        self, ids_T: Tensor, is_image_T: Tensor, grids: list[tuple[int, ...]]
+    ) -> tuple[Tensor, int]:
+        positions, shift = self.base.get_rope_index(
+            ids_T[None],
+            mm_token_type_ids=is_image_T[None].int(),
+            image_grid_thw=torch.tensor(grids),
+            attention_mask=torch.ones_like(ids_T[None]),
+        )
+        return positions[:, 0], int(shift)
+
+    def inputs(self, batch: PairBatch) -> dict[str, Any]:
+        """Return what the language model takes besides positions and segments."""
+        if not batch.images and not self.sums_gradients:
+            return {"input_ids": batch.ids_N[None]}
+        embedded: Tensor = self.base.get_input_embeddings()(batch.ids_N[None])
+        if self.sums_gradients and torch.is_grad_enabled():
+            trained = [p for p in self.parameters() if p.requires_grad]
+            embedded = embedded + sum(parameter.flatten()[0] * 0 for parameter in trained)
+        if not batch.images:
+            return {"inputs_embeds": embedded}
+        features = {}
+        for image in batch.images:
+            if image.digest not in features:
+                features[image.digest] = self._features(image, embedded.device)
+        rows_LTD = torch.cat([features[image.digest] for image in batch.images], dim=1)
+        rows_LTD = rows_LTD.to(embedded.dtype)
+        is_image = (batch.ids_N == self.image_token)[None]
+        inputs: dict[str, Any] = {
+            "inputs_embeds": embedded.masked_scatter(is_image[..., None], rows_LTD[0])
+        }
+        if len(rows_LTD) > 1:  # of inner layers of the tower, added behind the first layers
+            inputs["visual_pos_masks"] = is_image
+            inputs["deepstack_visual_embeds"] = list(rows_LTD[1:].unbind())
+        return inputs
+
+    def _features(self, image: PromptImage, device: torch.device) -> Tensor:
+        """Return the rows of an image, [1 + inner layers, tokens, width]."""
+        if self.store is None:
+            return self.compute(image, device)
+        stored = self.store.read(image)
+        if stored is not None:
+            return stored.to(device, non_blocking=True)
+        with torch.no_grad():
+            computed = self.compute(image, device)
+        self.store.write(image, computed)
+        return computed
+
+    def compute(self, image: PromptImage, device: torch.device) -> Tensor:
+        pixels = {name: tensor.to(device) for name, tensor in self.loader.take(image).items()}
+        output = self.base.get_image_features(**pixels)
+        self.computed += 1
+        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        rows_LTD = torch.stack([torch.cat(list(layer)) for layer in layers])
+        if rows_LTD.shape[1] != image.tokens:
+            raise DataError(
+                f"an image has {image.tokens} tokens in its prompt, but the model makes "
+                f"{rows_LTD.shape[1]} of it; the processor's files do not belong to this model."
+            )
+        return rows_LTD
+
+    def counts(self) -> tuple[int, int]:
+        """Return how often features of an image came from the cache, and how often they did not."""
+        return self.store.hits if self.store else 0, self.computed

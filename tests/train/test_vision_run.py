@@ -1,0 +1,190 @@
+"""Runs on pairs with images: they learn what they see, resume to the bit, and export the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from rather.checkpoint.checkpoint import open_checkpoint
+from rather.config.load import config_from_dict
+from rather.config.run_config import DPOConfig
+from rather.model.files import TOWER
+from rather.pipeline.pipeline import DPOPipeline
+from tests.cells import cells
+from tests.data.vision import processor_of, tokenizer_of, vision_folder
+from tests.model.images import tiny_model
+from tests.tiny import metrics
+
+COLOURS = {"r": (230, 20, 20), "g": (20, 230, 20), "b": (20, 20, 230), "w": (240, 240, 240)}
+WEIGHTS = "model.safetensors"
+
+
+def make_model(folder: Path, family: str) -> Path:
+    """A whole checkpoint: processor, tokenizer and random weights."""
+    vision_folder(folder, family)
+    tokenizer = tokenizer_of(family)
+    names = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    names |= {"image_token_id": "<|image_pad|>", "video_token_id": "<global-img>"}
+    if not family.startswith("qwen"):
+        names["image_token_id"] = "<image>"
+    marks = {key: tokenizer.convert_tokens_to_ids(text) for key, text in names.items()}
+    tiny_model(family, len(tokenizer), marks).save_pretrained(folder)
+    return folder
+
+
+def make_pairs(folder: Path, name: str, count: int, seed: int = 0) -> Path:
+    """Images of one colour, of different shades and sizes; the right answer names the colour."""
+    draw = random.Random(seed)
+    rows = []
+    for number in range(count):
+        right, wrong = draw.sample(list(COLOURS), 2)
+        shade = tuple(max(0, min(255, level + draw.randint(-15, 15))) for level in COLOURS[right])
+        image = Image.new("RGB", (draw.randint(16, 20), draw.randint(16, 20)), shade)
+        image.save(folder / f"{name}{number}.png")
+        prompt = [{"type": "image"}, {"type": "text", "text": "colour?"}]
+        rows.append({
+            "images": [f"{name}{number}.png"],
+            "prompt": [{"role": "user", "content": prompt}],
+            "chosen": [{"role": "assistant", "content": right}],
+            "rejected": [{"role": "assistant", "content": wrong}],
+        })  # fmt: skip
+    file = folder / f"{name}.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return file
+
+
+def vision_config(folder: Path, family: str = "qwen2_5_vl", **changes: Any) -> DPOConfig:
+    if not (folder / "base").exists():
+        make_model(folder / "base", family)
+        make_pairs(folder, "train", changes.pop("pairs", 12))
+        make_pairs(folder, "held", changes.pop("held", 6), seed=1)
+    values: dict[str, Any] = {
+        "exp_name": changes.pop("exp_name", "run"),
+        "output_dir": str(folder / "output"),
+        "logging_dir": str(folder / "logs"),
+        "pretrain": str(folder / "base"),
+        "sequence_length": 256,
+        "track_with": None,
+        "report_html": False,
+        "actor_train": {
+            "data_args": {"file_name": str(folder / "train.jsonl")},
+            "model_args": changes.pop("model_args", {}),
+            "training_args": {
+                "learning_rate": 1e-3,
+                "per_device_train_batch_size": 6,
+                "num_train_epochs": 2,
+                **changes.pop("training_args", {}),
+            },
+        },
+        "validation": {"data_args": {"file_name": str(folder / "held.jsonl")}},
+        **changes,
+    }
+    return config_from_dict(values)
+
+
+def run(config: DPOConfig) -> Path:
+    assert DPOPipeline(config).run() == 0
+    return config.run_dir
+
+
+def counted(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    return [message for message in caplog.messages if text in message]
+
+
+def test_features_and_reference_are_hits_in_the_second_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rather")
+    config = vision_config(tmp_path)
+    folder = run(config)
+    before, after = (load_file(f / WEIGHTS) for f in (tmp_path / "base", folder / "model"))
+    assert before.keys() == after.keys()
+    for name in before:
+        assert torch.equal(before[name], after[name]) == bool(TOWER.search(name)), name
+    for file in ("preprocessor_config.json", "tokenizer.json"):
+        assert (folder / "model" / file).exists()
+    # 12 training images twice and 6 held-out ones at 3 evaluations; the reference needs each once,
+    # and sees those of training first.
+    assert counted(caplog, "actor_train: features of images: 36 from the cache, 6 computed")
+    assert counted(caplog, "reference: features of images: 6 from the cache, 12 computed")
+    assert counted(caplog, "reference log-probs: 12 pairs from the cache, 18 computed")
+    caplog.clear()
+    other = vision_config(tmp_path, exp_name="again", pref_loss="ipo")
+    run(other)
+    assert counted(caplog, "actor_train: features of images: 42 from the cache, 0 computed")
+    assert counted(caplog, "reference log-probs: 30 pairs from the cache, 0 computed")
+    off = vision_config(tmp_path, exp_name="off", model_args={"vision_cache": "off"})
+    run(off)
+    assert counted(caplog, "actor_train: features of images: 0 from the cache, 42 computed")
+    same = [{key: line.get(key) for key in ("loss", "grad_norm")} for line in metrics(config)]
+    assert same == [{key: line.get(key) for key in ("loss", "grad_norm")} for line in metrics(off)]
+
+
+CONSTANT = {"lr_scheduler_type": "constant"}
+
+
+@pytest.mark.parametrize("frozen", cells(["vision projector", ""], keep=[""]))
+def test_it_resumes_to_the_bit(tmp_path: Path, frozen: str) -> None:
+    options = {"model_args": {"freeze": frozen.split()}, "training_args": CONSTANT}
+    whole = run(vision_config(tmp_path, **options))
+    run(vision_config(tmp_path, exp_name="two", max_steps=2, save_steps=2, **options))
+    resumed = run(vision_config(tmp_path, exp_name="two", save_steps=2, **options))
+    first, second = (load_file(folder / "model" / WEIGHTS) for folder in (whole, resumed))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    saved = open_checkpoint(resumed / "checkpoint-2").stored("model")
+    assert any(TOWER.search(name) for name in saved) == (not frozen)
+
+
+def preferences(folder: Path, rows: list[dict[str, Any]], images: list[Path]) -> torch.Tensor:
+    """By how much plain transformers, with its own processor, prefers the right answer."""
+    processor = processor_of("qwen2_5_vl")
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    sums = []
+    for row, image in zip(rows, images, strict=True):
+        prompt = processor.apply_chat_template(row["prompt"], add_generation_prompt=True)
+        for side in ("chosen", "rejected"):
+            text = prompt + row[side][0]["content"] + "<|im_end|>"
+            inputs = processor(text=[text], images=[Image.open(image)], return_tensors="pt")
+            with torch.no_grad():
+                logps = torch.log_softmax(model(**inputs).logits[0, -3:-1], dim=-1)
+            sums.append(logps.gather(1, inputs["input_ids"][0, -2:, None]).sum())
+    return torch.stack(sums).view(-1, 2).diff().neg()[:, 0]
+
+
+def test_it_learns_what_it_sees_and_the_export_answers_the_same(tmp_path: Path) -> None:
+    config = vision_config(
+        tmp_path,
+        pairs=96,
+        held=40,
+        model_args={"freeze": []},
+        beta=1.0,
+        training_args={
+            "num_train_epochs": 3,
+            "per_device_train_batch_size": 16,
+            "learning_rate": 5e-3,
+        },
+    )
+    folder = run(config)
+    evaluated = [line for line in metrics(config) if "eval/rewards/accuracies" in line]
+    assert evaluated[-1]["eval/rewards/accuracies"] > 0.95
+    rows = [json.loads(line) for line in (tmp_path / "held.jsonl").read_text().splitlines()]
+    images = [tmp_path / row["images"][0] for row in rows]
+
+    def accuracy(images: list[Path]) -> float:
+        after, before = (
+            preferences(model, rows, images) for model in (folder / "model", tmp_path / "base")
+        )
+        return float((after > before).double().mean())
+
+    assert accuracy(images) == pytest.approx(evaluated[-1]["eval/rewards/accuracies"])
+    assert accuracy(images[1:] + images[:1]) < 0.7  # it really looks
