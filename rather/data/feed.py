@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from rather.config.run_config import DPOConfig
-from rather.data.batch import TokenPair
+from rather.data.batch import PromptImage, TokenPair
 from rather.data.collate import StatefulDistributedSampler, pairs_of
 from rather.data.formats import EXTRAS, read_row
+from rather.data.image_tokens import recipe_of_processor
+from rather.data.images import content_of
 from rather.data.json_rows import DropReason
 from rather.data.pool import LimitedEncoder, encoder_of
 from rather.data.prepare import layout_of, recipe_of
@@ -51,7 +55,10 @@ class Feed:
         self.size = size
         self.tokenizer = tokenizer
         self.data = config.actor_train.data_args
-        self._layout = layout_of(config, config.rows, self.data)
+        self.images = recipe_of_processor(tokenizer)  # None if only text is read
+        refusal = "" if self.images else "the tokenizer is not the processor of a vision model"
+        layout = layout_of(config, config.rows, self.data)
+        self._layout = replace(layout, refuse_images=refusal)
         self.sampler: Any = getattr(source, "sampler", None)
         self.dropped: dict[str, tuple[int, str]] = {}  # reason -> count, details of the first row
         self._begun: Iterator[Any] | None = None
@@ -169,11 +176,18 @@ class Feed:
         read = read_row(row, self._layout)
         pairs: list[TokenPair] = []
         for pair in read.pairs:
+            if pair.images:
+                folder = self.data.image_dir or "."
+                pair = replace(pair, image_dir=str(Path(folder).expanduser().absolute()))
             try:
                 encoded = self._encoder.encode(pair)
             except DropReason as reason:
                 read.dropped.append(reason)
                 continue
+            images = []
+            for reference, image in zip(pair.images, encoded.images, strict=True):
+                source = image.path or content_of(reference)
+                images.append(PromptImage(image.digest, source, image.grid, image.tokens))
             tokens = TokenPair(
                 np.array(encoded.prompt, np.int32),
                 np.array(encoded.chosen, np.int32),
@@ -184,6 +198,7 @@ class Feed:
                 pair.margin,
                 pair.soft_label,
                 pair.id,
+                images=tuple(images),
             )
             pairs.append(tokens)
         for fault in read.dropped:
@@ -195,7 +210,11 @@ class Feed:
         if self.tokenizer is None:
             raise ConfigError("tokenizer: rows of text need one; give it to the trainer.")
         length = self.config.sequence_length
-        recipe = recipe_of(self.tokenizer, self.data, length, self.config.parity)
+        tokenizer = self.tokenizer
+        if self.images:
+            tokenizer = self.tokenizer.tokenizer
+            tokenizer.chat_template = self.tokenizer.chat_template or tokenizer.chat_template
+        recipe = recipe_of(tokenizer, self.data, length, self.config.parity, self.images)
         return encoder_of(recipe, "rows of text")
 
     # --- rows that are dropped ---

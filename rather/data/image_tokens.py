@@ -277,6 +277,25 @@ def image_recipe(
     return ImageRecipe(family, token, processor, _counts(family, whole, config))
 
 
+PROCESSORS = {  # class in transformers -> family; Qwen3.5 has the processor of Qwen3-VL
+    "Qwen2_5_VLProcessor": "qwen2_5_vl", "Qwen3VLProcessor": "qwen3_vl",
+    "LlavaNextProcessor": "llava_next", "SmolVLMProcessor": "smolvlm",
+}  # fmt: skip
+
+
+def recipe_of_processor(processor: Any) -> ImageRecipe | None:
+    """Return the recipe of a processor in memory; None for a tokenizer, or of another family."""
+    names = [base.__name__ for base in type(processor).__mro__]
+    family = next((PROCESSORS[name] for name in names if name in PROCESSORS), None)
+    if family is None:
+        return None
+    written = json.loads(processor.image_processor.to_json_string())
+    settings = {name: written[name] for name in SETTINGS if written.get(name) is not None}
+    settings = DEFAULTS["qwen" if family in QWEN else family] | settings
+    counts = _counts(family, vars(processor), {})
+    return ImageRecipe(family, int(processor.image_token_id), settings, counts)
+
+
 def _pixel_limits(written: Json, size: Json, most: int | None, least: int | None) -> Json:
     shortest = least or written.get("min_pixels") or size.get("shortest_edge") or 56 * 56
     longest = most or written.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rather.data.formats import IMAGES
 from rather.data.read import chunks_of, find_sources, parsed_rows
 from rather.data.report import Json
 
@@ -35,17 +36,17 @@ def find_overlap(
     runs_of_texts: dict[str, set[int]] = {}
     for name, files in others.items():
         rows = (row for _, _, row in _rows(files, encoding))
-        runs_of_texts[name] = set(chain.from_iterable(map(_runs_of_words, rows)))
+        runs_of_texts[name] = set(chain.from_iterable(map(_runs_of_row, rows)))
     if split:
         held_out = (row for _, at, row in _rows(train, encoding, max_samples) if at in split)
-        runs_of_texts["eval"] = set(chain.from_iterable(map(_runs_of_words, held_out)))
+        runs_of_texts["eval"] = set(chain.from_iterable(map(_runs_of_row, held_out)))
     overlaps: Json = {name: {"rows": 0, "first": []} for name in runs_of_texts}
     total = 0
     for file, at, row in _rows(train, encoding, max_samples):
         if at in split:
             continue
         total += 1
-        runs_of_row = set(_runs_of_words(row))
+        runs_of_row = set(_runs_of_row(row))
         for name, runs in runs_of_texts.items():
             if not runs.isdisjoint(runs_of_row):
                 overlaps[name]["rows"] += 1
@@ -65,12 +66,19 @@ def _rows(
                 yield sources[chunk.source].path, (chunk.source, number), row
 
 
-def _runs_of_words(value: Any) -> Iterator[int]:
+def _runs_of_row(row: Json) -> Iterator[int]:
+    """Yield a hash of each run of words in a row; the same words about another image are others."""
+    images = {name: row[name] for name in IMAGES if row.get(name)}
+    about = repr(images) if images else ""
+    yield from _runs_of_words({name: row[name] for name in row if name not in images}, about)
+
+
+def _runs_of_words(value: Any, about: str) -> Iterator[int]:
     """Yield a hash of each run of words in the texts of a row; no run spans two texts."""
     if isinstance(value, str):
         words = re.findall(r"\w+", value.casefold())
         for first in range(len(words) - WORDS + 1):
-            yield hash(tuple(words[first : first + WORDS]))
+            yield hash((about, *words[first : first + WORDS]))
     elif isinstance(value, dict | list):
         for content in value.values() if isinstance(value, dict) else value:
-            yield from _runs_of_words(content)
+            yield from _runs_of_words(content, about)

@@ -49,6 +49,7 @@ IMAGE = [  # a path, or the content of the file
     ("digest", pa.string()), ("path", pa.string()), ("content", pa.binary()),
     ("grid", pa.list_(pa.int32())), ("tokens", pa.int32()),
 ]  # fmt: skip
+IMAGE_TOKEN = b"image_token"  # metadata of a file
 IMAGE_SCHEMA = SCHEMA.append(pa.field("images", pa.list_(pa.struct(IMAGE))))  # of pairs with images
 
 
@@ -231,6 +232,12 @@ class PairDataset(PicklesFields):
         tokens = column.flatten().field("tokens").to_numpy()
         total = np.append(0, tokens.cumsum(dtype=np.int64))
         return self._own(np.diff(total[np.append(0, self._lengths("images").cumsum())]))
+
+    @cached_property
+    def image_token(self) -> int | None:
+        """The id that stands for each feature of an image; None in a set of text."""
+        token = (self.file.table.schema.metadata or {}).get(IMAGE_TOKEN)
+        return None if token is None else int(token)
 
     def images(self) -> Iterator[PromptImage]:
         """Yield the images of this set, each once."""

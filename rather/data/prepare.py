@@ -32,7 +32,7 @@ from rather.data.findings import examine, mix
 from rather.data.formats import FORMATS, IMAGES, RowLayout, has_images
 from rather.data.image_tokens import FAMILIES, ImageRecipe, family_of, image_recipe
 from rather.data.messages import common_length
-from rather.data.pairs import IMAGE_SCHEMA, SCHEMA, PairDataset, corrected
+from rather.data.pairs import IMAGE_SCHEMA, IMAGE_TOKEN, SCHEMA, PairDataset, corrected
 from rather.data.pool import ChunkResult, encode_chunks
 from rather.data.read import DataFile, chunks, chunks_of, find_sources, parsed_rows
 from rather.data.report import TOO_LONG, Json, RowCounts, add_paths, as_lines, share_dropped
@@ -449,7 +449,10 @@ class _Builder:
         sizes = [_unpacked_size(source) for source in sources]
         processes = data.preprocessing_num_workers or _automatic_processes(sum(sizes))
         rows = chunks_of(groups, data.encoding, data.max_samples)
-        writer = batch_writer(target, IMAGE_SCHEMA if images else SCHEMA)
+        schema = SCHEMA
+        if images:
+            schema = IMAGE_SCHEMA.with_metadata({IMAGE_TOKEN: str(images.token)})
+        writer = batch_writer(target, schema)
         with bar(self.console, "tokenising", sum(sizes)) as advance, writer as add:
             for encoded in encode_chunks(rows, recipe, layout, sources, processes):
                 first = first or encoded

@@ -43,6 +43,10 @@ def save(prepared: Prepared, folder: Path) -> list[Path]:
         raise ConfigError(
             "--save: only pairs are saved as tokens; use the files of single answers."
         )
+    if any(pairs.has_images for pairs in (prepared.train, *prepared.evals.values())):
+        raise ConfigError(
+            "--save: pairs with images cannot be saved as tokens; use the files of rows."
+        )
     sets = {"": prepared.train}
     sets |= {f"validation-{name}".rstrip("-"): pairs for name, pairs in prepared.evals.items()}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

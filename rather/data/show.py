@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import markup
 from rich.console import Console
@@ -18,6 +18,10 @@ from rather.config.redaction import printable
 from rather.data.findings import sets_of
 from rather.data.pairs import PairDataset
 from rather.data.report import MEANINGS, Json
+from rather.errors import counted
+
+if TYPE_CHECKING:
+    from rather.data.batch import PromptImage, TokenPair
 
 GROUPS = {"dropped": "red", "changed": "yellow", "warned": "yellow"}
 SEVERITIES = {"serious": "bold red", "warning": "yellow", "info": "dim"}
@@ -154,8 +158,12 @@ def token_view(
         label = LABELS.get(pair.soft_label, "answer")
         for side in SIDES if is_pair else SIDES[:1]:
             ids, scored = pair.sequence(side)
-            texts = token_texts(ids[:most], tokenizer)
-            shown = [[text, bool(mark)] for text, mark in zip(texts, scored, strict=False)]
+            texts = pair_texts(pair, ids, pairs.image_token, tokenizer, most)
+            shown = [
+                [text, bool(mark)]
+                for text, mark in zip(texts, scored, strict=False)
+                if text or not pair.images
+            ]
             sides[side if is_pair else label] = {
                 "tokens": len(ids),
                 "scored": sum(scored),
@@ -166,6 +174,39 @@ def token_view(
             name += f" · id {pair.id}"
         view.append({"name": name, "sides": sides})
     return view
+
+
+def pair_texts(
+    pair: TokenPair, ids: Sequence[int], image_token: int | None, tokenizer: Any, most: int | None
+) -> list[str]:
+    """Return the text of each token of a side, as `token_texts`; an image is its name.
+
+    The first token of an image, or of one of its tiles, has the name, the others have no text. At
+    most `most` tokens besides those of images are shown.
+    """
+    if not pair.images:
+        return token_texts(ids[:most], tokenizer)
+    names = [name for image in pair.images for name in [image_name(image)] * image.tokens]
+    remaining = iter(names)
+    texts: list[str] = []
+    left = len(ids) if most is None else most
+    for is_image, run in groupby(ids, key=image_token.__eq__):
+        run_ids = list(run)
+        if is_image:
+            [name, *_] = [next(remaining) for _ in run_ids]
+            texts += [f"[{name}: {counted(len(run_ids), 'tokens')}]", *[""] * (len(run_ids) - 1)]
+        else:
+            texts += token_texts(run_ids[:left], tokenizer)
+            left -= len(run_ids)
+        if left <= 0:
+            break
+    return texts
+
+
+def image_name(image: PromptImage) -> str:
+    """Return 'image cat.png', or the digest of an image that is inside its row."""
+    is_file = isinstance(image.source, str)
+    return f"image {short(str(image.source)) if is_file else image.digest[:8]}"
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:

@@ -211,31 +211,40 @@ def place_images(prompt: str | Turns, row: Row, refuse: str) -> tuple[str | Turn
         return prompt, ()
     if refuse:
         raise DropReason("bad_type", f"the row has images, but {refuse}")
-    places: list[str | None] = []
-    for turn in turns:
-        if turn["role"] == "assistant":
-            _refuse_in_answer(turn)
-            continue
-        count = turn["content"].count(PLACEHOLDER)
-        images = turn.get(REFERENCES, [None] * count)
-        if len(images) != count:
-            raise DropReason("image_count", f"a message has image parts and the text {PLACEHOLDER}")
-        places += images
+    places = [image for turn in turns for image in _places_of(turn)]
     turns = tuple({key: turn[key] for key in turn if key != REFERENCES} for turn in turns)
     if not places:
-        first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), 0)
-        content = PLACEHOLDER * len(column) + turns[first]["content"]
-        turns = (*turns[:first], {**turns[first], "content": content}, *turns[first + 1 :])
         places = [None] * len(column)
-    if places.count(None) != len(column):
+        turns = _with_places_first(turns, len(column))
+    unnamed = places.count(None)
+    if unnamed != len(column):
         raise DropReason(
             "image_count",
-            f"the prompt has {places.count(None)} places for images ({PLACEHOLDER} or image parts), "
-            f"the row has {len(column)} images",
+            f"the prompt has {unnamed} places for images ({PLACEHOLDER} or image parts), the row "
+            f"has {len(column)} images",
         )
     remaining = iter(column)
-    images_in_order = tuple(image or next(remaining) for image in places)
-    return turns[0]["content"] if isinstance(prompt, str) else turns, images_in_order
+    images = tuple(image or next(remaining) for image in places)
+    return turns[0]["content"] if isinstance(prompt, str) else turns, images
+
+
+def _places_of(turn: Mapping[str, Any]) -> list[str | None]:
+    """Return an entry for each image of a turn: its name, or None for the next of the row."""
+    if turn["role"] == "assistant":
+        _refuse_in_answer(turn)
+        return []
+    count = turn["content"].count(PLACEHOLDER)
+    images: list[str | None] = turn.get(REFERENCES, [None] * count)
+    if len(images) != count:
+        raise DropReason("image_count", f"a message has image parts and the text {PLACEHOLDER}")
+    return images
+
+
+def _with_places_first(turns: Turns, count: int) -> Turns:
+    """Return the turns with places for images before the first question."""
+    first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), 0)
+    content = PLACEHOLDER * count + turns[first]["content"]
+    return (*turns[:first], {**turns[first], "content": content}, *turns[first + 1 :])
 
 
 def _nested(content: Any, name: str, kind: type) -> Any:

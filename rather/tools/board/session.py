@@ -24,7 +24,7 @@ from rather.data.batch import PairFacts
 from rather.data.pack import pack
 from rather.data.pairs import PairDataset, hex_id
 from rather.data.prepare import prepare
-from rather.data.show import LABELS, SIDES, token_texts
+from rather.data.show import LABELS, SIDES, pair_texts
 from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
 from rather.files import JsonObject, own, read_bytes
@@ -214,7 +214,7 @@ class Session:
             ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
             spans, counted = getattr(pair, f"{side}_scored"), batch.cell_T == side_index
             sides[shown] = {
-                "texts": token_texts(ids, self.tokenizer),
+                "texts": pair_texts(pair, ids, pairs.image_token, self.tokenizer, None),
                 "scored": [token for span in spans for token in range(*span)],
                 "logps": {role: logps[counted].tolist() for role, logps in tokens.items()},
                 "sums": {role: float(x["sum"][0, side_index]) for role, x in columns.items()},

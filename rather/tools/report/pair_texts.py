@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 from rich.console import Console
 
+from rather.data.show import image_name
+
 if TYPE_CHECKING:
     from rather.config.found import Trust
     from rather.config.run_config import DPOConfig
@@ -54,8 +56,9 @@ class PairTexts:
     def shortened(self, place: int) -> dict[str, str]:
         """Return the end of the prompt and the beginning of both answers, each on one line."""
         (pair,) = self.pairs.take([place])
+        images = "".join(f"[{image_name(image)}] " for image in pair.images)
         return {
-            "prompt": _shorten(self._decode(pair.prompt), from_end=True),
+            "prompt": images + _shorten(self._decode(pair.prompt), from_end=True),
             "chosen": _shorten(self._decode(pair.chosen)),
             "rejected": _shorten(self._decode(pair.rejected)),
         }
