@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import struct
 import zlib
 from dataclasses import replace
@@ -23,16 +24,20 @@ from rich.console import Console
 from rather.config.run_config import DPOConfig
 from rather.config.schema import TrainDataArgs
 from rather.data.batch import PromptImage
+from rather.data.feed import Feed
 from rather.data.formats import RowLayout, TextPair, read_row
 from rather.data.image_tokens import FAMILIES, image_recipe
 from rather.data.images import MOST_IMAGES, content_of, data_url
 from rather.data.json_rows import DropReason
-from rather.data.pixels import PixelMaker, maker_of
+from rather.data.overlap import find_overlap
+from rather.data.pairs import SCHEMA
+from rather.data.pixels import PixelMaker
 from rather.data.pool import LimitedEncoder
-from rather.data.prepare import prepare, recipe_of
+from rather.data.prepare import BadRows, prepare, recipe_of
 from rather.data.show import token_view
 from rather.data.tokens import Encoder
 from rather.errors import DataError
+from rather.files import text_sha
 from tests.data.vision import encoded, png, processor_of, tokenizer_of, vision_folder
 
 ANSWERS = {"chosen": "a red one", "rejected": "a blue one"}
@@ -352,3 +357,153 @@ def _prepared(model: Path, rows: Path, data: Any = None, **settings: Any) -> tup
     )
     prepared = prepare(config, console=Console(file=io.StringIO()))
     return prepared.train, prepared.report
+
+
+# ---- whole sets
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> Path:
+    """Rows about two images: the same question about another one, one without, one too long."""
+    (tmp_path / "red.png").write_bytes(png())
+    (tmp_path / "blue.png").write_bytes(png(40, 24, "blue"))
+    question = {"prompt": "<image>Which colour?", **ANSWERS}
+    rows = [
+        {**question, "images": ["red.png"]},
+        {**question, "images": ["blue.png"]},
+        {"prompt": "No picture <image> here", **ANSWERS},
+        {**question, "prompt": f"<image>{'x' * 400}", "images": ["blue.png"]},
+        {**question, "images": ["red.png"]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("overlong", ["truncate_prompt", "truncate_response"])
+def test_a_set_with_images_knows_them_and_never_cuts_one(
+    folders: dict[str, Path], shapes: Path, overlong: str
+) -> None:
+    folder = folders["qwen2_5_vl"]
+    data = {"overlong": overlong}
+    settings: dict[str, Any] = {"sequence_length": 200, "max_bad_fraction": 1.0}
+    pairs, report = _prepared(folder, shapes, data, **settings)
+    train = report["train"]
+    assert {kind: entry["count"] for kind, entry in train["dropped"].items()} == {
+        "prompt_too_long": 1
+    }
+    assert "of images, which are not cut" in json.dumps(train["dropped"])
+    assert train["warned"]["duplicate_pair"]["count"] == 1  # the last row; not the second
+    assert len(set(pairs.column("pair_hash").tolist())) == 3
+    assert pairs.image_tokens.tolist() == [4, 15, 0, 4]
+    assert pairs.has_images
+    assert [image.tokens for image in pairs.images()] == [4, 15]
+    first, second, without, again = pairs.take(range(4))
+    assert first.prompt_key == again.prompt_key != second.prompt_key
+    assert without.images == ()
+    assert (first.prompt == pairs.image_token).sum() == 4
+    view = token_view(pairs, tokenizer_of("qwen2_5_vl"), 2)
+    assert "[image blue.png: 15 tokens]" in [
+        text for text, _ in view[1]["sides"]["chosen"]["shown"]
+    ]
+    # A second start finds what the first built; an image that changed is not trained unseen.
+    assert _prepared(folder, shapes, data, **settings)[1] == report
+    maker = PixelMaker(image_recipe(folder))
+    maker.pixels(second.images)
+    (shapes.parent / "blue.png").write_bytes(png(40, 24, "green"))
+    with pytest.raises(DataError, match=r"blue.png: is another image now"):
+        maker.pixels(second.images)
+
+
+def test_a_table_of_images_and_rows_in_python_give_the_same_pairs(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    file = png(40, 24, "blue")
+    row = {"prompt": "<image>Which colour?", **ANSWERS}
+    table = [{**row, "images": [{"bytes": file, "path": None}]}]
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "rows.parquet")
+    [pair] = _prepared(folders["qwen3_vl"], tmp_path / "rows.parquet")[0].take([0])
+    config = DPOConfig.model_validate({"sequence_length": 512})
+    rows = [{**row, "images": [Image.open(io.BytesIO(file))]}, {**row, "images": [file]}]
+    feed = Feed(rows, config, 2, processor_of("qwen3_vl"))
+    assert feed.rows is not None
+    for from_python in feed.rows:
+        assert from_python.prompt.tolist() == pair.prompt.tolist()
+        assert from_python.chosen_scored == pair.chosen_scored
+        [image], [stored] = from_python.images, pair.images
+        assert (image.grid, image.tokens) == (stored.grid, stored.tokens)
+        assert feed.images
+        made = PixelMaker(feed.images).pixels([image])["pixel_values"]
+        own = PixelMaker(image_recipe(folders["qwen3_vl"])).pixels([stored])["pixel_values"]
+        assert torch.equal(made, own)
+    assert pair.images[0].source == file
+    with pytest.raises(DataError, match="not the processor of a vision model"):
+        _ = Feed(rows, config, 2, tokenizer_of("qwen3_vl")).rows
+
+
+def test_text_is_prepared_as_before_whatever_the_model(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: list[dict[str, Any]] = []
+
+    def sha(text: str) -> str:
+        if text.startswith('{"'):
+            settings.append(json.loads(text))
+        return text_sha(text)
+
+    monkeypatch.setattr("rather.data.prepare.text_sha", sha)
+    rows = [{"prompt": "What <image>?", **ANSWERS}] * 300
+    rows += [{"prompt": "q", "images": ["late.png"], **ANSWERS}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs, report = _prepared(folders["qwen3_5"], path)
+    [address] = settings
+    assert address.keys() == {
+        "version", "files", "tokenizer", "template", "layout", "sequence_length", "score",
+        "overlong", "separator", "special_tokens", "encoding",
+    }  # fmt: skip
+    assert pairs.file.table.schema == SCHEMA
+    assert not pairs.has_images
+    # What was hashed before images were read.
+    assert int(pairs.column("pair_hash")[0]) == 15126211106175468177
+    assert int(pairs.column("normal_prompt")[0]) == 6269488697681391200
+    [example] = report["train"]["dropped"]["bad_type"]["examples"]
+    assert "set data_args.image_dir if the model reads images" in example["detail"]
+    assert _prepared(folders["qwen3_5"], path, {"image_dir": str(tmp_path)}, max_bad_fraction=1.0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [("gemma3", "images are not trained with 'gemma3'"), ("qwen3", "reads text only")],
+)
+def test_images_for_another_model_are_refused_by_name(
+    folders: dict[str, Path], shapes: Path, model_type: str, says: str
+) -> None:
+    folder = shapes.parent / "model"
+    shutil.copytree(folders["qwen3_5"], folder)
+    tower = {"vision_config": {}} if model_type == "gemma3" else {}
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **tower}))
+    with pytest.raises(BadRows, match=says):
+        _prepared(folder, shapes)
+    with pytest.raises(DataError, match=r"data_args.image_dir: .*remove the key"):
+        _prepared(folder, shapes, {"image_dir": str(shapes.parent)})
+
+
+def test_a_child_answers_about_images_as_the_encoder_does(folders: dict[str, Path]) -> None:
+    encoder = encoder_of(folders["smolvlm"], "smolvlm")
+    limited = LimitedEncoder(encoder.recipe, "test")
+    pair = TextPair("<image>What?", "a", "b", images=_urls([png(90, 30)]))
+    assert limited.encode(pair) == encoder.encode(pair)
+    assert limited.prompt_ids(pair) == encoder.prompt_ids(pair)
+    assert limited.image_facts(pair) == encoder.image_facts(pair)
+
+
+def test_same_words_about_another_image_do_not_overlap(tmp_path: Path) -> None:
+    words = " ".join(f"word{i}" for i in range(13))
+    train, held = tmp_path / "train.jsonl", tmp_path / "held.jsonl"
+    train.write_text("".join(
+        json.dumps({"prompt": words, "images": [name]}) + "\n" for name in ("a.png", "b.png")
+    ))  # fmt: skip
+    held.write_text(json.dumps({"prompt": words, "images": ["b.png"]}))
+    overlap = find_overlap([train], {"held": [held]}, set(), "utf-8")
+    assert overlap["texts"]["held"] == {"rows": 1, "first": ["train.jsonl:2"]}
