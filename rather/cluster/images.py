@@ -79,19 +79,26 @@ def see_images(
     device: str,
     pairs: int,
     sums_gradients: bool,
+    neighbour: Vision | None = None,
 ) -> Vision:
-    """Give a model the images of a run of so many pairs."""
+    """Give a model the images of a run of so many pairs; `neighbour` is the policy's."""
+    is_frozen = set(frozen_parts(config, role)) == set(PARTS)
+    is_cached = config.actor_train.model_args.vision_cache == "auto" and is_frozen
+    store = _open_store(config, getattr(config, role), device) if is_cached else None
+    # If features are kept, only one of the roles needs the pixels of an image.
+    is_shared = neighbour is not None and neighbour.store is not None
+    loader = neighbour.loader if is_shared else _make_loader(config, pairs)
+    policy.vision = Vision(policy.causal_lm, loader, store, sums_gradients=sums_gradients)
+    return policy.vision
+
+
+def _make_loader(config: DPOConfig, pairs: int) -> PixelLoader:
     recipe, problem = images_of(config.actor_train, config.actor_train.data_args)
     if recipe is None:
         raise ConfigError(problem)
     spare_cores = max(0, (os.cpu_count() or 1) - 1)
     processes = min(MOST_PROCESSES, spare_cores) if pairs > FEW else 0
-    loader = PixelLoader(PixelMaker(recipe), processes)
-    is_frozen = set(frozen_parts(config, role)) == set(PARTS)
-    is_cached = config.actor_train.model_args.vision_cache == "auto" and is_frozen
-    store = _open_store(config, getattr(config, role), device) if is_cached else None
-    policy.vision = Vision(policy.causal_lm, loader, store, sums_gradients=sums_gradients)
-    return policy.vision
+    return PixelLoader(PixelMaker(recipe), processes)
 
 
 def _open_store(config: DPOConfig, role: RoleConfig, device: str) -> FeatureStore | None:

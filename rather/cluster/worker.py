@@ -313,8 +313,10 @@ class ActorWorker:
     def _see_images(self, policy: PolicyModel) -> None:
         assert self.named is not None
         pairs = sum(map(len, self.named.pairs.sets.values()))
-        is_summed = self.mesh.sums_gradients
-        self.vision = see_images(policy, self.config, self.role, self.device, pairs, is_summed)
+        self.vision = see_images(
+            policy, self.config, self.role, self.device, pairs, self.mesh.sums_gradients,
+            self.neighbour.vision if self.neighbour else None,
+        )  # fmt: skip
 
     def build_runner(self, policy: PolicyModel | Stages, optimizer: StepOptimizer | None) -> Runner:
         """Return what runs the micro-batches of this rank."""

@@ -66,6 +66,12 @@ class PixelLoader:
         begun = self._begun.pop(image.digest, None)
         return begun.result() if begun else self.maker.pixels([image])
 
+    def drop(self, image: PromptImage) -> None:
+        """Forget what was begun: the features of the image are known meanwhile."""
+        begun = self._begun.pop(image.digest, None)
+        if begun:
+            begun.cancel()
+
     def _ask(self, image: PromptImage) -> Pixels:
         if not hasattr(self._local, "child"):
             assert isinstance(self.maker, PixelMaker)

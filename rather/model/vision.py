@@ -223,6 +223,7 @@ class Vision:
             return self.compute(image, device)
         stored = self.store.read(image)
         if stored is not None:
+            self.loader.drop(image)
             return stored.to(device, non_blocking=True)
         with torch.no_grad():
             computed = self.compute(image, device)

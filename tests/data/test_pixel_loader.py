@@ -1,0 +1,38 @@
+"""Pixels made by child processes are those of this process, and errors of a child name the image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rather.data.batch import PromptImage
+from rather.data.image_tokens import image_recipe
+from rather.data.pixel_loader import PixelLoader
+from rather.data.pixels import PixelMaker
+from rather.errors import DataError
+from tests.data.vision import png, vision_folder
+
+
+def test_a_child_makes_the_same_pixels(tmp_path: Path) -> None:
+    recipe = image_recipe(vision_folder(tmp_path, "qwen2_5_vl"))
+    maker = PixelMaker(recipe)
+    images = []
+    for number, colour in enumerate(((200, 0, 0), (0, 200, 0))):
+        content = png(20, 12 + number, colour)
+        file = tmp_path / f"{number}.png"
+        file.write_bytes(content)
+        grid = recipe.grid(12 + number, 20)
+        source = str(file) if number else content
+        images.append(PromptImage(recipe.image_digest(content), source, grid, recipe.tokens(grid)))
+    lost = PromptImage("f" * 32, str(tmp_path / "lost.png"), (1, 4, 4), 4)
+    loader = PixelLoader(maker, processes=1)
+    loader.begin([*images, lost])
+    for image in images:
+        made, expected = loader.take(image), maker.pixels([image])
+        assert made.keys() == expected.keys()
+        assert all(torch.equal(made[name], expected[name]) for name in made)
+    with pytest.raises(DataError, match=r"lost\.png"):
+        loader.take(lost)
+    loader.close()
