@@ -162,6 +162,7 @@ COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("demo", tool("demo"), "--out rather-demo"),
     ),
     "Prepare": (
+        ("init", tool("init"), "pairs.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --out dpo.yaml"),
         ("data", prepare.data_command, "dpo.yaml --html data.html"),
         ("plan", prepare.plan_command, "dpo.yaml --gpus 8 --gpu h100"),
         ("doctor", doctor_command, "dpo.yaml"),

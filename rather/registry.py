@@ -10,6 +10,7 @@ TOOLS = {
     "compare": "rather.tools.commands:compare_command",
     "demo": "rather.tools.commands:demo_command",
     "gguf": "rather.tools.gguf_file:write_gguf",
+    "init": "rather.tools.init:init_command",
     "migrate": "rather.tools.commands:migrate_command",
     "pairs": "rather.tools.pairs:pairs_command",
     "report": "rather.tools.commands:report_command",

@@ -299,7 +299,7 @@ def _begins_with_images(source: DataFile, encoding: str) -> bool:
     )
 
 
-def _local(file: Path, cache: Cache, commits: dict[str, str]) -> list[Path]:
+def local_files(file: Path, cache: Cache, commits: dict[str, str]) -> list[Path]:
     """Return a file, or the copies of what an address s3:// or hf:// names; note its commit."""
     scheme, *names = file.parts
     if scheme == "hf:":
@@ -352,8 +352,8 @@ class _Builder:
         commits: dict[str, str] = {}
         groups: list[list[DataFile]] = []  # the sources of each entry of file_name
         for file in files:
-            local_files = _local(file, cache, commits)
-            groups.append(list(chain.from_iterable(map(find_sources, local_files))))
+            copies = local_files(file, cache, commits)
+            groups.append(list(chain.from_iterable(map(find_sources, copies))))
         sources = list(chain.from_iterable(groups))
         layout = layout_of(self.keys, self.rows, data)
         images, layout = self._image_layout(sources, data, layout)

@@ -20,7 +20,7 @@ MOST = {
     # weights of four bits; engines and Megatron checkpoints (4,000); a process that ends
     # a local Ray, warnings of all ranks (1,800).
     "tokens of the core": 286_600,
-    "tokens of the tools": 70_500,  # rounds, finalists of tune, GGUF files
+    "tokens of the tools": 74_500,  # rounds, finalists of tune, GGUF files, init, push
     "tokens of rather.trl": 12_300,
     "words of long texts": 17_700,  # TRL's arguments and why some are refused
     "modules in an import circle": 0,

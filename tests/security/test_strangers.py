@@ -67,6 +67,11 @@ COMMANDS: dict[str, list[list[str]]] = {
     "data": [*EACH, ["{yaml:data}", "--save", "{linked}"]],
     "plan": EACH,
     "doctor": EACH,
+    "init": [
+        ["{data}", "--model", "{model}", "--out", "init-1.yaml"],
+        ["{data}", "--model", "{good}", "--out", "init-2.yaml"],
+        ["{data}", "--model", "{good}", "--out", "{linked}/link.yaml"],
+    ],
     "migrate": [
         ["{run}/config.yaml", "--from", "roll", "--out", "new.yaml"],
         ["{model}/config.json", "--from", "trl", "--out", "new2.yaml"],
