@@ -27,7 +27,7 @@ from common import RESULTS, machine
 from rather.commands.terminal import settings
 from rather.losses.metrics import Z
 from rather.losses.objective import from_config
-from rather.outcome.forgetting import SHIPPED
+from rather.outcome.forgetting import SHIPPED, Forgotten
 from rather.pipeline.forgetting import Limits
 from rather.tools.report.folder import MetricsReader
 from rather.tools.sweep import train_here
@@ -50,6 +50,7 @@ validation:
   data_args: {{file_name: {held_out}}}
 """
 NEAR = 0.01  # of the loss, and of the accuracy
+QUESTIONS, BASE_RIGHT = 50, 30  # of a result without `chance`, which had SmolLM2-135M's 30 of 50
 
 
 def main() -> None:
@@ -166,6 +167,7 @@ class Cells:
             "drift": last["eval/drift"], "steps": int(columns["lr"].steps[-1]),
             "forgetting_loss": last.get("eval/forgetting/loss"),
             "right": last.get("eval/forgetting/right"), "kept": last.get("eval/forgetting/kept"),
+            "chance": last.get("eval/forgetting/chance"),
         }  # fmt: skip
 
 
@@ -215,12 +217,21 @@ def best_cells(grid: dict[str, dict[str, Any]]) -> set[str]:
 def keeps_limits(cell: dict[str, Any]) -> bool:
     """Return whether a model keeps the default limits of drift and forgetting."""
     metrics = {"eval/drift": cell["drift"]}
-    for name in ("loss", "kept"):
-        value = cell["kept" if name == "kept" else "forgetting_loss"]
+    cell = {"chance": chance_of(cell), **cell}
+    for name in ("loss", "kept", "chance"):
+        value = cell["forgetting_loss" if name == "loss" else name]
         if value is not None:
             metrics[f"eval/forgetting/{name}"] = value
     base = {"forgetting": {"loss": cell["forgetting_loss_before"]}}
     return not Limits().problem(metrics, base)
+
+
+def chance_of(cell: dict[str, Any]) -> float | None:
+    """Return what an older result does not have, from its shares of the shipped questions."""
+    if cell["kept"] is None:
+        return None
+    kept, count = round(cell["kept"] * BASE_RIGHT), round(cell["right"] * QUESTIONS)
+    return Forgotten(0.0, 0.0, BASE_RIGHT, kept, count - kept).chance
 
 
 # --- the page ---

@@ -32,6 +32,7 @@ from rather.files import JsonObject, real_path
 MASK = "***"
 WIN_RATE = "eval/win_rate"
 FORGETTING = "eval/forgetting/"  # how the names of its metrics begin
+BY_CHANCE = 0.05  # right answers count as lost if chance loses so many less often than this
 MOST_DEVICES = 65_536
 STORE = "s3://"  # how the address of an object store begins
 HUB_DATASET = re.compile(

@@ -82,26 +82,37 @@ class Forgotten:
     loss: float
     right_before: int  # 0: questions were not asked, or the first model answered too few of them
     still_right: int  # of these
+    newly_right: int = 0  # answers that were wrong before
 
     @staticmethod
     def between(before: JsonObject, after: JsonObject) -> Forgotten:
         """Compare two `Figures.as_json()`."""
         base = before["right"]
         is_judged = len(base) >= LEAST_RIGHT and after["questions"] > 0
+        if not is_judged:
+            return Forgotten(before["loss"], after["loss"], 0, 0)
         kept = len({*base} & {*after["right"]})
-        counts = (len(base), kept) if is_judged else (0, 0)
-        return Forgotten(before["loss"], after["loss"], *counts)
+        new = len({*after["right"]} - {*base})
+        return Forgotten(before["loss"], after["loss"], len(base), kept, new)
 
     @property
     def kept_share(self) -> float | None:
         """Return the share of the right answers that are still right; None if not judged."""
         return self.still_right / self.right_before if self.right_before else None
 
-    def exceeds(self, limit: float) -> bool:
-        """Return whether more than this share was lost, of the loss or of the right answers."""
-        loses_text = not self.loss <= self.loss_before * (1 + limit)  # also if it is NaN
-        kept = self.kept_share
-        return loses_text or (kept is not None and kept < 1 - limit)
+    @property
+    def chance(self) -> float:
+        """Return how likely chance alone loses so many more right answers than it gains.
+
+        A model that moves a little answers some borderline questions in another way: without
+        forgetting, as many become right as wrong. So of the changed answers, half should be lost.
+        This is McNemar's exact test, one-sided, with the mid-p value, which is less timid with few
+        questions.
+        """
+        lost = self.right_before - self.still_right
+        changed = lost + self.newly_right
+        ways = [math.comb(changed, count) for count in range(lost, changed + 1)]
+        return (sum(ways) - ways[0] / 2) / 2**changed
 
     def text(self) -> str:
         """Return `the loss on neutral text rose by 0.021 to 2.412, ...`."""

@@ -12,7 +12,7 @@ from rather.cluster.launch import Roles
 from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.config.schema import DataArgs
-from rather.config.values import FORGETTING
+from rather.config.values import BY_CHANCE, FORGETTING
 from rather.data.batch import Columns, TokenPair
 from rather.data.tokens import Ids
 from rather.model.generate import GeneratedAnswer
@@ -99,7 +99,11 @@ class ForgettingCheck:
             forgotten = Forgotten.between(before, figures)
             if forgotten.kept_share is not None:
                 right = len(self.last.right) / len(self.last.replies)
-                metrics |= {f"{FORGETTING}right": right, f"{FORGETTING}kept": forgotten.kept_share}
+                metrics |= {
+                    f"{FORGETTING}right": right,
+                    f"{FORGETTING}kept": forgotten.kept_share,
+                    f"{FORGETTING}chance": forgotten.chance,
+                }
         return metrics
 
 
@@ -133,9 +137,10 @@ class Limits:
                 f"{FORGETTING}loss is {loss:.3f} and was {before:.3f}, above forgetting_limit "
                 f"({self.forgetting:g})."
             )
-        if kept is not None and kept < 1 - self.forgetting:
+        chance = metrics.get(f"{FORGETTING}chance", 0.0)
+        if kept is not None and kept < 1 - self.forgetting and chance < BY_CHANCE:
             return (
                 f"only {kept:.0%} of the base's right answers are still right (forgetting_limit "
-                f"is {self.forgetting:g})."
+                f"is {self.forgetting:g}; chance loses so many with a probability of {chance:.2g})."
             )
         return ""

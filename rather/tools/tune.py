@@ -16,7 +16,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -31,9 +31,10 @@ from rather.config.found import Trust
 from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
 from rather.config.values import FORGETTING
+from rather.data.pairs import PairDataset
 from rather.data.prepare import prepare
 from rather.errors import ConfigError, NonFiniteError
-from rather.files import JsonObject, own, parse_json, read_bytes, replace_own, write_own
+from rather.files import JsonObject, own, parse_json, read_bytes, replace_own, text_sha, write_own
 from rather.losses.metrics import Z, wilson
 from rather.losses.objective import from_config
 from rather.model.generate import Decoding, generate
@@ -56,8 +57,9 @@ GENTLER = 1 / 3  # of a rate
 SHARE = 0.2  # of the budget, for the range test
 FIRST = 4  # steps of each rate before the length of the range test is chosen
 PER_ROUND = 3  # each round trains so many times longer, and keeps one setting of so many
-MOST_FINALISTS = 4
-MOST_GRADES = 8  # times that a setting is made gentler, or stronger
+MOST_FINALISTS = 6
+MOST_GRADES = 8  # times that a rate is made gentler, or stronger
+MOST_TRADES = 2  # times that a third of the rate is traded for three times beta
 DIRECT = (
     3.0  # times the cost of a short run: full runs that cost less follow the range test directly
 )
@@ -122,6 +124,7 @@ class Half:
     """The reward margins of some held-out pairs: beta times the margins of the log-ratios."""
 
     margins: NDArray[np.float64]
+    prompts: NDArray[np.uint64] | None = None  # a digest of each pair's prompt; None: all differ
 
     @property
     def losses(self) -> NDArray[np.float64]:
@@ -140,25 +143,60 @@ class Half:
         return float((self.margins > 0).mean())
 
     def gain_over(self, other: Half) -> tuple[float, float]:
-        """Return by how much the loss is lower than another's, and half of its 95 % interval."""
+        """Return by how much the loss is lower than another's, and half of its 95 % interval.
+
+        The interval is over prompts: pairs that share one are no independent evidence.
+        """
         gains = other.losses - self.losses
-        return float(gains.mean()), float(Z * gains.std(ddof=1) / math.sqrt(len(gains)))
+        mean = float(gains.mean())
+        sums = gains - mean  # of each prompt
+        if self.prompts is not None:
+            unique, numbers = np.unique(self.prompts, return_inverse=True)
+            if len(unique) > 1:
+                sums = np.bincount(numbers, weights=gains - mean)
+        count = len(sums)
+        error = math.sqrt(count / (count - 1) * float((sums**2).sum())) / len(gains)
+        return mean, Z * error
+
+    def is_clearly_worse_than(self, other: Half) -> bool:
+        gain, error = other.gain_over(self)
+        return gain > error
 
     def text(self) -> str:
         low, high = wilson(self.accuracy, len(self.margins))
         return f"loss {self.loss:.4f}, accuracy {self.accuracy:.1%} ({low:.1%} to {high:.1%})"
 
 
-def halves(run_dir: Path, beta: float, *, first: bool = False) -> tuple[Half, Half]:
+def halves(
+    run_dir: Path, beta: float, prompts: Mapping[int, int] | None = None, *, first: bool = False
+) -> tuple[Half, Half]:
     """Return the half that chooses and the half that compares, after the last step of a run.
 
-    `first`: before the first step. Pairs with the same texts are in the same half.
+    `prompts` has the digest of each pair's prompt by the digest of the pair; `first`: before the
+    first step. Pairs with the same texts are in the same half.
     """
     table = read_ledgers(run_dir)[1]
     steps, ids, margins = (table.column(name).to_numpy() for name in ("step", "id", "margin"))
     now = steps == (steps.min() if first else steps.max())
-    margins, compares = beta * margins[now], ids[now] % 2 == 1
-    return Half(margins[~compares]), Half(margins[compares])
+    margins, ids = beta * margins[now], ids[now]
+    compares = ids % 2 == 1
+    if prompts is None:
+        return Half(margins[~compares]), Half(margins[compares])
+    of_prompts = np.array([prompts[pair] for pair in ids.tolist()], np.uint64)
+    return (
+        Half(margins[~compares], of_prompts[~compares]),
+        Half(margins[compares], of_prompts[compares]),
+    )
+
+
+def prompts_of(sets: Iterable[PairDataset]) -> dict[int, int]:
+    """Return the digest of each pair's prompt by the digest of the pair."""
+    prompts = {}
+    for pairs in sets:
+        for number, digest in enumerate(pairs.digests.tolist()):
+            [pair] = pairs.take([number])
+            prompts[digest] = int(text_sha(pair.prompt.tobytes().hex())[:16], 16)
+    return prompts
 
 
 # --- the search ---
@@ -174,6 +212,7 @@ class Tuning:
     folder: Path
     budget: float
     state: JsonObject = field(default_factory=dict)
+    prompts: Mapping[int, int] | None = None  # see halves
     reserved: float = 0.0  # seconds that the search leaves to the finalists
 
     @staticmethod
@@ -264,7 +303,7 @@ class Tuning:
         if f"{FORGETTING}loss" in now:
             base["forgetting"] = {"loss": before[f"{FORGETTING}loss"]}
             found["forgetting_loss_before"] = before[f"{FORGETTING}loss"]
-        for name in ("loss", "kept"):
+        for name in ("loss", "kept", "chance"):
             if f"{FORGETTING}{name}" in now:
                 found[f"forgetting_{name}"] = now[f"{FORGETTING}{name}"]
         limits = Limits(self.base.drift_limit, self.base.forgetting_limit)
@@ -274,10 +313,13 @@ class Tuning:
 
     def loss(self, name: str) -> float:
         """Return the loss of the choosing half; infinite if the run failed or exceeds a limit."""
-        run = self.runs[name]
-        value = run.get("loss", math.inf)
-        is_usable = math.isfinite(value) and not any(text in run for text in TEXTS)
-        return float(value) if is_usable else math.inf
+        is_usable = not any(text in self.runs[name] for text in TEXTS)
+        return self._any_loss(name) if is_usable else math.inf
+
+    def _any_loss(self, name: str) -> float:
+        """Return the loss of the choosing half, even if the run exceeds a limit."""
+        value = float(self.runs[name].get("loss", math.inf))
+        return value if math.isfinite(value) else math.inf
 
     def ranked(self, names: Iterable[str]) -> list[str]:
         """Return the usable runs, best first; raise without any."""
@@ -359,7 +401,8 @@ class Tuning:
 
     def _halve(self, rate: float, losses: Sequence[str], total_steps: int) -> int:
         axes = {RATE: [f"{rate * factor:.3g}" for factor in AROUND]}
-        if beta := self.base.loss_numbers.get("beta") or from_config(self.base).terms[0].beta:
+        if self._has_beta:
+            beta = self.base.loss_numbers.get("beta") or from_config(self.base).terms[0].beta
             axes[BETA] = [f"{beta * factor:.3g}" for factor in AROUND]
         if losses:
             axes[LOSS] = list(losses)
@@ -406,46 +449,69 @@ class Tuning:
     def _next_finalist(self) -> JsonObject | None:
         """Return the next setting to train to the end; None if no other is worth it.
 
-        First the best of the search and a gentler one, because few steps favour high rates. Then on
-        in the direction that was better, or ever gentler as long as limits are exceeded.
+        First the best of the search and a gentler rate, because few steps favour high rates; then
+        on in the direction that was better. Then beta: a third of the rate with three times beta
+        gives about the same rewards and moves the model less.
         """
+        top = self._best_of_search()
+        tried = {str(self.runs[name]["values"]): name for name in self.finalists}
+        rates = {}  # by how many times gentler than the top
+        for grade in range(-MOST_GRADES, MOST_GRADES + 1):
+            if name := tried.get(str(with_rate(top, GENTLER**grade))):
+                rates[grade] = name
+        if len(rates) < 2:
+            return with_rate(top, GENTLER ** len(rates))
+        best = min(rates, key=lambda grade: (self._any_loss(rates[grade]), -grade))
+        if best == max(rates) < MOST_GRADES:
+            return with_rate(top, GENTLER ** (best + 1))
+        if best == min(rates) > -MOST_GRADES and self.loss(rates[best]) < math.inf:
+            return with_rate(top, GENTLER ** (best - 1))
+        return self._trade_or_gentler(rates[best], tried)
+
+    def _best_of_search(self) -> JsonObject:
         searched = [name for name in self.runs if not name.startswith("final-")]
         ranked = self.ranked(searched)
         most = max(self.runs[name]["steps"] for name in ranked)
-        settings = [
-            self.runs[name]["values"] for name in ranked if self.runs[name]["steps"] == most
-        ]
-        top = settings[0]
+        top = next(self.runs[name]["values"] for name in ranked if self.runs[name]["steps"] == most)
         if self._is_direct:  # the few steps of the range test favour high rates even more
             top = with_rate(top, GENTLER)
-        tried = {str(self.runs[name]["values"]): self.loss(name) for name in self.finalists}
-        losses = {}  # by how many times gentler than the top
-        for grade in range(-MOST_GRADES, MOST_GRADES):
-            values = self._gentler(top, grade)
-            if str(values) in tried:
-                losses[grade] = tried[str(values)]
-        if len(losses) < 2:
-            return self._gentler(top, len(losses))
-        best = min(losses, key=losses.__getitem__)
-        if losses[best] == math.inf or (best == max(losses) and losses[best - 1] < math.inf):
-            return self._gentler(top, max(losses) + 1)
-        if best == min(losses):
-            return self._gentler(top, best - 1)
-        return next((values for values in settings[1:2] if str(values) not in tried), None)
+        return dict(top)
 
-    def _gentler(self, values: JsonObject, grade: int) -> JsonObject:
-        """Return a setting that moves the model less: a third of the rate, and in turn thrice beta.
+    def _trade_or_gentler(self, best: str, tried: Mapping[str, str]) -> JsonObject | None:
+        """Return the next setting with a smaller rate and a larger beta than the best rate's.
 
-        A negative grade is stronger, by the rate alone.
+        As long as every finalist exceeds a limit, ever smaller rates follow.
         """
-        if grade <= 0:
-            return with_rate(values, GENTLER**grade) if grade else values
-        beta = self.beta(values)
-        steps_of_beta = grade // 2
-        gentler = with_rate(values, GENTLER ** (grade - steps_of_beta))
-        if steps_of_beta:
-            gentler[BETA] = f"{beta / GENTLER**steps_of_beta:.3g}"
-        return gentler
+        values = self.runs[best]["values"]
+        for trade in range(1, MOST_GRADES):
+            if trade <= MOST_TRADES and self._has_beta:
+                beta = self.beta(values) / GENTLER
+                values = {**with_rate(values, GENTLER), BETA: f"{beta:.3g}"}
+            elif any(self.loss(name) < math.inf for name in tried.values()):
+                return None
+            else:
+                values = with_rate(values, GENTLER)
+            name = tried.get(str(values))
+            if name is None:
+                return values
+            is_usable = self.loss(name) < math.inf
+            if is_usable and self._chooses(name).is_clearly_worse_than(self._chooses(best)):
+                return None
+        return None
+
+    def _chooses(self, name: str) -> Half:
+        beta = self.beta(self.runs[name]["values"])
+        return halves(self.folder / name, beta, self.prompts)[0]
+
+    @property
+    def _has_beta(self) -> bool:
+        return bool(self.base.loss_numbers.get("beta") or from_config(self.base).terms[0].beta)
+
+    def _harm(self, name: str) -> tuple[bool, float]:
+        """Return whether more right answers were lost than allowed, if only by chance; drift."""
+        run = self.runs[name]
+        loses = run.get("forgetting_kept", 1.0) < 1 - self.base.forgetting_limit
+        return loses, float(run["drift"])
 
     def _train_finalists(self, total_steps: int) -> int:
         self.reserved = 0.0
@@ -471,13 +537,15 @@ class Tuning:
             tried = "; ".join(f"{name}: {self._reason(name)}" for name in self.finalists)
             raise NonFiniteError(f"No setting could be trained to the end ({tried}).")
         betas = {name: self.beta(self.runs[name]["values"]) for name in trained}
-        compared = {name: halves(self.folder / name, betas[name])[1] for name in trained}
-        untrained = halves(self.folder / trained[0], betas[trained[0]], first=True)[1]
+        compared = {
+            name: halves(self.folder / name, betas[name], self.prompts)[1] for name in trained
+        }
+        first = trained[0]
+        untrained = halves(self.folder / first, betas[first], self.prompts, first=True)[1]
         usable = {name: half for name, half in compared.items() if self.loss(name) < math.inf}
         candidates = {NOTHING: untrained, **usable}
-        drift = {NOTHING: 0.0, **{name: self.runs[name]["drift"] for name in usable}}
         top = min(candidates, key=lambda name: candidates[name].loss)
-        best = choose(candidates, drift)
+        best = choose(candidates, {NOTHING: (False, 0.0), **{n: self._harm(n) for n in usable}})
         gain, error = candidates[top].gain_over(candidates[best])
         reason = "the lowest loss"
         if best == NOTHING and not usable:
@@ -495,15 +563,18 @@ class Tuning:
         }  # fmt: skip
 
 
-def choose(candidates: dict[str, Half], drift: dict[str, float]) -> str:
-    """Return the gentlest candidate that is not significantly worse than the one of lowest loss."""
+def choose(candidates: dict[str, Half], harm: Mapping[str, tuple[bool, float]]) -> str:
+    """Return the gentlest candidate that is not clearly worse than the one of lowest loss.
+
+    The gentlest has the least `harm`: see Tuning._harm.
+    """
     top = min(candidates, key=lambda name: candidates[name].loss)
-    close = [top]
-    for name, half in candidates.items():
-        gain, error = candidates[top].gain_over(half)
-        if gain <= error:
-            close.append(name)
-    return min(close, key=drift.__getitem__)
+    close = [
+        name
+        for name, half in candidates.items()
+        if name == top or not half.is_clearly_worse_than(candidates[top])
+    ]
+    return min(close, key=harm.__getitem__)
 
 
 def with_rate(values: JsonObject, factor: float) -> JsonObject:
@@ -514,6 +585,7 @@ def tune(file: Path, overrides: Sequence[str], budget: float, losses: Sequence[s
     """Try settings until the budget is used; exit with the code of a run that was asked to stop."""
     tuning = Tuning.of(file, overrides, budget)
     data = prepare(tuning.base)
+    tuning.prompts = prompts_of(data.evals.values())
     ids = np.concatenate([dataset.digests for dataset in data.evals.values()])
     fewest = min(int((ids % 2 == half).sum()) for half in (0, 1))
     if fewest < FEW:

@@ -86,21 +86,41 @@ def test_the_figures_of_a_model_folder_are_those_of_the_plain_model(
 def test_what_counts_as_forgotten() -> None:
     base = {"loss": 2.0, "right": [*range(20)], "questions": 50}
     nothing = Forgotten.between(base, base)
-    assert not nothing.exceeds(0.0)
     assert nothing.kept_share == 1.0
+    assert nothing.chance == 0.5
     # A question that is answered right for the first time does not make up for a lost one.
     other = Forgotten.between(base, {**base, "right": [*range(1, 21)]})
     assert other.still_right == 19
-    assert not other.exceeds(0.05)
-    assert other.exceeds(0.04)
-    assert Forgotten.between(base, {**base, "loss": 2.11}).exceeds(0.05)
-    assert not Forgotten.between(base, {**base, "loss": 2.09}).exceeds(0.05)
-    assert Forgotten.between(base, {**base, "loss": math.nan}).exceeds(0.05)
+    assert other.newly_right == 1
+    assert other.kept_share == 0.95
+    assert "19 of 20 right answers" in other.text()
     # A base that answers fewer than ten right is not judged by questions.
     weak = Forgotten.between({**base, "right": [*range(9)]}, {**base, "right": []})
     assert weak.kept_share is None
-    assert not weak.exceeds(0.05)
-    assert "19 of 20 right answers" in other.text()
+
+
+@pytest.mark.parametrize(
+    ("lost", "new", "chance"),
+    [
+        (1, 0, 0.25),  # 97 % are kept
+        (3, 0, 0.0625),  # one answer decides nothing, nor do three
+        (4, 0, 0.03125),
+        (4, 5, 0.623),  # as many right as before: other answers, not fewer
+        (11, 4, 0.0384),
+        (30, 0, 0.5**31),
+    ],
+)
+def test_answers_count_as_lost_if_chance_would_hardly_lose_so_many(
+    lost: int, new: int, chance: float
+) -> None:
+    """30 of 50 right answers, as SmolLM2-135M has; the chances are McNemar's, with mid-p."""
+    forgotten = Forgotten(3.0, 3.0, 30, 30 - lost, new)
+    assert forgotten.chance == pytest.approx(chance, rel=1e-3)
+    metrics = {"loss": 3.0, "kept": forgotten.kept_share, "chance": forgotten.chance}
+    problem = Limits().problem(
+        {FORGETTING + name: value for name, value in metrics.items()}, {"forgetting": {"loss": 3.0}}
+    )
+    assert ("still right" in problem) == (chance < 0.05)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +225,7 @@ def test_save_best_never_keeps_a_model_beyond_the_limits(tiny_runs: TinyRuns) ->
         ({"eval/forgetting/loss": math.nan}, "above forgetting_limit"),
         ({"eval/forgetting/loss": 2.0, "eval/forgetting/kept": 0.9}, "still right"),
         ({"eval/forgetting/loss": 2.0, "eval/forgetting/kept": 0.95}, ""),
+        ({"eval/forgetting/kept": 0.9, "eval/forgetting/chance": 0.2}, ""),
         ({}, ""),
     ],
 )

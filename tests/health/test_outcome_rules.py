@@ -53,20 +53,22 @@ def test_drift_beyond_what_accuracy_justifies(
 
 
 @pytest.mark.parametrize(
-    ("loss", "kept", "is_forgotten"),
+    ("loss", "kept", "chance", "is_forgotten"),
     [
-        (3.0, 1.0, False),
-        (3.14, 0.96, False),
-        (3.16, 1.0, True),
-        (3.0, 0.9, True),
-        (2.0, 1.0, False),
+        (3.0, 1.0, 0.5, False),
+        (3.14, 0.96, 0.02, False),
+        (3.16, 1.0, 0.5, True),
+        (3.0, 0.9, 0.02, True),
+        (3.0, 0.9, 0.2, False),
+        (2.0, 1.0, 0.5, False),
     ],
 )
-def test_forgetting(loss: float, kept: float, is_forgotten: bool) -> None:
+def test_forgetting(loss: float, kept: float, chance: float, is_forgotten: bool) -> None:
     first = START | {"eval/forgetting/loss": 3.0, "eval/forgetting/kept": 1.0}
     last = evaluation(30, 0.6, 0.7, 0.3) | {
         "eval/forgetting/loss": loss,
         "eval/forgetting/kept": kept,
+        "eval/forgetting/chance": chance,
     }
     assert ("forgetting" in findings(first, last)) == is_forgotten
     assert "forgetting" not in findings(first)

@@ -86,12 +86,31 @@ def test_a_win_smaller_than_its_interval_goes_to_the_gentler_setting() -> None:
     noise = draw.normal(0.0, 0.5, 400)
     candidates = {"strong": half(*(margins + 0.001)), "gentle": half(*(margins + noise * 0.1)),
                   "nothing": half(*np.zeros(400))}  # fmt: skip
-    assert tune.choose(candidates, {"strong": 0.9, "gentle": 0.1, "nothing": 0.0}) == "gentle"
+    harm = {"strong": (False, 0.9), "gentle": (False, 0.1), "nothing": (False, 0.0)}
+    assert tune.choose(candidates, harm) == "gentle"
+    # It lost more right answers than allowed, though perhaps by chance.
+    assert tune.choose(candidates, {**harm, "gentle": (True, 0.1)}) == "strong"
     candidates["strong"] = half(*(margins + 0.5))
-    assert tune.choose(candidates, {"strong": 0.9, "gentle": 0.1, "nothing": 0.0}) == "strong"
+    assert tune.choose(candidates, harm) == "strong"
     # Labels that say nothing: whatever was learned does not beat doing nothing.
     candidates = {"strong": half(*draw.normal(0.0, 1.0, 400)), "nothing": half(*np.zeros(400))}
-    assert tune.choose(candidates, {"strong": 0.9, "nothing": 0.0}) == "nothing"
+    assert tune.choose(candidates, harm) == "nothing"
+
+
+def test_the_interval_is_over_prompts() -> None:
+    """The gain differs between prompts: 400 pairs of 4 prompts are 4 observations."""
+    draw = np.random.default_rng(0)
+    margins = draw.normal(1.0, 1.0, 400)
+    shift = np.repeat([0.5, 0.4, -0.2, -0.3], 100)
+    prompts = np.repeat(np.arange(4, dtype=np.uint64), 100)
+    by_pair = tune.Half(margins + shift).gain_over(half(*margins))
+    by_prompt = tune.Half(margins + shift, prompts).gain_over(half(*margins))
+    assert by_prompt[0] == by_pair[0]
+    assert by_prompt[1] > 3 * by_pair[1]
+    # If all prompts differ, and if there is only one, pairs are counted.
+    for own in (np.arange(400, dtype=np.uint64), np.zeros(400, np.uint64)):
+        found = tune.Half(margins + shift, own).gain_over(half(*margins))
+        assert found == pytest.approx(by_pair)
 
 
 def test_rewards_that_are_too_sure_have_a_higher_loss() -> None:
@@ -119,8 +138,10 @@ def test_a_budget_without_two_full_runs_is_refused(tmp_path: Path) -> None:
 def test_finalists_follow_the_better_direction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A high rate is followed by a gentler one; then by what was better on the choosing half."""
+    """First the rate, in the direction that was better; then beta, traded for the rate."""
     monkeypatch.setattr(tune.Tuning, "beta", lambda _, values: float(values.get("beta", 0.1)))
+    margins = {}  # on the choosing half, of each finalist
+    monkeypatch.setattr(tune.Tuning, "_chooses", lambda _, name: margins[name])
     state = tuning(tmp_path, 0.5)
     tried: list[tuple[str, str]] = []
 
@@ -128,27 +149,39 @@ def test_finalists_follow_the_better_direction(
         values = state._next_finalist()
         assert values is not None
         tried.append((values[tune.RATE], values.get("beta", "-")))
-        state.runs[f"final-{len(tried)}"] = {**GOOD, "values": values, "loss": loss, **more}
+        name = f"final-{len(tried)}"
+        state.runs[name] = {**GOOD, "values": values, "loss": loss, **more}
+        margins[name] = half(*np.linspace(-0.1, 0.1, 100) - loss)
+
+    def restart() -> None:
+        state.runs.clear()
+        state.runs["a"] = dict(GOOD, loss=0.5)
+        tried.clear()
 
     finish(0.4)
     finish(0.5)
     finish(0.45)  # three times the first: too much
-    assert tried == [("1e-6", "-"), ("3.33e-07", "-"), ("3e-06", "-")]
-    assert state._next_finalist() is None  # the best is between the others
-    # Beyond a limit: ever gentler, by the rate and by beta in turn, until one keeps the limits.
-    state.runs.clear()
-    state.runs["a"] = dict(GOOD, loss=0.5)
-    tried.clear()
-    for _ in range(4):
-        finish(0.4, problem="eval/drift is 3 nats per token, above drift_limit (1).")
+    assert tried == [("1e-06", "-"), ("3.33e-07", "-"), ("3e-06", "-")]
+    # The best rate is between the others. The same rewards with a smaller rate, twice:
+    finish(0.4)
+    finish(0.4)
+    assert tried[3:] == [("3.33e-07", "0.3"), ("1.11e-07", "0.9")]
+    assert state._next_finalist() is None
+    # A trade that is clearly worse is not followed by another.
+    restart()
+    for loss in (0.4, 0.5, 0.45, 0.6):
+        finish(loss)
+    assert state._next_finalist() is None
+    # Beyond a limit nothing stronger is tried: beta and rate, then ever smaller rates.
+    restart()
+    for loss in (0.4, 0.45, 0.41, 0.42, 0.5):
+        finish(loss, problem="eval/drift is 3 nats per token, above drift_limit (1).")
     finish(0.6)
-    rates = ["1e-6", "3.33e-07", "3.33e-07", "1.11e-07", "1.11e-07"]
-    assert tried == list(zip(rates, ["-", "-", "0.3", "0.3", "0.9"], strict=True))
+    rates = ["1e-06", "3.33e-07", "3.33e-07", "1.11e-07", "3.7e-08", "1.23e-08"]
+    assert tried == list(zip(rates, ["-", "-", "0.3", "0.9", "0.9", "0.9"], strict=True))
     assert state._next_finalist() is None
     # Full runs that cost little follow the range test directly, from a third of its best rate on.
-    state.runs.clear()
-    state.runs["a"] = dict(GOOD, loss=0.5)
+    restart()
     state.state["rounds"]["direct"] = 1
-    tried.clear()
     finish(0.4)
     assert tried == [("3.33e-07", "-")]

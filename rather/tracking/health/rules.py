@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
+from rather.config.values import BY_CHANCE
 from rather.tracking.health.state import (
     LATEST,
     EvaluationHistory,
@@ -382,8 +383,8 @@ def forgetting(h: RunState) -> Found:
     if now > before * (1 + FORGOTTEN):
         what = f"its loss on neutral text was {before:.3f} and is {now:.3f} per token"
         return {"number": now - before, "what": what}
-    kept = h.forgetting[-1].get("kept", 1.0)
-    if kept < 1 - FORGOTTEN:
+    kept, chance = h.forgetting[-1].get("kept", 1.0), h.forgetting[-1].get("chance", 0.0)
+    if kept < 1 - FORGOTTEN and chance < BY_CHANCE:
         what = f"only {kept:.0%} of the simple questions that it answered right are still right"
         return {"number": kept, "what": what}
     return {}
