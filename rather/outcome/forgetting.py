@@ -112,7 +112,7 @@ class Forgotten:
         lost = self.right_before - self.still_right
         changed = lost + self.newly_right
         ways = [math.comb(changed, count) for count in range(lost, changed + 1)]
-        return (sum(ways) - ways[0] / 2) / 2**changed
+        return float((sum(ways) - ways[0] / 2) / 2**changed)
 
     def text(self) -> str:
         """Return `the loss on neutral text rose by 0.021 to 2.412, ...`."""

@@ -57,7 +57,7 @@ GENTLER = 1 / 3  # of a rate
 SHARE = 0.2  # of the budget, for the range test
 FIRST = 4  # steps of each rate before the length of the range test is chosen
 PER_ROUND = 3  # each round trains so many times longer, and keeps one setting of so many
-MOST_FINALISTS = 6
+MOST_FINALISTS = 8
 MOST_GRADES = 8  # times that a rate is made gentler, or stronger
 MOST_TRADES = 2  # times that a third of the rate is traded for three times beta
 DIRECT = (
@@ -153,7 +153,8 @@ class Half:
         if self.prompts is not None:
             unique, numbers = np.unique(self.prompts, return_inverse=True)
             if len(unique) > 1:
-                sums = np.bincount(numbers, weights=gains - mean)
+                sums = np.zeros(len(unique))
+                np.add.at(sums, numbers, gains - mean)
         count = len(sums)
         error = math.sqrt(count / (count - 1) * float((sums**2).sum())) / len(gains)
         return mean, Z * error
@@ -466,7 +467,14 @@ class Tuning:
             return with_rate(top, GENTLER ** (best + 1))
         if best == min(rates) > -MOST_GRADES and self.loss(rates[best]) < math.inf:
             return with_rate(top, GENTLER ** (best - 1))
-        return self._trade_or_gentler(rates[best], tried)
+        usable = min(rates.values(), key=self.loss)
+        starts = {rates[best]: None}  # in this order
+        if self.loss(usable) < math.inf:
+            starts[usable] = None
+        for start in starts:
+            if values := self._trade_or_gentler(start, tried):
+                return values
+        return None
 
     def _best_of_search(self) -> JsonObject:
         searched = [name for name in self.runs if not name.startswith("final-")]
@@ -482,7 +490,7 @@ class Tuning:
 
         As long as every finalist exceeds a limit, ever smaller rates follow.
         """
-        values = self.runs[best]["values"]
+        values: JsonObject = self.runs[best]["values"]
         for trade in range(1, MOST_GRADES):
             if trade <= MOST_TRADES and self._has_beta:
                 beta = self.beta(values) / GENTLER

@@ -172,10 +172,18 @@ def test_finalists_follow_the_better_direction(
     for loss in (0.4, 0.5, 0.45, 0.6):
         finish(loss)
     assert state._next_finalist() is None
+    # The best rate exceeds a limit: first its rewards from smaller rates, then those of the next.
+    restart()
+    beyond = "eval/drift is 3 nats per token, above drift_limit (1)."
+    finish(0.4, problem=beyond)
+    for loss in (0.5, 0.4, 0.4, 0.55):
+        finish(loss)
+    assert tried[2:] == [("3.33e-07", "0.3"), ("1.11e-07", "0.9"), ("1.11e-07", "0.3")]
+    assert state._next_finalist() is None
     # Beyond a limit nothing stronger is tried: beta and rate, then ever smaller rates.
     restart()
     for loss in (0.4, 0.45, 0.41, 0.42, 0.5):
-        finish(loss, problem="eval/drift is 3 nats per token, above drift_limit (1).")
+        finish(loss, problem=beyond)
     finish(0.6)
     rates = ["1e-06", "3.33e-07", "3.33e-07", "1.11e-07", "3.7e-08", "1.23e-08"]
     assert tried == list(zip(rates, ["-", "-", "0.3", "0.9", "0.9", "0.9"], strict=True))
