@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
+import struct
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,6 +57,36 @@ class Process:
         if self.is_here and not self.is_gone:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+
+
+class SignalWatch:
+    """Learns which signal ends a process of this machine, even if another process collects it."""
+
+    def __init__(self, process: Process) -> None:
+        self._descriptor: int | None = None
+        if process.is_here and hasattr(os, "pidfd_open"):
+            with suppress(OSError):  # it has ended
+                self._descriptor = os.pidfd_open(process.pid)
+                weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def signal(self) -> int | None:
+        """Return the signal; None if unknown, as on Linux before 6.15, or if it ended otherwise."""
+        if self._descriptor is None:
+            return None
+        info = bytearray(PIDFD_INFO.size)
+        PIDFD_INFO.pack_into(info, 0, PIDFD_EXIT, 0)
+        with suppress(OSError):
+            fcntl.ioctl(self._descriptor, PIDFD_GET_INFO, info)
+            known, status = PIDFD_INFO.unpack(info)
+            if known & PIDFD_EXIT:
+                return status & 0x7F or None
+        return None
+
+
+# struct pidfd_info of Linux: what is known, and the exit status at its end.
+PIDFD_INFO = struct.Struct("=Q52xi")
+PIDFD_GET_INFO, PIDFD_EXIT = 0xC040FF0B, 1 << 3
 
 
 def all_gone(processes: Sequence[Process], seconds: float) -> bool:

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from rather.cluster.health import GRACE, ON_RAY, Failure
 from rather.cluster.rank_output import pass_on
-from rather.cluster.resources import SNAPSHOTS, ResourceManager, Seat, SeatWatch, failure_of
+from rather.cluster.resources import DIED, SNAPSHOTS, ResourceManager, Seat, SeatWatch, failure_of
 from rather.cluster.supervision import report_first_failure
 from rather.config.run_config import DPOConfig
-from rather.errors import RatherError, WorkerError
+from rather.errors import RatherError, WorkerError, WorkerLost
 from rather.run_folder.control import SAVES, StopRequest
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class RayRanks:
             agree = set(codes.values()) <= {0, codes[0]}
             if agree:
                 return codes[0]
-        raise self._first_cause(store, failures, seats)
+        raise self._first_cause(store, failures, seats, watch.killed())
 
     def _fetch_output(self, seat: Seat, stop: StopRequest) -> None:
         """Log what the first rank has logged; from its first step on a stop saves first."""
@@ -133,11 +133,20 @@ class RayRanks:
             seat.handle.request.options(concurrency_group=SNAPSHOTS).remote(int(wanted))
 
     def _first_cause(
-        self, store: Any, failures: dict[int, Failure], seats: Sequence[Seat]
+        self,
+        store: Any,
+        failures: dict[int, Failure],
+        seats: Sequence[Seat],
+        killed: dict[int, int],
     ) -> Exception:
-        if _has_cause(store):
-            fields, where = json.loads(store.get("cause"))
-            failure = Failure(**fields)
+        """Return the error that ends the attempt; `killed` has the signals of dead ranks."""
+        fields, where = json.loads(store.get("cause")) if _has_cause(store) else (None, "")
+        failure = Failure(**fields) if fields else None
+        if killed and (failure is None or failure.kind == WorkerLost.__name__):
+            rank, number = min(killed.items())  # the others could only say that it is gone
+            name = f"rank {rank} of {len(seats)} ({seats[rank]})"
+            return WorkerLost(f"{name} died (signal {number}). {DIED}")
+        if failure:
             if not failure.is_expected:
                 log.error("%s", failure.trace)
             return failure.error(where)

@@ -33,7 +33,7 @@ from rather.cluster.health import ANSWER, CUT, Failure, StackSnapshot
 from rather.cluster.host import Host
 from rather.cluster.links import Link, connection_problem, open_port
 from rather.cluster.memory import Room, sentence
-from rather.cluster.process import Process, all_gone
+from rather.cluster.process import Process, SignalWatch, all_gone
 from rather.config import plugins
 from rather.config.schema import Timeouts
 from rather.errors import ConfigError, RayGone, WorkerError, WorkerLost
@@ -95,6 +95,12 @@ class SeatWatch:
         self.seats, self._cut_off, self._seconds = seats, cut_off, seconds
         self._links = {rank: seat.link for rank, seat in enumerate(seats) if seat.link}
         self._gone_since: dict[int, float] = {}
+        self._signals = [SignalWatch(seat.process) for seat in seats]
+
+    def killed(self) -> dict[int, int]:
+        """Return rank -> signal for ranks of this machine that a signal has ended, if it is known."""
+        numbers = {rank: watch.signal for rank, watch in enumerate(self._signals)}
+        return {rank: number for rank, number in numbers.items() if number}
 
     def failures(self, ranks: Sequence[int]) -> dict[int, Failure]:
         """Return what has happened to these ranks, and to the machines of all."""

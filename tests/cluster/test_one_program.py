@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
+import re
 import socket
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +34,7 @@ from rather.run_folder.control import StopRequest
 from tests.cluster.test_torchrun import config_of
 from tests.tiny import metrics
 
+KERNEL = tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2])
 Rank = Callable[[dict[str, str]], int]
 
 
@@ -137,6 +141,30 @@ def test_a_rank_that_dies_without_a_word_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("rather.cluster.ray_ranks.LAST_WORDS", 0.1)
     with pytest.raises(WorkerLost, match=r"rank 1 of 2 \(device 1 on .+\): its process died"):
         run(Stub(monkeypatch, rank))
+
+
+@pytest.mark.defect("U17")
+@pytest.mark.skipif(KERNEL < (6, 15), reason="this kernel does not keep the exit status")
+def test_the_signal_that_ended_a_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray collects the dead process, and its own account has no signal."""
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+
+    def rank(environment: dict[str, str]) -> int:
+        if environment["RANK"] == "1":
+            other.kill()
+            other.wait()
+            raise OSError("a connection error code 2. End of file.")
+        return 1
+
+    monkeypatch.setattr("rather.cluster.ray_ranks.LAST_WORDS", 0.1)
+    monkeypatch.setattr(
+        "rather.cluster.ray_ranks.failure_of", lambda _: Failure.of(WorkerLost("its process died"))
+    )
+    stub = Stub(monkeypatch, rank)
+    process = replace(Process.this(), pid=other.pid)
+    stub._seats[1] = replace(stub._seats[1], process=process)
+    with pytest.raises(WorkerLost, match=r"^rank 1 of 2 \(device 1 on .+\) died \(signal 9\)\. It"):
+        run(stub)
 
 
 def test_a_signal_is_sent_to_every_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
