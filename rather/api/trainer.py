@@ -36,7 +36,7 @@ from rather.cluster.launch import Roles
 from rather.cluster.worker import stored
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorConfig, StrategyArgs
-from rather.config.strategies import Layout, layout, refuse_host_offload
+from rather.config.strategies import Layout, keeps_state_on_host, layout
 from rather.data.batch import Columns, PairLogps, TokenPair
 from rather.data.feed import Feed
 from rather.errors import ConfigError, DataError
@@ -137,7 +137,11 @@ class DPOTrainer:
         rank, world = process_rank()
         wanted = ActorConfig(strategy_args=strategy or StrategyArgs(strategy_name="ddp"))
         placing = layout(wanted, world)
-        refuse_host_offload(placing, next(own.parameters()).device.type, "strategy")
+        if keeps_state_on_host(placing, next(own.parameters()).device.type):
+            raise ConfigError(
+                f"strategy: '{placing.name}' keeps state in host memory, which DPOTrainer does on 2 "
+                "or more devices; on one GPU, `rather train` does."
+            )
         self.worker = self._worker("actor_train", own, placing)
         self.policy, self.reference, self.ref_worker = self.worker.trainer, None, None
         if ref_model is not None:

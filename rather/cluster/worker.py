@@ -42,7 +42,7 @@ from rather.cluster.process import Process
 from rather.cluster.writer import Writer
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ModelArgs, RoleConfig
-from rather.config.strategies import layout, refuse_host_offload
+from rather.config.strategies import keeps_state_on_host, layout, refuse_host_offload
 from rather.config.values import worker_class
 from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps
 from rather.data.shares import Batches, NamedSteps, RunPairs, Share, share_of
@@ -55,6 +55,7 @@ from rather.model.generate import Decoding, GeneratedAnswer, generate
 from rather.model.layers import Recompute, arrange_layers, plain_layers
 from rather.model.policy import PolicyModel
 from rather.model.vision import PARTS, Vision
+from rather.optim.host import BYTES_ON_HOST, LEAST
 from rather.optim.optimizer import Optimizer, schedule
 from rather.optim.rounding import Rounding
 from rather.parallel.load import (
@@ -68,7 +69,7 @@ from rather.parallel.load import (
 from rather.parallel.mesh import build_mesh, gather_objects, max_over_ranks
 from rather.parallel.shard import STAGES
 from rather.parallel.stages import Stages, parts_of
-from rather.plan.speed import worth_compiling
+from rather.plan.speed import GIB, worth_compiling
 from rather.train.engine import (
     Engine,
     EngineJob,
@@ -157,10 +158,12 @@ class ActorWorker:
             how = "as its adapter began, from a frozen copy" if kept else "with its adapters off"
             self.log.info("%s: the policy %s; there is no second model", self.role, how)
             return
-        refuse_host_offload(self.layout, self.device.split(":")[0], f"{self.role}.strategy_args")
+        key, kind = f"{self.role}.strategy_args", self.device.split(":")[0]
+        refuse_host_offload(self.worker_config, kind, self.config.precision, key)
         self.mesh = build_mesh(self.layout, self.device)
         if trains and self.layout.engine != "torch":
             self.engine = self._make_engine(total_steps)
+        self._refuse_group_of_one(kind, key)
         try:
             policy = self._load(total_steps, trains=trains)
             optimizer = self.build_optimizer(policy, total_steps) if trains else None
@@ -176,6 +179,14 @@ class ActorWorker:
         )  # fmt: skip
         if not trains and self.config.reference.offload == "on":
             self.park()
+
+    def _refuse_group_of_one(self, kind: str, key: str) -> None:
+        """Refuse to shard the weights of a single GPU and to keep their state on the host."""
+        if self.is_divided and keeps_state_on_host(self.layout, kind):
+            raise ConfigError(
+                f"{key}: '{self.layout.name}' on one GPU is for one process; start it without "
+                "torchrun and ray.address."
+            )
 
     def _refuse_what_cannot_run(self, model: str | None) -> None:
         """Compare machines and memory of all ranks before anything is loaded."""
@@ -340,9 +351,22 @@ class ActorWorker:
             "seed": self.config.seed,
             "compute": compute_dtype(self.source[1], self.device) if self.is_divided else None,
         }
+        if keeps_state_on_host(self.layout, self.device.split(":")[0]):
+            options["on_host"] = LEAST
+            self._refuse_small_host(sum(p.numel() for p in policy.parameters()))
         optimizer = Optimizer(policy.named_parameters(), training, **options)
         policy.exact = {}  # the optimizer holds them as masters now
         return optimizer
+
+    def _refuse_small_host(self, weights: int) -> None:
+        """Refuse to begin if the host has no room for the optimizer's state."""
+        needed, free = weights * BYTES_ON_HOST, free_memory()
+        if needed > free:
+            raise MemoryShortage(
+                f"'{self.layout.name}' keeps {needed / GIB:.3g} GiB of optimizer state and "
+                f"gradients in host memory, which has {free / GIB:.3g} GiB free."
+            )
+        self.log.info("optimizer state and gradients: %.3g GiB in host memory", needed / GIB)
 
     def plan(self, largest_pair: int, make_room: Callable[[], bool] | None = None) -> int:
         """Return the tokens of a training micro-batch, configured or measured; arrange the layers.

@@ -414,18 +414,31 @@ def _sharding(role: RoleConfig) -> _Sharding:
     return sharding
 
 
-def refuse_host_offload(layout: Layout, kind: str, key: str) -> None:
-    """Refuse shards in host memory on one GPU, where nothing would leave the GPU.
+def keeps_state_on_host(layout: Layout, kind: str) -> bool:
+    """Return whether a single GPU leaves its optimizer's state in host memory.
 
     A CPU has no other memory than the host's, so there the setting changes nothing.
     """
-    if layout.host and layout.devices == 1 and kind == "cuda":
-        raise ConfigError(
-            f"{key}: '{layout.name}' keeps shards in host memory, which works on 2 or more devices; "
-            "one GPU would hold everything in its own memory. Use more devices, or another "
-            "strategy_name; on one GPU, precision=lean, reference.offload=on and "
-            "actor_train.strategy_args.strategy_config.recompute_granularity=full need less memory."
-        )
+    return layout.host and layout.devices == 1 and kind == "cuda"
+
+
+def refuse_host_offload(role: RoleConfig, kind: str, precision: str, key: str) -> None:
+    """Refuse host memory on one GPU for what has no state that could be there."""
+    found = layout(role)
+    args = role.model_args
+    if not keeps_state_on_host(found, kind):
+        return
+    reason = None
+    if not role.trains:
+        reason = "a frozen model has no optimizer; set offload: on, or another strategy_name"
+    elif args.has_adapter:
+        reason = "the state of an adapter is small; remove strategy_name"
+    elif precision == "lean":
+        reason = "precision: lean keeps little beside the weights; use one of the two"
+    elif args.dtype not in (None, "bf16"):
+        reason = f"on one GPU that is for dtype: bf16, and it is {args.dtype}"
+    if reason:
+        raise ConfigError(f"{key}: '{found.name}' keeps state in host memory, and {reason}.")
 
 
 def possible_layout(role: RoleConfig) -> Layout | None:

@@ -10,7 +10,6 @@ less time than the host needs to start a layer.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -29,6 +28,7 @@ from rather.arithmetic import round_up
 from rather.errors import ConfigError
 from rather.model.check import experts_of
 from rather.model.policy import PolicyModel
+from rather.optim.host import pinned
 from rather.optim.summing import SharedInput, ungroup_projections
 
 Recompute = Literal["none", "half", "selective", "full"]
@@ -85,14 +85,14 @@ def _group_size(policy: PolicyModel, layers: Sequence[nn.Module]) -> int:
     """Return how many layers are compiled as one: a divisor of their number, so groups are equal.
 
     Layers with adapters gain too little from it; with experts it was not tried. A layer that
-    returns more than a tensor cannot wait for the last of its group.
+    returns more than a tensor cannot wait for the last of its group, nor can one with hooks.
     """
     if hasattr(policy.causal_lm, "peft_config") or experts_of(policy.causal_lm.config):
         return 1
     for layer in layers:
         weights = sum(parameter.numel() for parameter in layer.parameters())
         returned = signature(type(layer).forward).return_annotation
-        if weights >= SMALL or returned is not Tensor:
+        if weights >= SMALL or returned is not Tensor or layer._forward_hooks:
             return 1
     return max(size for size in range(1, GROUP + 1) if len(layers) % size == 0)
 
@@ -201,17 +201,13 @@ class HostOffloaded:
             arrived: Any = torch.cuda.Event()
             module.register_forward_pre_hook(_waits_for(arrived))
             self.groups.append((arrived, weights))
-        # Pinned by hand: torch's own pinned memory is rounded up to a power of two.
         parameters = list(policy.parameters())
         starts = list(accumulate((round_up(p.nbytes, 256) for p in parameters), initial=0))
-        buffer = torch.empty(starts[-1], dtype=torch.uint8)
+        buffer = pinned(starts[-1], self)
         self.host: dict[nn.Parameter, Tensor] = {}
         for start, parameter in zip(starts[:-1], parameters, strict=True):
             host_copy = buffer[start : start + parameter.nbytes].view(parameter.dtype)
             self.host[parameter] = host_copy.view(parameter.shape).copy_(parameter.detach())
-        pinned = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-        torch.cuda.check_error(pinned)
-        weakref.finalize(self, _unpin, buffer)  # freed while pinned, it could not be used again
         self._free_device()
 
     @contextmanager
@@ -256,7 +252,3 @@ def _in_order(policy: PolicyModel) -> Iterator[tuple[nn.Module, list[nn.Paramete
         yield module, weights
     remaining = [parameter for parameter in policy.parameters() if parameter not in yielded]
     yield layers[-1] if layers else policy, remaining
-
-
-def _unpin(buffer: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

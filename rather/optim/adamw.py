@@ -83,7 +83,9 @@ class ParameterState:
         start: Tensor | None,
         rounding: Rounding,
         sums: GradientSums,
+        on_host: bool = False,
     ) -> None:
+        """`on_host`: what AdamW keeps of a split parameter is made in host memory."""
         self.name, self.parameter, self.decay = name, parameter, decay
         self.rounding = rounding
         self.steps = 0
@@ -107,9 +109,14 @@ class ParameterState:
                 upper = weight.bfloat16().view(torch.int16).int() << 16
                 bits = begin.contiguous().view(torch.int32) - upper
                 self.rest = bits.clamp_(-(1 << 15), (1 << 15) - 1).short()
+        home = weight.device
+        if on_host and self.rest is not None:
+            home = torch.device("cpu")
+            self.rest = self.rest.to(home)
         wide = torch.promote_types(parameter.dtype, torch.float32)
         for kind in ("exp_avg", "exp_avg_sq"):
-            moment = torch.zeros_like(weight, dtype=torch.uint8 if self.form == "lean" else wide)
+            dtype = torch.uint8 if self.form == "lean" else wide
+            moment = torch.zeros_like(weight, dtype=dtype, device=home)
             self.moments[kind] = moment
             if self.form == "lean":
                 blocks = ceil_div(weight.numel(), BLOCK)
@@ -159,6 +166,17 @@ class ParameterState:
         self._sums.late.pop(self, None)
         self.sum = self.parameter.grad = None
 
+    def stored(self) -> dict[str, Tensor]:
+        """Return what AdamW keeps beside the parameter, by name."""
+        return self.moments if self.rest is None else {"rest": self.rest, **self.moments}
+
+    def store(self, name: str, tensor: Tensor) -> None:
+        """Use another tensor with the same numbers for something that AdamW keeps."""
+        if name == "rest":
+            self.rest = tensor
+        else:
+            self.moments[name] = tensor
+
     def master(self) -> Tensor:
         """Return the weights as exactly as they are known, in float32."""
         if self.form == "lean":
@@ -167,12 +185,14 @@ class ParameterState:
             return self.local
         if self.form == "wide":
             return self.rest
-        return self.rounding.exact(self.name, self.local, self.rest)
+        weight = self.local
+        return self.rounding.exact(self.name, weight, self.rest.to(weight.device))
 
     def load(self, master: Tensor, moments: Mapping[str, Tensor], steps: int) -> None:
         """Load master and moments; a weight that never had a gradient has no moments."""
         if self.form == "split":
-            self.rest = self.rounding.split(self.name, self.local, master)
+            assert self.rest is not None
+            self.rest.copy_(self.rounding.split(self.name, self.local, master))
         else:
             self.local.copy_(master)
             if self.rest is not None:

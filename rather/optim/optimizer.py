@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
 from rather.optim.adamw import GradientSums, ParameterState, Update, local, update_parameters
+from rather.optim.host import HostState
 from rather.optim.rounding import Rounding
 from rather.optim.summing import Totals, summing
 
@@ -47,6 +48,7 @@ class Optimizer:
     `exact` holds float32 weights as the start of the masters, if the parameters are already
     rounded. `lean` (`seed` decides its rounding) is for bfloat16 parameters, whose micro-batches it
     also sums in bfloat16. `compute` is the dtype that float32 parameters are computed in.
+    `on_host`: parameters of at least so many weights have their state in host memory.
     """
 
     stores_whole = False  # each rank stores its own shards
@@ -63,6 +65,7 @@ class Optimizer:
         compute: torch.dtype | None = None,
         seed: int = 0,
         rounding: Rounding = Rounding(),
+        on_host: int | None = None,
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.args, self.schedule, self.max_grad_norm = args, schedule, max_grad_norm
@@ -71,10 +74,12 @@ class Optimizer:
             name: ParameterState(
                 name, p, args.weight_decay if p.ndim >= 2 else 0.0,  # not for norms and biases
                 lean=lean, start=(exact or {}).get(name), rounding=rounding, sums=sums,
+                on_host=on_host is not None and p.numel() >= on_host,
             )
             for name, p in self.parameters.items()
         }  # fmt: skip
-        self.masters: Mapping[str, Tensor] = _Masters(self._states)
+        self._host = HostState(self._states.values(), on_host) if on_host is not None else None
+        self.masters: Mapping[str, Tensor] = _Masters(self._states, self._settle)
         self.updates = 0
         self._prepared: Callable[[float], None] | None = None
         self._totals: Totals | None = None  # of linear layers that sum their gradients
@@ -104,15 +109,33 @@ class Optimizer:
         chosen = [name for name in self.parameters if names is None or name in names]
         return {name: gradient for name in chosen if (gradient := self.gradient(name)) is not None}
 
+    def gradients_in_turn(
+        self, names: Collection[str] | None = None
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield `named_gradients` in parts: those on the device, then each that the host keeps."""
+        chosen = set(self.parameters if names is None else names)
+        summed_on_host = self._host.summing if self._host else ()
+        on_device = {name for name, state in self._states.items() if state not in summed_on_host}
+        yield self.named_gradients(chosen & on_device)
+        for states in self._host.gradients_in_turn() if self._host else ():
+            yield self.named_gradients(chosen & {state.name for state in states})
+
+    def _norms(self, names: Collection[str] | None) -> dict[str, Tensor]:
+        """Return the norm of each gradient on this rank, in the order of the parameters."""
+        norms: dict[str, Tensor] = {}
+        for gradients in self.gradients_in_turn(names):
+            if gradients:
+                each = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float64)
+                norms |= zip(gradients, each, strict=True)
+        return {name: norms[name] for name in self.parameters if name in norms}
+
     def norms(self, names: Collection[str] | None = None) -> dict[str, float]:
         """Return the norm of each gradient on this rank, loss scale removed; waits for it."""
-        gradients = self.named_gradients(names)
-        norms = zip(gradients, _norms(gradients), strict=True)
-        return {name: float(norm) / self.scale for name, norm in norms}
+        return {name: float(norm) / self.scale for name, norm in self._norms(names).items()}
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
         """Return the norm of the gradient on this rank before clipping, loss scale removed."""
-        norms = _norms(self.named_gradients(names)) or (torch.zeros((), dtype=torch.float64),)
+        norms = [*self._norms(names).values()] or [torch.zeros((), dtype=torch.float64)]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm / self.scale
 
@@ -121,7 +144,9 @@ class Optimizer:
         if self._on_cuda:
             from rather.optim import kernels
 
-            self._prepared = kernels.prepare(self._states.values(), self._update(1.0))
+            on_host = self._host.states if self._host else ()
+            resident = [state for state in self._states.values() if state not in on_host]
+            self._prepared = kernels.prepare(resident, self._update(1.0))
 
     def _update(self, clip: float) -> Update:
         numbers = (self.args.adam_beta1, self.args.adam_beta2, self.args.adam_epsilon)
@@ -134,11 +159,29 @@ class Optimizer:
         if self._prepared is None:
             self.prepare()
         moved = [state for state in self._states.values() if state.gradient is not None]
-        update_parameters(moved, self._update(clip), self._prepared)
+        update = self._update(clip)
+        on_host = self._host.states if self._host else ()
+        update_parameters([s for s in moved if s not in on_host], update, self._prepared)
+        for states in self._host.in_turn() if self._host else ():
+            self._update_here([s for s in states if s.gradient is not None], update)
         self._prepared = None
         for state in moved:
             state.steps += 1
         self.updates += 1
+
+    def _update_here(self, states: Sequence[ParameterState], update: Update) -> None:
+        """Update parameters whose state was brought from the host."""
+        prepared = None
+        if self._on_cuda:
+            from rather.optim import kernels
+
+            prepared = kernels.prepare(states, update)
+        update_parameters(states, update, prepared)
+
+    def _settle(self) -> None:
+        """Wait until everything that is copied to the host is there."""
+        if self._host:
+            self._host.settle()
 
     def narrow_gradients(self) -> bool:
         """Sum micro-batches in the parameters' own dtype from now on; return whether that changed.
@@ -146,7 +189,7 @@ class Optimizer:
         Float16 stays as it is: the sum of scaled gradients would leave its range.
         """
         wide = [state for state in self._states.values() if state.sums_wide]
-        if self.loss_scale is not None:
+        if self.loss_scale is not None or self._host:
             return False
         for state in wide:
             state.hook.remove()
@@ -160,25 +203,39 @@ class Optimizer:
         for parameter, linear in summing(modules, wide).items():
             wide[parameter].linear = linear
 
+    def carry_sums(self, layers: Iterable[nn.Module]) -> None:
+        """Let decoder layers have the sums of their gradients only in their backward pass."""
+        if self._host:
+            self._host.watch(layers)
+
     def begin_sums(self) -> None:
         """Give totals of zeros to the linear layers that sum gradients; `zero_grad` frees them."""
-        linears = [s.linear for s in self._states.values() if s.linear and s.sums_wide]
+        if self._host:
+            self._host.begin()
+        summed = self._host.summing if self._host else ()
+        states = [state for state in self._states.values() if state not in summed]
+        linears = [s.linear for s in states if s.linear and s.sums_wide]
         if linears and self._totals is None:
             self._totals = Totals(linears)
         if self._totals:
             self._totals.begin()
 
     def gradient_bytes(self) -> int:
-        """Return the size of all gradients of this rank."""
+        """Return the size of all gradients of this rank that are on its device."""
         total = 0
         for state in self._states.values():
             shard = local(state.parameter)
-            total += shard.numel() * 4 if state.sums_wide else shard.nbytes
+            if not self._host or state not in self._host.summing:
+                total += shard.numel() * 4 if state.sums_wide else shard.nbytes
         return total
 
     def state_bytes(self) -> int:
-        """Return the size of the moments on this rank, and of masters beyond the parameters."""
-        states = self._states.values()
+        """Return the size of the moments on this rank, and of masters beyond the parameters.
+
+        Without those in host memory.
+        """
+        on_host = self._host.states if self._host else ()
+        states = [state for state in self._states.values() if state not in on_host]
         stored = [tensor for state in states for tensor in (state.rest, *state.moments.values())]
         return sum(local(tensor).nbytes for tensor in stored if tensor is not None)
 
@@ -188,6 +245,8 @@ class Optimizer:
             state.zero_grad()
         if self._totals:
             self._totals.free()
+        if self._host:
+            self._host.end()
 
     def moments(self) -> dict[str, Tensor]:
         """Return `<parameter>.exp_avg` and so on: with the masters, all that an update depends on.
@@ -195,6 +254,7 @@ class Optimizer:
         A weight that never had a gradient has none. One that missed updates also has
         `<parameter>.step`, the number of its own updates.
         """
+        self._settle()
         moments: dict[str, Tensor] = {}
         for name, state in self._states.items():
             if state.steps:
@@ -218,6 +278,7 @@ class Optimizer:
                 "--overwrite or another exp_name"
             )
         self.updates = updates
+        self._settle()
         for name, state in self._states.items():
             keys = {kind: f"{name}.{kind}" for kind in state.moments}
             moments_of_state = {kind: moments[key] for kind, key in keys.items() if key in moments}
@@ -228,12 +289,13 @@ class Optimizer:
 class _Masters(UserDict[str, Any]):
     """Float32 weights by name, each made on access: all at once may not fit next to the model."""
 
+    def __init__(self, states: Mapping[str, ParameterState], settle: Callable[[], None]) -> None:
+        super().__init__(states)
+        self.settle = settle
+
     def __getitem__(self, name: str) -> Tensor:
+        self.settle()
         return self.data[name].master()  # type: ignore[no-any-return]
-
-
-def _norms(found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    return torch._foreach_norm(list(found.values()), 2, dtype=torch.float64) if found else ()
 
 
 def warmup_of(args: TrainingArgs, total_steps: int) -> int:

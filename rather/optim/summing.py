@@ -158,15 +158,17 @@ def ungroup_projections(modules: Iterable[nn.Module]) -> None:
 
 
 class Totals:
-    """The totals of several layers. They are parts of one tensor: one kernel, not hundreds."""
+    """The totals of several layers. They are parts of one tensor: one kernel, not hundreds.
 
-    def __init__(self, linears: Sequence[SummingLinear]) -> None:
-        groups = {
-            linear: linear.group for linear in linears if isinstance(linear.group, Projections)
-        }
-        units = list(dict.fromkeys(groups.get(linear, linear) for linear in linears))
-        sizes = [round_up(unit.weight.numel(), 64) for unit in units]  # aligned
-        self.flat = linears[0].weight.new_empty(sum(sizes), dtype=torch.float32)
+    `flat` is that tensor, of `size_of` the layers; without it they get one of their own.
+    """
+
+    def __init__(self, linears: Sequence[SummingLinear], flat: Tensor | None = None) -> None:
+        units = _units(linears)
+        sizes = [_aligned_size(unit) for unit in units]
+        if flat is None:
+            flat = linears[0].weight.new_empty(sum(sizes), dtype=torch.float32)
+        self.flat = flat
         self.bytes = self.flat.untyped_storage().nbytes()
         self.parts: list[tuple[SummingLinear | Projections, Tensor]] = []
         for unit, span in zip(units, self.flat.split(sizes), strict=True):
@@ -181,14 +183,35 @@ class Totals:
         """Give each layer a total of zeros."""
         self.flat.untyped_storage().resize_(self.bytes)
         self.flat.zero_()
-        for unit, total in self.parts:
-            unit.set_total(total)
+        self.give()
 
     def free(self) -> None:
         """Free the memory until `begin`; the tensors stay, since making them takes milliseconds."""
+        self.take()
+        self.flat.untyped_storage().resize_(0)
+
+    def give(self) -> None:
+        """Let each layer add to its total, whatever is in it."""
+        for unit, total in self.parts:
+            unit.set_total(total)
+
+    def take(self) -> None:
         for unit, _ in self.parts:
             unit.set_total(None)
-        self.flat.untyped_storage().resize_(0)
+
+    @staticmethod
+    def size_of(linears: Sequence[SummingLinear]) -> int:
+        return sum(map(_aligned_size, _units(linears)))
+
+
+def _units(linears: Sequence[SummingLinear]) -> list[SummingLinear | Projections]:
+    """Return the layers; those of one input as the group that multiplies for them."""
+    groups = {linear: linear.group for linear in linears if isinstance(linear.group, Projections)}
+    return list(dict.fromkeys(groups.get(linear, linear) for linear in linears))
+
+
+def _aligned_size(unit: SummingLinear | Projections) -> int:
+    return round_up(unit.weight.numel(), 64)
 
 
 def _product(x: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:

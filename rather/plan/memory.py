@@ -20,7 +20,12 @@ import torch
 from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorModelArgs, ModelArgs, RoleConfig, as_list
-from rather.config.strategies import Layout, layout, refuse_host_offload
+from rather.config.strategies import (
+    Layout,
+    keeps_state_on_host,
+    layout,
+    refuse_host_offload,
+)
 from rather.data.pack import pack
 from rather.errors import ConfigError, RatherError
 from rather.losses.objective import from_config
@@ -29,6 +34,7 @@ from rather.model.head import CHUNK_BYTES, KEEP_BYTES
 from rather.model.layers import LEVELS, Recompute
 from rather.model.sizes import LAYER, Shapes, Sizes, sizes_of, stacked
 from rather.optim.adamw import BLOCK
+from rather.optim.host import KEPT, LOTS, SLOTS
 from rather.parallel.load import compute_dtype, stored_dtype
 
 if TYPE_CHECKING:
@@ -273,10 +279,9 @@ class LayerBytes:
             numbers += 2 * sizes.query + 2 * sizes.key + (1 if self.compiled else 2) * sizes.hidden
         if self.recompute == "half" and not sizes.experts:  # grouped products are not kept
             numbers += sizes.inner
-            # Every second wide product: those of an adapter are wide, and both that open the MLP
-            # count.
+            # Every second wide product. Those inside an adapter are wide as well.
             if self.adapter:
-                numbers += sizes.inner + sizes.query + sizes.key + sizes.hidden
+                numbers += sizes.query + sizes.key + sizes.hidden
         return numbers * self.itemsize
 
     @property
@@ -393,13 +398,15 @@ class MemoryForecast:
         self.tower = sum(map(prod, sizes.tower.values())) if images else 0
         self.config, self.sizes, self.device, self.kind = config, sizes, device, device.kind
         self.layout, self.args = layout(config.actor_train), config.actor_train.model_args
-        refuse_host_offload(self.layout, self.kind, "actor_train.strategy_args")
+        actor = config.actor_train
+        refuse_host_offload(actor, self.kind, config.precision, "actor_train.strategy_args")
+        self.keeps_state_on_host = keeps_state_on_host(self.layout, self.kind)
         self.compute, self.compiled = stored_dtype(self.args, self.kind).itemsize, compiled
         self.with_reference = reference and from_config(config).needs_reference
         self.reference_bytes = 0.0  # of a device of its own, or shared with the policy
         if self.with_reference and not config.reference_is_policy:
             role = config.reference
-            refuse_host_offload(layout(role), self.kind, "reference.strategy_args")
+            refuse_host_offload(role, self.kind, config.precision, "reference.strategy_args")
             state = role_state(
                 config, role, self.kind, sizes.shapes, role.model_args, tower=self.tower
             )
@@ -423,7 +430,11 @@ class MemoryForecast:
     def resting(self, *, narrow: bool, parked: bool) -> MemoryParts:
         """Return weights and optimizer between two steps, and gradients as they are in one."""
         state, held, inner = self.state(narrow=narrow), MemoryParts(), self.sizes.in_layers
-        if not (self.layout.host and self.kind == "cuda"):
+        if self.keeps_state_on_host:
+            outside = self.sizes.weights - inner
+            summed = outside + SLOTS * inner / self.sizes.layers
+            held = MemoryParts(weights=self.sizes.weights * self.compute, gradients=4 * summed)
+        elif not (self.layout.host and self.kind == "cuda"):
             held = MemoryParts(*state.by_purpose)
             if self.args.quantization:  # scales; embeddings, head and norms as they are stored
                 rest = (self.sizes.weights - inner) * (self.compute - FOUR_BITS)
@@ -492,6 +503,9 @@ class MemoryForecast:
         yield replace(before, activations=kept, buffers=before.buffers + busy)
         first = tokens * (layer.kept + outside)  # whose backward is the last
         yield replace(resting, activations=first, buffers=resting.buffers + busy + head)
+        if self.keeps_state_on_host:  # an update brings the state of two layers, or of the head
+            largest = max(part.of_head, self.sizes.in_layers / self.sizes.layers)
+            yield replace(resting, buffers=resting.buffers + LOTS * KEPT * largest)
         # The reference's turn, or an evaluation.
         here = self.resting(narrow=chosen.narrow, parked=False)
         tokens = work.seen / found.cp

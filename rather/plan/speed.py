@@ -23,6 +23,7 @@ from rather.model.budget import LADDER
 from rather.model.layers import Recompute, arrange_layers
 from rather.model.policy import PolicyModel, pair_columns
 from rather.model.sizes import few_layers
+from rather.optim.host import BYTES_ON_HOST
 from rather.parallel.load import stored_dtype
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ EAGER = {0.5e9: 0.70, 1.5e9: 0.74, 7.6e9: 0.90}
 AGAIN: Mapping[str, float] = {"none": 0.0, "half": 0.25, "selective": 0.5, "full": 1.0}
 LAUNCHES = 2e-3  # seconds to launch all kernels of a layer, forward and backward, not compiled
 EXACT_UPDATE, LEAN_UPDATE = 28, 12  # bytes of a weight that an update reads and writes
+HOST_LINK = 50e9  # bytes/s between a GPU and pinned host memory, one way
 
 FEW, MORE = 1, 3  # layers; their difference is that of two layers without head and embedding
 MOST_FLOPS = {"cpu": 5e9, "cuda": 2e14}  # of one forward pass that is timed
@@ -172,12 +174,16 @@ def seconds_of_step(
     each = LEAN_UPDATE if memory.config.precision == "lean" else EXACT_UPDATE
     state = memory.state()
     update = state.weights(trained=True, shard=True) * each / speed.memory
+    if memory.keeps_state_on_host:  # the norm reads the sums, the update reads everything
+        update += (sizes.in_layers * 4 + sizes.weights * BYTES_ON_HOST) / HOST_LINK
     # Between devices, never measured on several GPUs: sums of gradients overlap with the backward
     # pass, those of tp do not.
     rounds = {3: 8.0 * batches, 2: 2.0 + 4.0 * batches}.get(found.stage, 6.0)  # bytes of a weight
     hidden = train * 2 / 3
-    overlapped = state.weights() * rounds / speed.link
-    exchange = max(0.0, overlapped - hidden) if found.dp * found.cp > 1 else 0.0
+    overlapped = state.weights() * rounds / speed.link if found.dp * found.cp > 1 else 0.0
+    if memory.keeps_state_on_host:  # sums of gradients come and go with each micro-batch
+        overlapped = sizes.in_layers * 4 * batches / HOST_LINK
+    exchange = max(0.0, overlapped - hidden)
     if found.tp > 1:
         sums = 16 * policy.tokens / found.cp * sizes.hidden * sizes.layers / found.pp
         exchange += sums / speed.link

@@ -23,5 +23,7 @@ def use_fewer_kernels(policy: PolicyModel, optimizer: Any, *, alone: bool) -> No
         summing(modules, {p for p in policy.parameters() if p.itemsize == 2})
     if alone:
         group_projections(modules)
+    if alone and optimizer:
+        optimizer.carry_sums(layers_of(policy))
     if alone and adapted:
         group_adapted(modules)

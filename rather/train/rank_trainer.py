@@ -406,8 +406,9 @@ class RankTrainer:
         tokens[0].fill_(sum(batch.real_tokens for batch in batches))
         tokens[1].fill_(sum(len(batch.ids_N) for batch in batches))
         zeros = own_metrics.new_zeros(())
-        for gradient in self._trained.gradients(self._counted) if self.count_zeros else ():
-            zeros += (gradient == 0).sum()
+        for part in self._trained.gradients_in_turn(self._counted) if self.count_zeros else ():
+            for gradient in part.values():
+                zeros += (gradient == 0).sum()
         grad_norm = self._trained.grad_norm(self._counted).to(own_metrics.device)
         numbers = PackedNumbers(grad_norm, zeros, tokens, metrics, **pairs)
         if self._is_alone:

@@ -338,19 +338,44 @@ OFFLOADING = {
 
 
 @pytest.mark.defect("H1")
-@pytest.mark.parametrize("change", OFFLOADING.values(), ids=OFFLOADING)
-def test_shards_in_host_memory_are_refused_on_one_gpu(
-    folder: Path, tiny: Sizes, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["zero2_cpu", "deepspeed"])
+def test_one_gpu_keeps_the_state_of_its_optimizer_on_the_host(
+    folder: Path, seven: tuple[Path, Sizes], name: str
 ) -> None:
-    """By a plan and by the process that would load the model. One CPU has no other memory."""
+    resident = judged(config(folder, seven[0]), seven[1], "h200", steps(16))
+    offloading = config(folder, seven[0], **OFFLOADING[name])
+    found = judged(offloading, seven[1], "h200", steps(16))
+    assert found.parts.master == found.parts.moments == 0
+    assert found.parts.weights == resident.parts.weights
+    assert found.parts.gradients < resident.parts.gradients / 3
+    assert found.seconds is not None
+    assert resident.seconds is not None
+    assert found.seconds.update > 1.0 > resident.seconds.update  # 14 bytes of a weight at 50 GB/s
+    Forecast(offloading, seven[1], Device("cpu", 999 * GIB), pairs_of(steps(16)), None)
+
+
+NOTHING_TO_OFFLOAD = {
+    "reference": ({}, "a frozen model has no optimizer"),
+    "adapter": ({"actor_train.model_args": {"lora_rank": 8}}, "the state of an adapter is small"),
+    "lean": ({"precision": "lean"}, "precision: lean keeps little"),
+    "fp32": ({"actor_train.model_args": {"dtype": "fp32"}}, "is for dtype: bf16, and it is fp32"),
+}
+
+
+@pytest.mark.defect("H1")
+@pytest.mark.parametrize("case", NOTHING_TO_OFFLOAD)
+def test_host_memory_is_refused_for_what_has_no_state_there(
+    folder: Path, tiny: Sizes, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a plan and by the process that would load the model."""
+    change, reason = NOTHING_TO_OFFLOAD[case]
+    role = "reference" if case == "reference" else "actor_train"
+    change = {**OFFLOADING["reference" if case == "reference" else "zero2_cpu"], **change}
     offloading = config(folder, model(folder), **change)
-    refused = r"strategy_args: '\w+' keeps shards in host memory, which works on 2 or more devices"
+    refused = rf"strategy_args: '\w+' keeps state in host memory, and .*{reason}"
     with pytest.raises(ConfigError, match=refused):
         judged(offloading, tiny, "h100", steps(16))
-    assert judged(on_devices(offloading, 2), tiny, "h100", steps(16)).fits
-    Forecast(offloading, tiny, Device("cpu", 64 * GIB), pairs_of(steps(16)), None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
-    role = next(iter(change)).partition(".")[0]
     worker = ActorWorker(offloading, role, RankInfo(device="cuda:0"))
     with pytest.raises(ConfigError, match=f"{role}.{refused}"):
         worker.initialize(total_steps=1)
