@@ -215,6 +215,9 @@ SHAPES = {
     "1.5B": Shape("qwen2", 1536, 28, 12, 2, 8960, 151_936, True),
     "3B": Shape("qwen2", 2048, 36, 16, 2, 11_008, 151_936, True),
     "7B": Shape("qwen2", 3584, 28, 28, 4, 18_944, 152_064, False),
+    "8B": Shape("llama", 4096, 32, 32, 8, 14_336, 128_256, False),
+    "32B": Shape("qwen2", 5120, 64, 40, 8, 27_648, 152_064, False),
+    "70B": Shape("llama", 8192, 80, 64, 8, 28_672, 128_256, False),
 }
 
 
@@ -445,6 +448,7 @@ def ours(
     compiled: bool = False,
     rounding: str = "dithered",
     lora: int | None = None,
+    on_host: int | None = None,
 ) -> Ours:
     """Our engine as the workers build it, with random weights instead of a folder's. `plan` comes next."""
     from rather.config.schema import TrainingArgs
@@ -471,6 +475,7 @@ def ours(
     rate = schedule(training, total_steps=1000)
     options: dict[str, Any] = {"schedule": rate, "max_grad_norm": 1.0, "lean": lean}
     options["rounding"] = Rounding(rounding)  # type: ignore[arg-type]
+    options["on_host"] = on_host
     optimizer = Optimizer(policy.named_parameters(), training, **options)
     trainer = RankTrainer(policy, loss, optimizer)
     return Ours(trainer, AdaptersOff(trainer) if lora else frozen, compiled=compiled)

@@ -99,9 +99,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--model", choices=[name for name in SHAPES if name != "15M"], required=True
-    )
+    parser.add_argument("--model", choices=list(STEPS), required=True)
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--only", choices=("ours", "trl"))
     parser.add_argument(

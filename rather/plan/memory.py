@@ -473,6 +473,15 @@ class MemoryForecast:
 
     def peak(self, chosen: Chosen, work: Work) -> MemoryParts:
         """Return the parts at the moment that needs most."""
+        moments = [self._peak_of_passes(chosen, work)]
+        if self.keeps_state_on_host:  # an update brings the state of two layers, or of the head
+            resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
+            largest = max(self.part.of_head, self.sizes.in_layers / self.sizes.layers)
+            moments.append(replace(resting, buffers=resting.buffers + LOTS * KEPT * largest))
+        return max(moments, key=lambda parts: parts.total)
+
+    def _peak_of_passes(self, chosen: Chosen, work: Work) -> MemoryParts:
+        """Return the parts at the moment of a forward or backward pass that needs most."""
         return max(self._moments(chosen, work), key=lambda parts: parts.total)
 
     def _moments(self, chosen: Chosen, work: Work) -> Iterator[MemoryParts]:
@@ -503,9 +512,6 @@ class MemoryForecast:
         yield replace(before, activations=kept, buffers=before.buffers + busy)
         first = tokens * (layer.kept + outside)  # whose backward is the last
         yield replace(resting, activations=first, buffers=resting.buffers + busy + head)
-        if self.keeps_state_on_host:  # an update brings the state of two layers, or of the head
-            largest = max(part.of_head, self.sizes.in_layers / self.sizes.layers)
-            yield replace(resting, buffers=resting.buffers + LOTS * KEPT * largest)
         # The reference's turn, or an evaluation.
         here = self.resting(narrow=chosen.narrow, parked=False)
         tokens = work.seen / found.cp
@@ -550,7 +556,8 @@ class MemoryForecast:
 
     def _tokens_that_fit(self, trial: Chosen) -> int:
         few, many = REHEARSED
-        first, second = (self.peak(trial, Work(n, n, batches=2, seen=0)).total for n in REHEARSED)
+        works = [Work(n, n, batches=2, seen=0) for n in REHEARSED]
+        first, second = (self._peak_of_passes(trial, work).total for work in works)
         each = max(1.0, (second - first) / (many - few))
         resting = self.resting(narrow=trial.narrow, parked=trial.parked)
         held = replace(resting, gradients=0.0).total
