@@ -67,7 +67,9 @@ class StepOptimizer(Protocol):
     def begin_sums(self) -> None: ...
     def prepare(self) -> None: ...
     def gradient(self, name: str) -> Tensor | None: ...
-    def gradients(self, names: Collection[str] | None = None) -> list[Tensor]: ...
+    def gradients_in_turn(
+        self, names: Collection[str] | None = None
+    ) -> Iterable[Mapping[str, Tensor]]: ...
     def norms(self, names: Collection[str] | None = None) -> dict[str, float]: ...
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
         """Return this rank's share: its square is summed over all ranks."""
@@ -108,8 +110,10 @@ class EngineOptimizer:
     def gradient(self, _name: str) -> Tensor | None:
         return None
 
-    def gradients(self, _names: Collection[str] | None = None) -> list[Tensor]:
-        return []
+    def gradients_in_turn(
+        self, _names: Collection[str] | None = None
+    ) -> Iterable[Mapping[str, Tensor]]:
+        return ()
 
     def norms(self, _names: Collection[str] | None = None) -> dict[str, float]:
         return {}
