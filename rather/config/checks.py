@@ -223,8 +223,6 @@ def _metric_prefix(evaluation_set: str) -> str:
 
 
 def _eval_prompts(config: RunConfig) -> Problems:
-    if _has_several_devices(config):
-        yield "eval_prompts", "needs policy and reference on one device, without Ray; remove it"
     if config.task == "reward":
         yield "eval_prompts", "a reward model writes no answers; remove it"
 

@@ -32,6 +32,7 @@ from rather.files import JsonObject, parse_json, read_bytes, text_sha
 from rather.losses.objective import from_config
 from rather.model.budget import LADDER, TOKENS
 from rather.model.generate import Decoding, GeneratedAnswer, generate
+from rather.model.policy import PolicyModel
 from rather.run_folder.model_source import here, weights_of
 from rather.train.rank_trainer import RankTrainer
 
@@ -236,7 +237,12 @@ def forgetting_of(model: str, file: Path | None = None, *, trust: Trust = NO_TRU
     settings = DPOConfig()
     longest = getattr(config, "max_position_embeddings", None) or settings.sequence_length
     measured = ForgettingSet(weights.tokenizer(), min(longest, settings.sequence_length), file=file)
-    trainer = RankTrainer(policy, from_config(settings))
+    return figures_of(policy, measured)
+
+
+def figures_of(policy: PolicyModel, measured: ForgettingSet) -> Figures:
+    """Return the figures of a model that is whole in this process, and not in training."""
+    trainer = RankTrainer(policy, from_config(DPOConfig()))
     kind = here().partition(":")[0]
 
     def log_probs(pairs: Sequence[TokenPair]) -> Columns:

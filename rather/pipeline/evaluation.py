@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ from rather.files import parse_json, read_bytes, replace_own
 from rather.losses.metrics import Window, interval_of_accuracy, whole_set_metrics
 from rather.losses.objective import PairLoss, Running
 from rather.losses.own import OwnMetric, own_metrics
-from rather.model.generate import GeneratedAnswer
+from rather.model.generate import Decoding, GeneratedAnswer, generate
+from rather.model.policy import PolicyModel
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import EVALUATION_CHUNK
@@ -184,16 +185,13 @@ def _join(parts: Sequence[Columns]) -> Columns:
 class Answers:
     """eval_prompts: greedy answers of policy and reference to the same prompts.
 
-    Only on one device, where both models are whole in this process. No random number is drawn and
-    no weight is touched.
+    On one device, where both models are whole in this process; AnswersAtEnd is for several. No
+    random number is drawn and no weight is touched.
     """
 
     def __init__(self, config: DPOConfig, roles: Roles, last_step: int) -> None:
         assert config.eval_prompts is not None
         self.last_step = last_step
-        as_local(roles.actor_train)
-        if roles.reference:
-            as_local(roles.reference)
         self.config, self.roles, self.asked = config, roles, config.eval_prompts
         self.file = config.run_dir / ANSWERS
         self.prompts = read_prompts(self.asked, config)
@@ -227,8 +225,9 @@ class Answers:
                     f"eval_prompts: prompt {number} has {tokens} tokens, and with max_new_tokens "
                     f"({most}) more than sequence_length ({limit}); change one of the three."
                 )
-        if resumes and self.roles.reference is None:
-            self.known = self._answers(self.roles.actor_train)
+        role = self.roles.actor_train
+        if resumes and self.roles.reference is None and is_local(role):
+            self.known = self._answers(role)
 
     def forget_unlogged(self) -> None:
         """Remove the answers of evaluations that metrics.jsonl lacks: they will be repeated."""
@@ -239,14 +238,20 @@ class Answers:
         self._write(line for line in read_lines(self.file)[0] if line["step"] in logged)
 
     def record(self, step: int, stopped: Stopped) -> dict[str, Any]:
-        """Return the metrics of all answers, and write their texts to answers.jsonl."""
+        """Return the metrics of the answers at this step."""
         policy = self._answers(self.roles.actor_train, stopped)
         if self.known is None:  # without one it is step 0, and the policy its own beginning
             role = self.roles.reference
             self.known = self._answers(role, stopped) if role else policy
+        return self.compare(step, self.known, policy)
+
+    def compare(
+        self, step: int, known: Sequence[GeneratedAnswer], policy: Sequence[GeneratedAnswer]
+    ) -> dict[str, Any]:
+        """Return the metrics of these answers, and write their texts to answers.jsonl."""
         rows: list[dict[str, Any]] = [{"step": step, "prompt": prompt} for prompt in self.prompts]
         means: dict[str, float] = {}
-        for name, answers in (("reference", self.known), ("policy", policy)):
+        for name, answers in (("reference", known), ("policy", policy)):
             stats = [
                 {"tokens": len(each.ids), "repetition": repetition(each.ids), "ended": each.ended}
                 for each in answers
@@ -275,6 +280,14 @@ class Answers:
         answers = answer_all(role, self.ids, self.tokenizer, most, stopped, "eval_prompts")
         return [self._cut(answer) for answer in answers]
 
+    def answers_of(self, policy: PolicyModel) -> list[GeneratedAnswer]:
+        """Return the answers of a model that is whole in this process."""
+        decoding, answers = Decoding(self.asked.max_new_tokens), list[GeneratedAnswer]()
+        for first in range(0, len(self.ids), AT_ONCE):
+            chunk = self.ids[first : first + AT_ONCE]
+            answers += generate(policy.causal_lm, self.tokenizer, chunk, decoding)
+        return [self._cut(answer) for answer in answers]
+
     def _cut(self, answer: GeneratedAnswer) -> GeneratedAnswer:
         """Cut at the template's end of a turn, which the settings of a base model may not know."""
         if self.end_of_turn not in answer.ids:
@@ -293,7 +306,8 @@ def answer_all(
     role: Role, prompts: Sequence[Ids], tokenizer: Any, tokens: int, stopped: Stopped, key: str
 ) -> list[GeneratedAnswer]:
     """Return greedy answers of up to so many tokens, as many at a time as memory allows."""
-    worker, size = as_local(role), AT_ONCE
+    assert is_local(role)
+    worker, size = role, AT_ONCE
     answers: list[GeneratedAnswer] = []
     while len(answers) < len(prompts):
         if stopped():
@@ -312,14 +326,9 @@ def answer_all(
     return answers
 
 
-def as_local(role: Role) -> ActorWorker:
-    """Return the worker of a role whose whole model is in this process, which alone can answer."""
-    if not isinstance(role, ActorWorker) or role.member.world > 1:
-        raise ConfigError(
-            "eval_prompts needs one device per policy; remove it, or start without torchrun and "
-            "Ray."
-        )
-    return role
+def is_local(role: Role) -> TypeGuard[ActorWorker]:
+    """Return whether the whole model of a role is in this process: only then can it answer."""
+    return isinstance(role, ActorWorker) and role.member.world == 1
 
 
 def read_prompts(asked: EvalPrompts, config: DPOConfig) -> list[str]:

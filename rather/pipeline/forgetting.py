@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from rather.cluster.launch import Roles
-from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.config.schema import DataArgs
 from rather.config.values import BY_CHANCE, FORGETTING
 from rather.data.batch import Columns, TokenPair
 from rather.data.tokens import Ids
+from rather.files import JsonObject
 from rather.model.generate import GeneratedAnswer
-from rather.outcome.forgetting import Figures, ForgettingSet, Forgotten
-from rather.pipeline.evaluation import Interrupted, Stopped, answer_all
+from rather.model.policy import PolicyModel
+from rather.outcome.forgetting import Figures, ForgettingSet, Forgotten, figures_of
+from rather.pipeline.evaluation import Interrupted, Stopped, answer_all, is_local
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.progress import RunState
 from rather.pipeline.steps import PreparedSteps
@@ -88,23 +89,31 @@ class ForgettingCheck:
             tokenizer = self.measured.tokenizer
             return answer_all(policy, prompts, tokenizer, tokens, stopped, "forgetting")
 
-        is_whole = isinstance(policy, ActorWorker)  # only such a model can answer
-        self.last = self.measured.measure(log_probs, answer if is_whole else None)
+        self.last = self.measured.measure(log_probs, answer if is_local(policy) else None)
         figures = self.last.as_json() | {"digest": self.measured.digest}
         if step == 0:
             base["forgetting"] = figures
         metrics: dict[str, Any] = {f"{FORGETTING}loss": self.last.loss}
         before = base.get("forgetting", {})
         if before.get("digest") == figures["digest"]:  # not changed in the config since then
-            forgotten = Forgotten.between(before, figures)
-            if forgotten.kept_share is not None:
-                right = len(self.last.right) / len(self.last.replies)
-                metrics |= {
-                    f"{FORGETTING}right": right,
-                    f"{FORGETTING}kept": forgotten.kept_share,
-                    f"{FORGETTING}chance": forgotten.chance,
-                }
+            metrics |= answer_metrics(before, self.last)
         return metrics
+
+    def figures_of(self, policy: PolicyModel) -> Figures | None:
+        """Return the figures of a model that is whole in this process; None if not readable."""
+        return figures_of(policy, self.measured) if self.measured.is_readable else None
+
+
+def answer_metrics(before: JsonObject, now: Figures) -> dict[str, float]:
+    """Return what became of right answers; empty if the first model had too few."""
+    forgotten = Forgotten.between(before, now.as_json())
+    if forgotten.kept_share is None:
+        return {}
+    return {
+        f"{FORGETTING}right": len(now.right) / len(now.replies),
+        f"{FORGETTING}kept": forgotten.kept_share,
+        f"{FORGETTING}chance": forgotten.chance,
+    }
 
 
 def _tokens_of(source: PreparedSteps) -> float:

@@ -19,6 +19,7 @@ from rather.cluster.ray_ranks import RayRanks
 from rather.cluster.supervision import Supervision
 from rather.cluster.worker import ActorWorker
 from rather.config.checks import device_problems, missing
+from rather.config.found import Trust
 from rather.config.run_config import DPOConfig
 from rather.data.hub import refuse_unknown_model
 from rather.data.prepare import BadRows, Prepared, prepare
@@ -34,11 +35,13 @@ from rather.errors import (
     WorkerLost,
     counted,
 )
+from rather.files import read_bytes, replace_own
 from rather.losses.objective import Running, from_config
 from rather.losses.own import METRICS
 from rather.losses.trial import try_own_losses, try_own_metrics
 from rather.model.export import model_card
 from rather.outcome.result import LINES, run_result
+from rather.pipeline.answers_at_end import AnswersAtEnd
 from rather.pipeline.callbacks import refuse_callbacks_of_scripts, registered_callbacks
 from rather.pipeline.checks import (
     check_step_zero,
@@ -47,7 +50,7 @@ from rather.pipeline.checks import (
     refuse_missing_columns,
     refuse_other_bases,
 )
-from rather.pipeline.evaluation import Answers, Evaluation
+from rather.pipeline.evaluation import Answers, Evaluation, is_local
 from rather.pipeline.forgetting import ForgettingCheck
 from rather.pipeline.hook import Hook, Record
 from rather.pipeline.hooks import (
@@ -78,7 +81,8 @@ from rather.run_folder.layout import (
     write_run_report,
 )
 from rather.run_folder.names import DATA_REPORT
-from rather.tracking.json_lines import strict_json
+from rather.run_folder.names import METRICS as METRICS_FILE
+from rather.tracking.json_lines import append_line, strict_json
 from rather.tracking.run import NoTracker, RunTracker
 from rather.tracking.trackers import check_installed
 
@@ -180,10 +184,17 @@ class DPOPipeline(Run):
         self.answers: Answers | None = None
         if config.eval_prompts:
             self.answers = Answers(config, roles, source.total_steps)
+        is_whole = all(is_local(role) for role in (roles.actor_train, roles.reference) if role)
+        if self.answers and is_whole:
             self.evaluators.append(self.answers.record)
         self.forgetting = ForgettingCheck.of(config, roles, parts.retry, self.state, source)
         if self.forgetting:
             self.evaluators.append(self.forgetting.record)
+        self.at_end: AnswersAtEnd | None = None
+        if not is_whole and (self.answers or self.forgetting):
+            role = config.reference if self.objective.needs_reference else config.actor_train
+            trust = Trust(role.model_args.trust_remote_code)
+            self.at_end = AnswersAtEnd(role.model_path, trust, self.answers, self.forgetting)
         self.summary = RunSummary(config, roles, source)
         self.changes: Mapping[str, float] = {}  # of the weights, as the export found them
         self.result: list[str] = []  # what was achieved, as the export found it
@@ -399,6 +410,23 @@ class DPOPipeline(Run):
         folder = self.run_dir / "model"
         self.changes = self._export_model(folder)
         log.info("The trained model is in %s.", folder)
+        if self.at_end:
+            if self.roles.is_main:
+                self._ask_exported(self.at_end, folder)
+            self.roles.broadcast(None)
+
+    def _ask_exported(self, at_end: AnswersAtEnd, folder: Path) -> None:
+        """Add what the exported model answers to the metrics, to the result and to the card."""
+        step = self.progress.step
+        found = at_end.record(step, folder)
+        if not found:
+            return
+        append_line(self.run_dir / METRICS_FILE, {"step": step, **found})
+        before = " ".join(self.result[:LINES])
+        self.result = run_result(self.run_dir)
+        for card in self.run_dir.glob("*/README.md"):  # of the model, and of an adapter
+            text = read_bytes(card).decode()
+            replace_own(card, text.replace(before, " ".join(self.result[:LINES])))
 
     def outcome(self) -> Record:
         result = {"result": self.result} if self.result else {}

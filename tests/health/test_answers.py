@@ -219,13 +219,6 @@ def test_impossible_settings_are_config_errors(tmp_path: Path) -> None:
         asking(tmp_path, prompts=["a"], file="a.txt")
     with pytest.raises(ConfigError, match=r"eval_prompts\.prompts: \[\] is not"):
         asking(tmp_path, prompts=[])
-    for changes in ({"actor_train__device_mapping": [0, 1]}, {"reference__device_mapping": [1]}):
-        with pytest.raises(
-            ConfigError, match="eval_prompts: needs policy and reference on one device"
-        ):
-            make_config(tmp_path, eval_prompts={"prompts": ["a"]}, **changes)
-    with pytest.raises(ConfigError, match="eval_prompts: needs policy and reference on one device"):
-        make_config(tmp_path, eval_prompts={"prompts": ["a"]}, ray__address="auto")
 
 
 def test_a_missing_file_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -286,7 +279,7 @@ class Small:
 def test_batches_of_prompts_shrink_when_memory_runs_out(
     run: DPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rather.pipeline.evaluation.as_local", lambda worker: worker)
+    monkeypatch.setattr("rather.pipeline.evaluation.is_local", lambda _: True)
     answers = Answers.__new__(Answers)
     answers.asked, answers.tokenizer, answers.end_of_turn = run.eval_prompts, None, -1  # type: ignore[assignment]
     answers.ids = [[number] for number in range(8)]

@@ -1,0 +1,100 @@
+"""On two ranks: the loss on texts at each evaluation, and answers once, of the exported model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rather.config.run_config import DPOConfig
+from rather.config.values import FORGETTING
+from rather.outcome.forgetting import forgetting_of
+from rather.outcome.result import LINES
+from rather.pipeline.answers_at_end import AnswersAtEnd
+from rather.pipeline.pipeline import DPOPipeline
+from tests.health.test_answers import by_hand
+from tests.health.test_forgetting import EASY, asked_as_trained
+from tests.health.test_result import RULE
+from tests.health.tiny_runs import TinyRuns
+from tests.tiny import _quietly, fork_context, metrics
+
+
+def rank_of(environment: dict[str, str], values: dict[str, object]) -> int:
+    os.environ.update(environment)
+    return DPOPipeline(DPOConfig.model_validate(values)).run()
+
+
+@pytest.fixture(scope="module")
+def run(tiny_runs: TinyRuns) -> DPOConfig:
+    """A run on two ranks, with the environment that torchrun would give them."""
+    rule = tiny_runs.folder / "rule_at_end.py"
+    rule.write_text(RULE)
+    config = tiny_runs.config(
+        "two-ranks", EASY, forgetting=str(asked_as_trained(tiny_runs.folder)),
+        actor_train__device_mapping=[0, 1], reference__device_mapping=[0, 1],
+        actor_train__training_args__per_device_train_batch_size=8,
+    )  # fmt: skip
+    values = config.model_dump(mode="json", exclude_unset=True)
+    values["eval_prompts"]["judge"] = {"with": f"{rule}:score"}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
+    children = []
+    for rank in ("0", "1"):
+        own = {**environment, "RANK": rank, "LOCAL_RANK": rank}
+        child = fork_context().Process(target=_quietly, args=(rank_of, own, values))
+        child.start()
+        children.append(child)
+    for child in children:
+        child.join(300)
+        assert child.exitcode == 0
+    return DPOConfig.model_validate(values)
+
+
+def test_the_loss_on_texts_is_that_of_one_process(tiny_runs: TinyRuns, run: DPOConfig) -> None:
+    lines = [line for line in metrics(run) if f"{FORGETTING}loss" in line]
+    assert [line["step"] for line in lines] == [0, 4]
+    folders = (tiny_runs.folder / "base", run.run_dir / "model")
+    for line, folder in zip(lines, folders, strict=True):
+        alone = forgetting_of(str(folder), Path(run.forgetting))
+        assert line[f"{FORGETTING}loss"] == pytest.approx(alone.loss, rel=1e-4)
+        assert f"{FORGETTING}right" not in line
+
+
+def test_answers_are_those_of_the_exported_model_once(tiny_runs: TinyRuns, run: DPOConfig) -> None:
+    rows = [json.loads(line) for line in (run.run_dir / "answers.jsonl").read_text().splitlines()]
+    assert run.eval_prompts
+    prompts = run.eval_prompts.prompts or []
+    assert [(row["step"], row["prompt"]) for row in rows] == [(4, prompt) for prompt in prompts]
+    assert [row["policy"] for row in rows] == by_hand(run.run_dir / "model", prompts)
+    assert [row["reference"] for row in rows] == by_hand(tiny_runs.folder / "base", prompts)
+    *before, last = metrics(run)
+    assert not any("eval/win_rate" in line for line in before)
+    assert 0 <= last["eval/win_rate"] <= 1
+    after = forgetting_of(str(run.run_dir / "model"), Path(run.forgetting))
+    assert last[f"{FORGETTING}right"] == len(after.right) / 12
+    result = json.loads((run.run_dir / "report.json").read_text())["result"]
+    assert result[1].startswith("Win rate against the base is")
+    assert "right answers are still right" in result[2]
+    card = (run.run_dir / "model" / "README.md").read_text()
+    assert " ".join(result[:LINES]) in card
+
+
+def test_a_model_that_does_not_fit_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
+    monkeypatch.setattr("rather.pipeline.answers_at_end.free_memory", lambda: 1000)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    at_end = AnswersAtEnd("base", None, None, None)  # type: ignore[arg-type]
+    assert at_end.record(4, tmp_path) == {}
+    assert "answers were not compared" in caplog.text
