@@ -17,7 +17,10 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from rather.data.batch import PromptImage
+from rather.data.pixel_loader import Maker
 from rather.model.towers import set_attention
+from rather.model.vision import pixels_of_rows
 
 SPARE_TOKENS = 8  # special tokens, which have no text, among the tokens of a stop text
 BATCH_ON_CPU, LARGEST_BATCH = 32, 1024  # answers that are generated at a time
@@ -58,10 +61,13 @@ def generate(
     *,
     answers: int = 1,
     end_of_turn: int | None = None,
+    images: Sequence[Sequence[PromptImage]] = (),
+    maker: Maker | None = None,
 ) -> list[GeneratedAnswer]:
     """Return answers to each prompt, those to one prompt together; the model may be in training.
 
     `on_tokens` gets the next token of each answer as it is generated; finished answers are padded.
+    `images` are those of each prompt, of which `maker` makes pixels for a model with its tower.
     """
     attention = causal_lm.config.get_text_config()._attn_implementation
     settings = causal_lm.generation_config
@@ -81,11 +87,19 @@ def generate(
     stop = StoppingCriteriaList()
     if decoding.stop:
         stop.append(_StopTexts(tokenizer, decoding.stop, ids.shape[1]))
+    seen: dict[str, Any] = {}
+    if any(images):
+        assert maker is not None, "images need a maker of pixels"
+        rows_of_answers = [row for row in images for _ in range(answers)]
+        seen = pixels_of_rows(
+            causal_lm.config, ids.repeat_interleave(answers, 0), rows_of_answers, maker
+        )
     set_attention(causal_lm, "sdpa" if causal_lm._supports_sdpa else "eager")
     causal_lm.generation_config = GenerationConfig()  # none of the model's defaults
     try:
         with torch.no_grad():
-            cache = _prefilled(causal_lm, ids, mask, answers) if answers > 1 else None
+            shares_prompts = answers > 1 and not seen
+            cache = _prefilled(causal_lm, ids, mask, answers) if shares_prompts else None
             generated: Tensor = causal_lm.generate(
                 input_ids=ids.repeat_interleave(answers, 0),
                 attention_mask=mask.repeat_interleave(answers, 0),
@@ -93,6 +107,7 @@ def generate(
                 stopping_criteria=stop,
                 streamer=_Streamer(on_tokens) if on_tokens else None,
                 **({"past_key_values": cache} if cache else {}),
+                **seen,
             )
     finally:
         set_attention(causal_lm, attention)

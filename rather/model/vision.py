@@ -9,7 +9,7 @@ model's own function, for each prompt once.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from rather.data.batch import PairBatch, PromptImage
-from rather.data.pixel_loader import PixelLoader
+from rather.data.pixel_loader import Maker, PixelLoader, Pixels
 from rather.errors import ConfigError, DataError
 from rather.model.image_features import FeatureStore
 
@@ -32,6 +32,7 @@ class Family:
     tower: str
     projector: tuple[str, ...]  # may be inside the tower
     in_space: bool = False  # positions of image tokens have three dimensions
+    in_rows: bool = False  # its own forward takes the tiles of all images of a prompt in one row
 
     def part_of(self, name: str) -> str | None:
         """Return the part of the model that a parameter belongs to; None: the language model."""
@@ -50,7 +51,7 @@ FAMILIES = {
     "qwen3_vl": Family("visual", ("visual.merger", "visual.deepstack_merger_list"), in_space=True),
     "qwen3_5": Family("visual", ("visual.merger",), in_space=True),
     "llava_next": Family("vision_tower", ("multi_modal_projector", "image_newline")),
-    "smolvlm": Family("vision_model", ("connector",)),
+    "smolvlm": Family("vision_model", ("connector",), in_rows=True),
 }
 BOTH_WAYS = ("gemma", "paligemma")  # their image tokens see each other
 
@@ -101,6 +102,30 @@ def outside_language(causal_lm: Any, *, trained: bool) -> set[str]:
     family = family_of(causal_lm.config)
     named = causal_lm.named_parameters()
     return {name for name, p in named if p.requires_grad == trained and family.part_of(name)}
+
+
+def pixels_of_rows(
+    config: PretrainedConfig, ids_BT: Tensor, rows: Sequence[Sequence[PromptImage]], maker: Maker
+) -> dict[str, Tensor]:
+    """Return what the model's own forward takes of the images of several prompts."""
+    made = [[maker.pixels([image]) for image in row] for row in rows]
+    every = [pixels for row in made for pixels in row]
+    family = family_of(config)
+    if family.in_space:
+        joined = {name: torch.cat([pixels[name] for pixels in every]) for name in every[0]}
+        joined["mm_token_type_ids"] = (ids_BT == config.image_token_id).int()
+    else:
+        # Tiles of an image, or of all images of a prompt, follow one another, filled up with zeros.
+        lines = made if family.in_rows else [[pixels] for pixels in every]
+        joined = {name: _join_tiles(lines, name, every[0][name]) for name in every[0]}
+    return {name: tensor.to(ids_BT.device) for name, tensor in joined.items()}
+
+
+def _join_tiles(lines: Sequence[Sequence[Pixels]], name: str, example: Tensor) -> Tensor:
+    rows = [torch.cat([example[:, :0], *(pixels[name] for pixels in line)], 1) for line in lines]
+    most = max(row.shape[1] for row in rows)
+    missing = [row.new_zeros(1, most - row.shape[1], *row.shape[2:]) for row in rows]
+    return torch.cat([torch.cat(pair, 1) for pair in zip(rows, missing, strict=True)])
 
 
 class Vision:

@@ -46,13 +46,14 @@ class Weights:
     rounding: Rounding = DITHERED  # as in the run
     trained_on: str | None = None  # the digest of an adapter's base in training, if it is known
 
-    def load(self, device: str, dtype: Any = None) -> PolicyModel:
-        """Load the frozen model, with the checks that a run does."""
+    def load(self, device: str, dtype: Any = None, *, sees_images: bool = False) -> PolicyModel:
+        """Load the frozen model, with the checks that a run does; a tower only to see images."""
         args = self.args.model_copy(update={"dtype": dtype}) if dtype else self.args
         start = Start(self.run.seed, self.run.keeps_start) if self.run else Start()
         options: dict[str, Any] = {"start": start, "rounding": self.rounding}
+        options["frozen"] = PARTS if sees_images else None
         if self.checkpoint:
-            options["frozen"] = frozen_in(self.checkpoint, self.group)
+            options["frozen"] = frozen_in(self.checkpoint, self.group) or options["frozen"]
         policy = load_policy(self.model, args, device, **options, reward=self.is_reward)
         if self.checkpoint:
             load_weights(policy, self.checkpoint, self.group)

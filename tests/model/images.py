@@ -26,7 +26,7 @@ from rather.data.pixel_loader import PixelLoader
 from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
 from rather.model.towers import set_attention
-from rather.model.vision import FAMILIES, Vision, keep_tower
+from rather.model.vision import Vision, keep_tower, pixels_of_rows
 from tests.model.towers import BLOCKS, MARKS, ROPE, SIGHT, TEXT
 
 IMAGE = MARKS["image_token_id"]
@@ -214,7 +214,9 @@ def padded_image_logps(policy: PolicyModel, pairs: list[TokenPair]) -> Tensor:
     for pair in pairs:
         for response, spans in pair.answers:
             ids = torch.from_numpy(np.concatenate([pair.prompt, response]).astype(np.int64))[None]
-            given = _given(family, pair, ids)
+            given = {}
+            if pair.images:
+                given = pixels_of_rows(model.config, ids, [pair.images], RandomPixels(family))
             output = model(
                 input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given
             )
@@ -223,25 +225,3 @@ def padded_image_logps(policy: PolicyModel, pairs: list[TokenPair]) -> Tensor:
             sums.append(sum(of_tokens[first - 1 : end - 1].sum() for first, end in spans))
     set_attention(model, IMPLEMENTATION)
     return torch.stack(sums).view(-1, 2)
-
-
-def _given(family: str, pair: TokenPair, ids: Tensor) -> dict[str, Any]:
-    """What the model's own forward takes of the images of one sequence."""
-    if not pair.images:
-        return {}
-    maker = RandomPixels(family)
-    made = [maker.pixels([image]) for image in pair.images]
-    if family == "smolvlm":  # tiles of all images of a sequence follow one another
-        return {name: torch.cat([one[name] for one in made], dim=1) for name in made[0]}
-    if family == "llava_next":
-        most = max(one["pixel_values"].shape[1] for one in made)
-        padded = [
-            torch.cat([x, x.new_zeros(1, most - x.shape[1], *x.shape[2:])], dim=1)
-            for x in (one["pixel_values"] for one in made)
-        ]
-        sizes = torch.cat([one["image_sizes"] for one in made])
-        return {"pixel_values": torch.cat(padded), "image_sizes": sizes}
-    joined = {name: torch.cat([one[name] for one in made]) for name in made[0]}
-    if FAMILIES[family].in_space:
-        joined["mm_token_type_ids"] = (ids == IMAGE).int()
-    return joined

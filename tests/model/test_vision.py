@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
+from rather.data.batch import PromptImage
 from rather.data.pack import pack
+from rather.errors import ConfigError, DataError
+from rather.model.generate import Decoding, generate
 from rather.model.policy import PolicyModel, pair_columns
-from tests.model.images import SEEING, image_pairs, make_seeing, padded_image_logps
+from rather.model.vision import family_of
+from tests.model.images import IMAGE, SEEING, image_pairs, make_seeing, padded_image_logps
 
 
 def gradients(policy: PolicyModel) -> dict[str, torch.Tensor]:
@@ -45,3 +54,45 @@ def test_packed_equals_padded(family: str) -> None:
         for name, gradient in expected_gradients.items():
             worst = float((computed[name] - gradient).abs().max())
             assert worst < 1e-4 * (1e-2 + float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_answers_to_images_do_not_depend_on_the_batch(family: str) -> None:
+    policy, maker = make_seeing(family)
+    pairs = [pair for pair in image_pairs(family, 6) if pair.images]
+    prompts = [pair.prompt.tolist() for pair in pairs]
+    tokenizer = SimpleNamespace(eos_token_id=2)
+
+    def answers(chosen: list[int], images: list[tuple[PromptImage, ...]], copies: int = 1) -> list:
+        asked = [prompts[i] for i in chosen]
+        model, decoding = policy.causal_lm, Decoding(6)
+        found = generate(
+            model, tokenizer, asked, decoding, answers=copies, images=images, maker=maker
+        )
+        return [answer.ids for answer in found]
+
+    seen = [pair.images for pair in pairs]
+    every = list(range(len(pairs)))
+    together = answers(every, seen)
+    assert [answers([i], [seen[i]])[0] for i in every] == together
+    assert answers(every[:2], seen[:2], copies=2) == [ids for ids in together[:2] for _ in "ab"]
+    other = [tuple(replace(image, digest="f0") for image in images) for images in seen]
+    assert answers(every, other) != together  # it looks
+
+
+def test_image_tokens_of_a_text_are_refused() -> None:
+    policy, _ = make_seeing("qwen2_5_vl")
+    pair = image_pairs("qwen2_5_vl", 3)[1]
+    odd = replace(pair, chosen=np.array([IMAGE, 11], np.int32), chosen_scored=())
+    with pytest.raises(DataError, match=r"9 image tokens .* have 8"):
+        packed_logps(policy, [odd], 100)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("gemma3", "both ways"), ("mistral3", "was not compared"), ("llama", "no vision tower")],
+)
+def test_other_families_are_refused(kind: str, reason: str) -> None:
+    config = AutoConfig.for_model(kind)
+    with pytest.raises(ConfigError, match=f"'{kind}' cannot be trained .*{reason}.*qwen2_5_vl"):
+        family_of(config)
