@@ -184,6 +184,7 @@ COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("judge", models.judge_command, "base.jsonl trained.jsonl --with rule.py:score"),
         ("score", models.score_command, "output/dpo pairs.jsonl --reference base --by lang"),
         ("export", models.export_command, "output/dpo out --dtype bf16 --shard-size 5GB"),
+        ("push", tool("push"), "output/dpo ORG/NAME --dry-run"),
         ("merge", models.merge_command, "output/lora/adapter --out merged"),
     ),
 }

@@ -237,16 +237,21 @@ def _by_name(names: list[str], split: str) -> list[str]:
     return [name for name in names if words & set(re.split(r"[^a-z]+", name.lower()))]
 
 
+def front_matter(text: str) -> dict[str, Any]:
+    """Return the YAML at the top of a card; raise ValueError if it cannot be read."""
+    top = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+    values = parse_yaml(top[1]) if top else {}
+    return values if isinstance(values, dict) else {}
+
+
 def _card(file: Path | None) -> dict[str, Any]:
     """Return the YAML at the top of a dataset's card."""
     try:
         text = read_bytes(file, MOST_CARD_BYTES).decode(errors="replace") if file else ""
-        top = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
-        values = parse_yaml(top[1]) if top else {}
+        return front_matter(text)
     except ValueError as error:
         log.warning("%s: its YAML cannot be read (%s); splits are found by file names", file, error)
-        values = {}
-    return values if isinstance(values, dict) else {}
+        return {}
 
 
 def _recorded(record: Path) -> tuple[str, list[Path]] | None:

@@ -1,4 +1,4 @@
-"""`rather init`: write the YAML of a run for a file of rows, a model and the device that is here."""
+"""`rather init`: write the YAML of a run for a file of rows, a model and this machine."""
 
 from __future__ import annotations
 
@@ -242,8 +242,8 @@ def choose_start(data: str, model: str, name: TaskName) -> Start:
                     return Start(values, task, forecast, device_name, len(fitting) / rows, full)
     least = min(forecast.parts.total for forecast in tried)
     raise ConfigError(
-        f"{model}: does not fit on {device_name}: needs {_size(least)} of "
-        f"{_size(device.memory)} with an adapter and short sequences; choose a smaller model, or several devices "
+        f"{model}: does not fit on {device_name}: needs {_size(least)} of {_size(device.memory)} "
+        "with an adapter and short sequences; choose a smaller model, or several devices "
         "(docs/clusters.md)."
     )
 

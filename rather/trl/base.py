@@ -19,12 +19,14 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 
+from rather.config.redaction import looks_secret
 from rather.data.batch import PairBatch, PairFacts, PairLogps, TokenPair
 from rather.errors import ConfigError
 from rather.files import yaml_text
 from rather.losses.objective import PairLoss
 from rather.model.check import check_length
-from rather.trl.configs import NO_LOGITS, TrlConfig
+from rather.registry import tool
+from rather.trl.configs import NO_LOGITS, TrlConfig, changed_arguments
 from rather.trl.forward import PackedForward
 from rather.trl.tokens import Packer, Recipe, Row
 
@@ -64,6 +66,7 @@ class PackedTrainer(Trainer):
     has_reference = False
     counts_tokens = True  # log_history has num_tokens
     default_dtype = "float32"
+    disables_lora_dropout = True  # by disable_dropout; else lora_dropout must be set to 0
     loss_is_scaled_for_ga = False  # each micro-batch has its own mean, as in TRL
 
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -261,8 +264,10 @@ class PackedTrainer(Trainer):
             for name, module in model.named_modules()
             if isinstance(module, nn.Dropout) and module.p
         }
-        what = "lora_dropout" if any("lora_dropout" in name for name in layers) else "dropout"
-        if layers and not getattr(args, "disable_dropout", False):
+        of_adapter = any("lora_dropout" in name for name in layers)
+        what = "lora_dropout" if of_adapter else "dropout"
+        is_off = getattr(args, "disable_dropout", False)
+        if layers and (not is_off or (of_adapter and not self.disables_lora_dropout)):
             raise ConfigError(f"{what}: random dropout is not supported here; set it to 0.")
         for layer in layers.values():
             layer.p = 0.0
@@ -378,3 +383,82 @@ class PackedTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: Sequence[Any], device: Any) -> Any:
         return None
+
+    # --- the hub ---
+
+    def create_model_card(  # type: ignore[override]  # the arguments are TRL's
+        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None
+    ) -> None:
+        """Write README.md: base and licence, the data as it was named, settings, last metrics."""
+        if not self.is_world_process_zero():
+            return
+        base = self.packed.base.config._name_or_path
+        datasets = [dataset_name] if isinstance(dataset_name, str) else dataset_name or []
+        more_tags = [tags] if isinstance(tags, str) else tags or []
+        top = {"library_name": "transformers", "tags": ["rather", self.name.lower(), *more_tags]}
+        data = ", ".join(map(str, datasets)) or "not named"
+        lines = [
+            f"# {model_name or Path(self.args.output_dir).name}",
+            f"Trained by rather.trl.{self.name}Trainer for {self.state.global_step} steps.",
+            f"Data: {data}.",
+            _table("setting", _public_settings(self.args)),
+            _table("last metric", _last_numbers(self.state.log_history)),
+        ]
+        text = tool("upload_card")("\n\n".join(lines), base, None, top, datasets)
+        (Path(self.args.output_dir) / "README.md").write_text(text, encoding="utf-8")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card: Any,
+    ) -> Any:
+        """Upload model and card as `rather push` does; no pickle, which may hold a token.
+
+        hub_model_id, hub_private_repo and hub_revision mean what they mean in TRL.
+        """
+        if not blocking:
+            raise ConfigError("blocking: uploads are not done in the background; remove it.")
+        args = self.args
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        repo = args.hub_model_id or Path(args.output_dir).absolute().name
+        card.setdefault("model_name", repo.split("/")[-1])
+        self.create_model_card(**card)
+        folder = Path(args.output_dir)
+        files = {
+            name: file
+            for name, file in tool("upload_files")(folder).items()
+            if not name.startswith("checkpoint-")
+        }
+        return tool("upload")(
+            repo, {**files, "README.md": folder / "README.md"}, private=args.hub_private_repo,
+            token=token or args.hub_token, message=commit_message or "End of training",
+            revision=revision or args.hub_revision,
+        )  # fmt: skip
+
+
+def _public_settings(args: Any) -> dict[str, Any]:
+    """Return the arguments that differ from TRL's defaults, without places and secrets."""
+    settings = {name: getattr(args, name) for name in changed_arguments(args)}
+    return {
+        name: value
+        for name, value in settings.items()
+        if not looks_secret(name) and not name.startswith("hub_") and not name.endswith("_dir")
+    }
+
+
+def _last_numbers(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the newest value of each metric."""
+    newest: dict[str, Any] = {}
+    for entry in history:
+        newest |= entry
+    return {name: f"{value:.6g}" for name, value in newest.items() if isinstance(value, float)}
+
+
+def _table(title: str, values: Mapping[str, Any]) -> str:
+    rows = [f"| {name} | {value} |" for name, value in values.items()]
+    return "\n".join([f"| {title} | |", "|---|---|", *rows])

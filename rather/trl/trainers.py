@@ -283,6 +283,7 @@ class RewardTrainer(PackedTrainer):
 
     config_class: type[TrlConfig] = RewardConfig
     at_end = True
+    disables_lora_dropout = False
 
     positions = (
         "model args data_collator train_dataset eval_dataset processing_class compute_metrics "

@@ -102,6 +102,7 @@ COMMANDS: dict[str, list[list[str]]] = {
         *([*words, f"out-{place}", TRUSTED] for place, words in enumerate(SOURCES)),
         ["{adapter}", "out-adapter", "--adapter"],
     ],
+    "push": [[*words, "org/name", "--dry-run"] for words in FOLDERS],
     "merge": [
         ["{adapter}", "--out", "merged-1"],
         ["{adapter}", "--base", "{model}", "--out", "merged-2"],

@@ -104,7 +104,8 @@ def make_trainer(package: str, case: Case, model: Any, folder: Path, **more: Any
         from peft import LoraConfig
 
         options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **case.lora}
-        more["peft_config"] = LoraConfig(task_type="CAUSAL_LM", **options)
+        kind = "SEQ_CLS" if case.trainer == "Reward" else "CAUSAL_LM"
+        more["peft_config"] = LoraConfig(task_type=kind, **options)
     args = getattr(module, f"{case.trainer}Config")(output_dir=str(folder), **settings)
     trainer = getattr(module, f"{case.trainer}Trainer")(
         model,

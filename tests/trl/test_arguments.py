@@ -207,8 +207,11 @@ def test_files_of_accelerate(
         rather.trl.DPOConfig(output_dir=str(tmp_path))
 
 
-def test_sft_refuses_dropout_of_an_adapter(model: str, tmp_path: Path) -> None:
-    case = Case("SFT", columns="completion", lora={"lora_dropout": 0.1})
+@pytest.mark.parametrize(("trainer", "columns"), [("SFT", "completion"), ("Reward", "pairs")])
+def test_dropout_of_an_adapter_is_refused(
+    trainer: str, columns: str, model: str, tmp_path: Path
+) -> None:
+    case = Case(trainer, columns=columns, lora={"lora_dropout": 0.1})
     with pytest.raises(ConfigError, match="lora_dropout: random dropout is not supported"):
         make_trainer("rather.trl", case, model, tmp_path)
 

@@ -1,0 +1,153 @@
+"""`rather push`: the model of a run and its card, on a local server of the hub's protocol."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
+
+from rather.config.run_config import DPOConfig
+from rather.tools.push import licence_of
+from tests.commands.conftest import rather
+from tests.hub import TOKEN, Hub, accepting_uploads
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with accepting_uploads(tmp_path, monkeypatch) as server:
+        yield server
+
+
+def front(card: str) -> Any:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def pushed(hub: Hub, repo: str) -> dict[str, bytes]:
+    return hub.commits[hub.revisions[repo, "main"]]
+
+
+def test_a_private_repository_with_model_and_card(run: DPOConfig, hub: Hub) -> None:
+    done = rather("push", run.run_dir, "shop/kind")
+    assert done.exit_code == 0, done.output
+    assert f"{hub.address}/shop/kind (private)" in done.output
+    assert TOKEN not in done.output
+    assert hub.private == {"shop/kind": True}
+    posts = [request for request in hub.requests if not request.startswith(("GET", "HEAD"))]
+    assert [post.split("/")[-1] for post in posts if "lfs/" not in post or "batch" in post] == [
+        "create", "validate-yaml", "main", "batch", "main",
+    ], posts  # fmt: skip
+    files = pushed(hub, "shop/kind")
+    model = run.run_dir / "model"
+    assert files["model.safetensors"] == (model / "model.safetensors").read_bytes()
+    assert set(files) == {".gitattributes", *(file.name for file in model.iterdir())}
+    card = files["README.md"].decode()
+    assert front(card)["license"] == "unknown"
+    assert str(run.run_dir.parent.parent) not in card, "no path of this machine"
+    for words in ("Held-out accuracy", "Forgetting", "| loss | sigmoid", "40 pairs of `pairs.jsonl`",
+                  "Held out: 9 pairs", "The licence of the data is not stated here."):  # fmt: skip
+        assert words in card
+    opened = AutoModelForCausalLM.from_pretrained("shop/kind")
+    local = AutoModelForCausalLM.from_pretrained(model)
+    assert all(
+        bool((a == b).all()) for a, b in zip(opened.parameters(), local.parameters(), strict=True)
+    )
+
+
+def test_a_dry_run_asks_nobody(run: DPOConfig, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    done = rather("push", run.run_dir, "shop/kind", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert hub.requests == []
+    assert "model.safetensors" in done.output
+    assert "Nothing was uploaded. Private repository: shop/kind" in done.output
+
+
+def test_a_public_repository_is_never_an_accident(run: DPOConfig, hub: Hub) -> None:
+    hub.add("shop/open", {"README.md": b"", "model-00001-of-00002.safetensors": b"old"})
+    refused = rather("push", run.run_dir, "shop/open")
+    assert refused.exit_code == 2
+    assert "shop/open: exists and is public; add --public" in refused.output
+    done = rather("push", run.run_dir, "shop/open", "--public")
+    assert done.exit_code == 0, done.output
+    assert "model.safetensors" in pushed(hub, "shop/open")
+    assert "model-00001-of-00002.safetensors" not in pushed(hub, "shop/open"), "an old shard"
+
+
+def test_a_refused_token_is_not_shown(
+    run: DPOConfig, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-of-another-form")
+    done = rather("push", run.run_dir, "shop/kind")
+    assert done.exit_code == 5
+    assert "shop/kind: not uploaded: " in done.output
+    assert "secret-of-another-form" not in done.output
+    assert hub.tokens == {"secret-of-another-form"}
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere/token")
+    done = rather("push", run.run_dir, "shop/kind")
+    assert done.exit_code == 2
+    assert "set HF_TOKEN" in done.output
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\nlicense: apache-2.0\n---\n", {"license": "apache-2.0"}),
+        ("---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\n---\n",
+         {"license": "other", "license_name": "llama3", "license_link": "LICENSE"}),
+        ("# License: MIT\n", {"license": "unknown"}),
+        ("---\nlicense: [\n---\n", {"license": "unknown"}),
+        (None, {"license": "unknown"}),
+    ],
+)  # fmt: skip
+def test_the_licence_is_that_of_the_bases_card(
+    tmp_path: Path, card: str | None, licence: dict[str, str]
+) -> None:
+    if card is not None:
+        (tmp_path / "README.md").write_text(card)
+    assert licence_of(str(tmp_path)) == licence
+
+
+def test_the_licence_of_a_base_on_the_hub(run: DPOConfig, hub: Hub, tmp_path: Path) -> None:
+    hub.add("shop/base", {"README.md": b"---\nlicense: mit\n---\n"})
+    assert licence_of("shop/base") == {"license": "mit"}
+    assert licence_of("shop/other") == {"license": "unknown"}
+    folder = tmp_path / "run"
+    shutil.copytree(run.run_dir, folder)
+    text = (folder / "config.yaml").read_text().replace(str(run.pretrain), "shop/base")
+    (folder / "config.yaml").write_text(text)
+    report = json.loads((folder / "data_report.json").read_text())
+    report["train"]["commits"] = {"hf://datasets/shop/pairs@main:train": "abc"}
+    (folder / "data_report.json").write_text(json.dumps(report))
+    done = rather("push", folder, "shop/kind", "--dry-run")
+    top = front(done.output)
+    assert (top["base_model"], top["license"]) == ("shop/base", "mit")
+    assert top["datasets"] == ["shop/pairs"]
+
+
+def test_what_is_not_a_run_is_refused(run: DPOConfig, tmp_path: Path) -> None:
+    done = rather("push", tmp_path, "shop/kind", "--dry-run")
+    assert done.exit_code == 2
+    assert "not a run folder" in done.output
+    done = rather("push", run.run_dir, "kind", "--dry-run")
+    assert "name the repository as ORG/NAME" in done.output
+    folder = tmp_path / "run"
+    shutil.copytree(run.run_dir, folder)
+    (folder / "model" / "training_args.bin").write_bytes(b"pickle")
+    (folder / "model" / "evil.json").symlink_to("/etc/passwd")
+    done = rather("push", folder / "model", "shop/kind", "--dry-run")
+    assert done.exit_code == 2
+    assert "evil.json" in done.output
+    (folder / "model" / "evil.json").unlink()
+    done = rather("push", folder / "model", "shop/kind", "--dry-run")
+    assert done.exit_code == 0
+    assert "training_args.bin" not in done.output
+    shutil.rmtree(folder / "model")
+    assert "has no model yet" in rather("push", folder, "shop/kind", "--dry-run").output
