@@ -93,7 +93,8 @@ def see_images(
 
 
 def _make_loader(config: DPOConfig, pairs: int) -> PixelLoader:
-    recipe, problem = images_of(config.actor_train, config.actor_train.data_args)
+    actor = config.actor_train
+    recipe, problem = images_of(actor.model_path, actor.model_args.revision, actor.data_args)
     if recipe is None:
         raise ConfigError(problem)
     spare_cores = max(0, (os.cpu_count() or 1) - 1)

@@ -22,11 +22,16 @@ from rather.commands.terminal import echo
 from rather.config.found import NO_TRUST, Trust
 from rather.config.run_config import DPOConfig
 from rather.config.schema import TrainDataArgs
+from rather.data.batch import PromptImage
+from rather.data.feed import prompt_images
 from rather.data.formats import TextPair
+from rather.data.image_tokens import ImageRecipe
 from rather.data.json_rows import DropReason
+from rather.data.pixels import PixelMaker
 from rather.data.pool import encoder_of
-from rather.data.prepare import recipe_of
+from rather.data.prepare import images_of, recipe_of
 from rather.data.prompts import PromptRow, read_prompts
+from rather.data.template import use_processor_template
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.files import JsonObject, read_json, text_sha
 from rather.model.generate import Decoding, batch_that_fits, generate
@@ -63,9 +68,18 @@ class Prompts:
     """The prompts of a file, rendered and tokenised as `rather chat` does."""
 
     def __init__(self, weights: Weights, file: Path, request: Request) -> None:
-        self.rows = read_prompts(file)
+        self.rows = read_prompts(file, refuse_images="")
+        self.has_images = any(row.images for row in self.rows)
         self.tokenizer = weights.tokenizer()
-        recipe = recipe_of(self.tokenizer, TrainDataArgs(), DPOConfig().sequence_length)
+        self.image_recipe: ImageRecipe | None = None
+        if self.has_images:
+            data = weights.run.actor_train.data_args if weights.run else TrainDataArgs()
+            self.image_recipe, refusal = images_of(weights.model, weights.args.revision, data)
+            if refusal:
+                raise DataError(f"{file}: a prompt has images, but {refusal}.")
+            use_processor_template(self.tokenizer, Path(weights.tokenizer_path).expanduser())
+        length = DPOConfig().sequence_length
+        recipe = recipe_of(self.tokenizer, TrainDataArgs(), length, images=self.image_recipe)
         if request.system and recipe.template is None:
             raise ConfigError(f"--system: {weights.name} has no chat template to put it into.")
         self.has_template = recipe.template is not None
@@ -75,6 +89,7 @@ class Prompts:
         self.system = request.system
         self.encoder: Any = encoder_of(replace(recipe, default_system=request.system), str(file))
         self.end_of_turn: int | None = self.encoder.end_of_turn
+        self.images: list[tuple[PromptImage, ...]] = []  # of each prompt
         self.ids = [self._ids(file, number, row) for number, row in enumerate(self.rows, 1)]
 
     def _ids(self, file: Path, number: int, row: PromptRow) -> list[int]:
@@ -83,14 +98,24 @@ class Prompts:
                 f"{file}: prompt {number} holds messages or a system message, but the model has no "
                 "chat template; use a model that has one, or prompts of plain text."
             )
-        pair = TextPair(row.prompt, "", "", row.tools, row.template_kwargs)
+        folder = str(file.absolute().parent)
+        pair = TextPair(
+            row.prompt, "", "", row.tools, row.template_kwargs, images=row.images, image_dir=folder
+        )
         try:
             ids: list[int] = self.encoder.prompt_ids(pair)
+            self.images.append(prompt_images(pair, self.encoder.image_facts(pair)))
         except DropReason as reason:
             raise DataError(f"{file}: prompt {number}: {reason.detail}") from None
         if not ids:
             raise DataError(f"{file}: prompt {number} has no tokens.")
         return ids
+
+    def digest(self) -> str:
+        """Return the identity of the prompts and of the content of their images."""
+        digests = [image.digest for images in self.images for image in images]
+        text = strict_json([row.row for row in self.rows])
+        return text_sha(text + "".join(digests))
 
     def written_row(self, index: int, answers: Sequence[Answer]) -> JsonObject:
         """Return the row of the output file for one prompt."""
@@ -193,7 +218,7 @@ def generate_answers(
         "model": model,
         "weights": weights.digest(),
         "rows": len(prompts.rows),
-        "prompts": text_sha(strict_json([row.row for row in prompts.rows])),
+        "prompts": prompts.digest(),
         "tokenizer": prompts.tokenizer_sha,
         "template": prompts.template_sha,
         "decoding": request.as_json(),
@@ -205,7 +230,7 @@ def generate_answers(
         output.part.unlink(missing_ok=True)
         echo(f"{out}: is already complete.", err=True)
         return dict(read_json(output.meta))
-    causal_lm = weights.load(here()).causal_lm
+    causal_lm = weights.load(here(), sees_images=prompts.has_images).causal_lm
     sampler = Sampler(causal_lm, prompts, request, text_sha(strict_json(work)))
     started = first_entry(output.part)
     if batch is None and started and isinstance(started.get("batch"), int):
@@ -254,6 +279,7 @@ class Sampler:
 
     def __init__(self, causal_lm: Any, prompts: Prompts, request: Request, work: str) -> None:
         self.causal_lm, self.prompts, self.request, self.work = causal_lm, prompts, request, work
+        self.maker = PixelMaker(prompts.image_recipe) if prompts.image_recipe else None
         longest, largest = max(map(len, prompts.ids)), max(map(max, prompts.ids))
         embeddings = causal_lm.get_input_embeddings().num_embeddings
         if largest >= embeddings:
@@ -283,6 +309,7 @@ class Sampler:
         """Return the answers of one chunk, by the index of their prompt."""
         chunk = self.chunks[number]
         ids = [self.prompts.ids[index] for index in chunk]
+        images = [self.prompts.images[index] for index in chunk]
         decoding, count = self.request.decoding, self.request.answers
         if self.positions:
             room = self.positions - max(map(len, ids))
@@ -296,7 +323,7 @@ class Sampler:
             try:
                 found = generate(
                     self.causal_lm, self.prompts.tokenizer, ids, decoding, answers=count,
-                    end_of_turn=end,
+                    end_of_turn=end, images=images, maker=self.maker,
                 )  # fmt: skip
             except torch.OutOfMemoryError as error:
                 raise MemoryShortage(

@@ -9,7 +9,7 @@ takes them, and taken where it returns them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,9 +29,10 @@ from rather.commands.journal import Journal
 from rather.commands.openai_client import Server, first_choice, text_of_choice, tokens_of
 from rather.commands.terminal import echo
 from rather.config.found import NO_TRUST, Trust
+from rather.data.images import MOST_BYTES, PLACEHOLDER, data_url, open_image
 from rather.data.messages import as_turns
 from rather.errors import ConfigError, ServerError, ServerSilent
-from rather.files import JsonObject, read_json, text_sha
+from rather.files import JsonObject, read_bytes, read_json
 from rather.run_folder.model_source import weights_of
 from rather.tracking.json_lines import strict_json
 
@@ -114,6 +115,8 @@ class ServedModel:
     def _messages(self, prompt: int) -> JsonObject:
         row = self.prompts.rows[prompt]
         turns = list(as_turns(row.prompt, "user"))
+        if row.images:
+            turns = with_data_urls(turns, [image.source for image in self.prompts.images[prompt]])
         if self.request.system and not row.has_system:
             turns = [{"role": "system", "content": self.request.system}, *turns]
         body: JsonObject = {"messages": turns}
@@ -157,7 +160,10 @@ class ServedModel:
     def find_way(self, place: Place) -> Reply:
         """Return the first answer; choose the way by which the server reads the same tokens."""
         problems = []
-        for way in WAYS if self.prompts.has_template else WAYS[:3]:
+        ways = WAYS if self.prompts.has_template else WAYS[:3]
+        if self.prompts.has_images:
+            ways = WAYS[3:]
+        for way in ways:
             self.way = way
             try:
                 return self._first_reply(place)
@@ -173,6 +179,26 @@ class ServedModel:
             return self.ask(place, tries=1)
         except ServerSilent:
             return self.ask(place)
+
+
+def with_data_urls(turns: Iterable[JsonObject], files: Sequence[str | bytes]) -> list[JsonObject]:
+    """Return messages whose images are in them, as servers take them."""
+    remaining = iter(files)
+    written = []
+    for turn in turns:
+        first, *others = turn["content"].split(PLACEHOLDER)
+        if turn["role"] == "assistant" or not others:
+            written.append(turn)
+            continue
+        parts: list[JsonObject] = [{"type": "text", "text": first}] if first else []
+        for text in others:
+            file = next(remaining)
+            content = file if isinstance(file, bytes) else read_bytes(Path(file), MOST_BYTES)
+            kind = f"image/{str(open_image(content).format or 'png').lower()}"
+            parts.append({"type": "image_url", "image_url": {"url": data_url(content, kind)}})
+            parts += [{"type": "text", "text": text}] if text else []
+        written.append({**turn, "content": parts})
+    return written
 
 
 class Spending:
@@ -210,7 +236,7 @@ def generate_by_server(
         "model": model,
         "weights": weights.digest(),
         "rows": len(prompts.rows),
-        "prompts": text_sha(strict_json([row.row for row in prompts.rows])),
+        "prompts": prompts.digest(),
         "tokenizer": prompts.tokenizer_sha,
         "template": prompts.template_sha,
         "decoding": request.as_json(),

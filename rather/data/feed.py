@@ -18,8 +18,8 @@ import torch
 from rather.config.run_config import DPOConfig
 from rather.data.batch import PromptImage, TokenPair
 from rather.data.collate import StatefulDistributedSampler, pairs_of
-from rather.data.formats import EXTRAS, read_row
-from rather.data.image_tokens import recipe_of_processor
+from rather.data.formats import EXTRAS, TextPair, read_row
+from rather.data.image_tokens import ImageFacts, recipe_of_processor
 from rather.data.images import content_of
 from rather.data.json_rows import DropReason
 from rather.data.pool import LimitedEncoder, encoder_of
@@ -184,10 +184,6 @@ class Feed:
             except DropReason as reason:
                 read.dropped.append(reason)
                 continue
-            images = []
-            for reference, image in zip(pair.images, encoded.images, strict=True):
-                source = image.path or content_of(reference)
-                images.append(PromptImage(image.digest, source, image.grid, image.tokens))
             tokens = TokenPair(
                 np.array(encoded.prompt, np.int32),
                 np.array(encoded.chosen, np.int32),
@@ -198,7 +194,7 @@ class Feed:
                 pair.margin,
                 pair.soft_label,
                 pair.id,
-                images=tuple(images),
+                images=prompt_images(pair, encoded.images),
             )
             pairs.append(tokens)
         for fault in read.dropped:
@@ -251,6 +247,14 @@ class Feed:
             raise DataError(f"{text}; correct it, or set drop.")
         count, detail = self.dropped.get(bad.reason, (0, bad.detail))
         self.dropped[bad.reason] = count + 1, detail
+
+
+def prompt_images(pair: TextPair, images: Sequence[ImageFacts]) -> tuple[PromptImage, ...]:
+    """Return the images of a prompt, as a model takes them."""
+    return tuple(
+        PromptImage(image.digest, image.path or content_of(reference), image.grid, image.tokens)
+        for reference, image in zip(pair.images, images, strict=True)
+    )
 
 
 def _is_batch(item: Any) -> bool:

@@ -14,26 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
-from rather.config.run_config import DPOConfig
 from rather.data.batch import PromptImage
 from rather.data.image_tokens import QWEN, ImageRecipe
 from rather.data.images import MOST_BYTES, open_image
 from rather.data.json_rows import DropReason
-from rather.data.prepare import images_of
 from rather.data.sampler import PicklesFields
 from rather.errors import DataError
 from rather.files import read_bytes
 
 UNUSED = ("rows", "cols")  # what a processor returns for its own text
-
-
-def maker_of(config: DPOConfig) -> PixelMaker:
-    """Return what makes the pixels of a run's images."""
-    actor = config.actor_train
-    recipe, refusal = images_of(actor, actor.data_args)
-    if recipe is None:
-        raise DataError(f"actor_train.model_args: {refusal}.")
-    return PixelMaker(recipe)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from rather.config.compat import check_even
 from rather.config.run_config import DPOConfig
-from rather.config.schema import ActorConfig, DataArgs, PairKeys, RoleConfig, as_list
+from rather.config.schema import ActorConfig, DataArgs, PairKeys, as_list
 from rather.config.strategies import data_parallel
 from rather.data import hub
 from rather.data.cache import Cache, batch_writer
@@ -276,12 +276,12 @@ NO_EARLY_IMAGES = (
 )
 
 
-def images_of(actor: RoleConfig, data: DataArgs) -> tuple[ImageRecipe | None, str]:
+def images_of(model: str, revision: str | None, data: DataArgs) -> tuple[ImageRecipe | None, str]:
     """Return how the images of a model are read; or None, and why they are not."""
-    folder = inspect_folder(actor.model_path, actor.model_args.revision)
+    folder = inspect_folder(model, revision)
     family = family_of(folder)
     if folder is None or family is None:
-        return None, f"{actor.model_path} is a language model that reads text only; {LIMITS}"
+        return None, f"{model} is a language model that reads text only; {LIMITS}"
     if family not in FAMILIES:
         names = ", ".join(FAMILIES)
         return None, f"images are not trained with '{family}', only with {names}; {LIMITS}"
@@ -380,7 +380,8 @@ class _Builder:
         are_named = bool(data.image_dir) or not layout.columns.keys().isdisjoint(IMAGES)
         if not are_named and not any(_begins_with_images(file, data.encoding) for file in sources):
             return None, replace(layout, refuse_images=NO_EARLY_IMAGES)
-        recipe, refusal = images_of(self.actor, data)
+        revision = self.actor.model_args.revision
+        recipe, refusal = images_of(self.actor.model_path, revision, data)
         if recipe is None and data.image_dir:
             raise DataError(f"data_args.image_dir: {refusal}; remove the key.")
         folders = []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rather.data.formats import (
+    IMAGES,
     MEDIA,
     TEXT_ONLY,
     Row,
@@ -93,6 +94,8 @@ def prompt_row(row: dict[str, Any], refuse_images: str = TEXT_ONLY) -> PromptRow
         raise DropReason("bad_roles", "a prompt must end with a user or tool turn")
     if not any(turn["content"].strip() for turn in as_turns(prompt, "user")):
         raise DropReason("empty_prompt", "the prompt is empty")
+    if images:  # as text, which any file can hold
+        row = {name: row[name] for name in row if name not in IMAGES} | {"images": list(images)}
     kwargs = extras.get("template_kwargs", {})
     return PromptRow(prompt, extras.get("tools"), kwargs, row, images)
 

@@ -248,12 +248,15 @@ def test_rows_without_a_prompt_are_named(model: Path, tmp_path: Path) -> None:
         tmp_path / "bad.jsonl",
         {"prompt": "w1"},
         {"text": "w2"},
-        {"prompt": "w3", "images": ["a.png"]},
     )
     done = rather("generate", model, bad, "--out", tmp_path / "a.jsonl")
     assert done.exit_code == 3
     assert "bad.jsonl:2: no key 'prompt'" in done.output
-    assert "bad.jsonl:3: the row has images, but" in done.output
+    pictures = write(tmp_path / "pictures.jsonl", {"prompt": "w3", "images": ["a.png"]})
+    done = rather("generate", model, pictures, "--out", tmp_path / "a.jsonl")
+    assert done.exit_code == 3
+    assert "a prompt has images, but" in done.output
+    assert "reads text only" in done.output
 
 
 def test_a_dry_run_counts_and_writes_nothing(model: Path, prompts: Path, tmp_path: Path) -> None:
