@@ -7,8 +7,10 @@
 Each row builds the model once. `packed = padded` are the mean and largest difference per token between the packed
 log-probs and the model's own padded forward, both in bf16, and before that of two padded forwards with other padding, as
 the noise of bf16. Then the engine trains as bench/gpu_vs_trl.py does, on the same seeded UltraFeedback-like pairs, with the
-reference online, and TRL with it if `trl` and `liger_kernel` can be imported. MFU counts matrix products and attention
-that are needed; the scan of linear attention is not counted. A row that would begin after --limit seconds is not run.
+reference online, and TRL with it if `trl` and `liger_kernel` can be imported: after all our rows, because Liger replaces
+classes of transformers in the whole process. Both scan with flash-linear-attention's kernels if they are installed and
+right on the GPU, else with torch's functions; the settings say which. MFU counts matrix products and attention that are
+needed; the scan of linear attention is not counted. A row that would begin after --limit seconds is not run.
 """
 
 from __future__ import annotations
@@ -175,18 +177,20 @@ def main() -> None:
     peer = "" if args.only == "ours" else peer_problem(args.device)
     if peer:
         print(f"TRL is not measured: {peer}", flush=True)
-    for name in args.rows:
-        if time.perf_counter() - started > args.limit:
-            cells.append(Cell("ours", name, "online", args.pairs, failed="not run: time is up"))
-            continue
-        steps = measured_steps(args, name, args.steps, seed=0)
-        cell = Cell("ours", name, "online", args.pairs)
-        differences[name] = attempt(cell, run_ours, args, name, steps)
-        add(args, cells, cell, steps)
-        has_time = time.perf_counter() - started < args.limit
-        if has_time and not peer and args.only != "ours":
-            cell = Cell("TRL, best", name, "online", args.pairs)
-            attempt(cell, run_peer, args, name, steps)
+    systems = {"ours": run_ours, "TRL, best": run_peer}
+    if peer or args.only == "ours":
+        del systems["TRL, best"]
+    if args.only == "trl":
+        del systems["ours"]
+    for system, work in systems.items():
+        for name in args.rows:
+            cell = Cell(system, name, "online", args.pairs)
+            if time.perf_counter() - started > args.limit:
+                cell.failed = "not run: time is up"
+                cells.append(cell)
+                continue
+            steps = measured_steps(args, name, args.steps, seed=0)
+            differences[system, name] = attempt(cell, work, args, name, steps)
             add(args, cells, cell, steps)
     report(cells, differences, time.perf_counter() - started)
 
@@ -196,7 +200,7 @@ def arguments() -> argparse.Namespace:
     whole = [name for name in ROWS if name != "tiny"]
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=whole)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", choices=("ours",))
+    parser.add_argument("--only", choices=("ours", "trl"))
     parser.add_argument("--compile", action="store_true", help="ours with torch.compile: minutes")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="of an optimizer step")
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after two others")
@@ -244,7 +248,7 @@ def add(args: argparse.Namespace, cells: list[Cell], cell: Cell, steps: Sequence
 def run_ours(
     args: argparse.Namespace, name: str, cell: Cell, steps: Sequence[Step]
 ) -> tuple[float, ...]:
-    from rather.model.mixers import report_scan
+    from rather.model.mixers import fused_problem, report_scan
 
     shape = ROWS[name]
     free()
@@ -266,6 +270,8 @@ def run_ours(
             free()
             engine.halve()
     cell.settings, cell.peak_gib = engine.settings, peak_gib()
+    on_gpu = args.device.startswith("cuda")
+    cell.settings += scan_of(shape, on_gpu and not fused_problem(torch.device(args.device)))
     cell.more["packed minus padded"] = found
     return found
 
@@ -312,15 +318,22 @@ def _padded_behind(model: Any, pair: Any) -> torch.Tensor:
 
 
 def peer_problem(device: str) -> str:
-    missing = [
-        name for name in ("trl", "liger_kernel", "datasets") if not importlib.util.find_spec(name)
-    ]
-    if missing:
-        return f"{', '.join(missing)} cannot be imported"
-    return "" if device.startswith("cuda") else "it is measured on a GPU"
+    needed = ["trl", "datasets"]
+    if device.startswith("cuda"):
+        needed.append("liger_kernel")
+    missing = [name for name in needed if not importlib.util.find_spec(name)]
+    return f"{', '.join(missing)} cannot be imported" if missing else ""
+
+
+def scan_of(shape: ModelShape, has_kernels: bool) -> str:
+    """Return how linear attention is computed; "" for models without."""
+    if "linear_attention" not in shape.settings.get("layer_types", ()):
+        return ""
+    return ", scan by flash-linear-attention" if has_kernels else ", scan by torch's functions"
 
 
 def run_peer(args: argparse.Namespace, name: str, cell: Cell, steps: Sequence[Step]) -> None:
+    from transformers.utils.import_utils import is_flash_linear_attention_available
     from trl_peer import run_trl
 
     warm, shape = measured_steps(args, name, WARM_UP, seed=1), ROWS[name]
@@ -336,7 +349,7 @@ def run_peer(args: argparse.Namespace, name: str, cell: Cell, steps: Sequence[St
         free()
         batch //= 2
     cell.seconds, cell.peak_gib = run.seconds[WARM_UP:], run.peak_gib
-    cell.settings = run.settings
+    cell.settings = run.settings + scan_of(shape, is_flash_linear_attention_available())
 
 
 def mean_and_largest(gaps: Sequence[float]) -> str:
@@ -350,7 +363,7 @@ def report(cells: Sequence[Cell], differences: dict[str, Any], seconds: float) -
         shape = ROWS[cell.lengths]
         peers = [c for c in cells if c.lengths == cell.lengths and c.system.startswith("TRL")]
         is_ours = cell.system == "ours"
-        gaps = differences.get(cell.lengths) if is_ours else None
+        gaps = differences.get((cell.system, cell.lengths)) if is_ours else None
         rows.append(
             (
                 cell.lengths + (f" LoRA {shape.lora}" if shape.lora else ""),

@@ -99,12 +99,13 @@ def _apply_liger(shape: Shape, *models: Any) -> None:
         os.environ.setdefault(f"LIGER_KERNEL_IMPL_{operator}", "nvidia-triton")
     from liger_kernel import transformers as liger
 
-    apply = getattr(liger, f"apply_liger_kernel_to_{shape.family}", None)
+    name = shape.family.removesuffix("_text")
+    apply = getattr(liger, f"apply_liger_kernel_to_{name}", None)
     if apply is None:
         print(f"Liger has no kernels for {shape.family}: TRL runs without them", flush=True)
         return
     # Liger's experts are modules of their own; those of transformers 5 are stacked, and grouped.
-    more = {"swiglu": False} if shape.family == "qwen3_moe" else {}
+    more = {"swiglu": False} if name in ("qwen3_moe", "deepseek_v3") else {}
     for model in filter(None, models):
         apply(cross_entropy=False, fused_linear_cross_entropy=False, model=model, **more)
 
