@@ -11,6 +11,7 @@ TOOLS = {
     "demo": "rather.tools.commands:demo_command",
     "gguf": "rather.tools.gguf_file:write_gguf",
     "init": "rather.tools.init:init_command",
+    "megatron": "rather.tools.megatron_file:write_megatron",
     "migrate": "rather.tools.commands:migrate_command",
     "pairs": "rather.tools.pairs:pairs_command",
     "push": "rather.tools.push:push_command",

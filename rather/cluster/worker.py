@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,10 @@ class ActorWorker:
             EngineJob(
                 model, args, self.device, self.mesh, self.layout, role.strategy_args.strategy_config,
                 training, config.max_grad_norm, schedule(training, total_steps), config.task,
-                load=self._load_whole,
+                load=partial(
+                    load_policy, model, args, self.device, exact=True, start=Start(config.seed),
+                    rounding=Rounding(config.rounding), reward=config.task == "reward",
+                ),
             )
         )  # fmt: skip
         problems = list(engine.problems())
@@ -248,15 +252,6 @@ class ActorWorker:
             self.layout.engine,
         )
         return engine
-
-    def _load_whole(self) -> PolicyModel:
-        """Return the whole policy on this rank's device, for an engine."""
-        config, (name, args) = self.config, self.source
-        rounding, reward = Rounding(config.rounding), config.task == "reward"
-        return load_policy(
-            name, args, self.device, exact=True, start=Start(config.seed), rounding=rounding,
-            reward=reward,
-        )  # fmt: skip
 
     def build_policy(self, *, trains: bool) -> PolicyModel | Stages:
         """Load the model, or what this rank holds of it."""

@@ -26,12 +26,12 @@ from rather.model.check import two_pairs
 from rather.model.export import (
     FileCast,
     publish,
-    source_files,
     whole_adapter,
     whole_model,
     write_model,
 )
 from rather.model.files import ModelFiles, model_folder, refuse_other_base, weight_files
+from rather.model.megatron import model_files
 from rather.model.policy import PolicyModel
 from rather.model.reward import is_reward_model, merging_files, set_padding
 from rather.optim.rounding import Rounding
@@ -100,9 +100,9 @@ def export(
     else:
         config = policy.causal_lm.config
         config.dtype = DTYPES[dtype] if dtype else config.dtype
-        began = source_files(source.model, source.args.revision) if source.checkpoint else None
+        towers = model_files(source.model, source.args)
+        began = towers if source.checkpoint else None
         cast = FileCast(config.dtype, _asked(rounding, config.dtype) or own_rounding, began)
-        towers = source_files(source.model, source.args.revision)
         temporary = whole_model(policy, {}, tokenizer, out, cast, largest, towers)
         model = str(temporary)
         del policy
@@ -131,11 +131,11 @@ def _card_in(folder: Path) -> str:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def export_gguf(name: str, out: Path, **options: Any) -> str:
-    """Write the file `out` for llama.cpp; return how the log-probs of its weights compare."""
-    if out.suffix != ".gguf":
+def export_as(file_format: str, name: str, out: Path, **options: Any) -> str:
+    """Write `out` in a format of another tool; return how the log-probs of its weights compare."""
+    if file_format == "gguf" and out.suffix != ".gguf":
         raise ConfigError(f"--format gguf writes a file: end {out} with .gguf.")
-    if find_spec("gguf") is None:
+    if file_format == "gguf" and find_spec("gguf") is None:
         raise ConfigError("--format gguf needs the package gguf; install rather[gguf].")
     _refuse_existing(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def export_gguf(name: str, out: Path, **options: Any) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     try:
         comparison = export(name, folder, **options)
-        tool("gguf")(folder, out, out.stem)
+        tool(file_format)(folder, out, out.stem)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return comparison

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -286,21 +287,22 @@ def export_command(
     out: The new folder to write; with --format gguf, the file.
     adapter: Export the adapter alone, not merged.
     shard_size: Largest file, such as 500MB; default: 4GB.
-    file_format: hf, a folder for transformers, or gguf, a file for llama.cpp.
+    file_format: hf, a folder for transformers; gguf, a file for llama.cpp; or megatron, a
+    torch_dist checkpoint.
     """
-    if file_format not in ("hf", "gguf"):
-        raise ConfigError(f"--format {file_format}: write hf or gguf.")
-    if file_format == "gguf" and (adapter or shard_size):
-        raise ConfigError("--adapter and --shard-size do not apply to --format gguf.")
+    if file_format not in ("hf", "gguf", "megatron"):
+        raise ConfigError(f"--format {file_format}: write hf, gguf or megatron.")
+    if file_format != "hf" and (adapter or shard_size):
+        raise ConfigError(f"--adapter and --shard-size do not apply to --format {file_format}.")
     with heavy_imports():
-        from rather.commands.export import export, export_gguf
+        from rather.commands.export import export, export_as
     from rather.config.found import Trust
     from rather.optim.rounding import Rounding
 
     options: JsonObject = {"adapter": adapter, "dtype": dtype, "size": shard_size}
     options["trust"] = Trust(trust_code, trust_paths, any_base)
     options["rounding"] = Rounding(rounding) if rounding else None
-    write = export if file_format == "hf" else export_gguf
+    write = export if file_format == "hf" else partial(export_as, file_format)
     echo(f"{out}: {write(source, out, **options)}")
 
 

@@ -35,7 +35,10 @@ from rather.files import JsonObject, own, parse_json, parse_yaml, read_bytes, re
 log = logging.getLogger(__name__)
 
 ACTOR, REFERENCE, VALIDATION = "actor_train", "reference", "validation"
-MODEL_NAMES = ("pretrain", "model_name_or_path", "tokenizer_name_or_path", "adapter_name_or_path")
+MODEL_NAMES = (
+    "pretrain", "model_name_or_path", "tokenizer_name_or_path", "adapter_name_or_path",
+    "config_from",
+)  # fmt: skip
 MODEL_KEYS = (*MODEL_NAMES[1:], "revision", "dtype", "model_type", "quantization")
 ADAPTER_KEYS = (
     "lora_rank", "lora_alpha", "lora_target", "lora_dropout", "modules_to_save",

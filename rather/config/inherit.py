@@ -51,6 +51,7 @@ OF_SAME_WEIGHTS = (
     "model_args.revision",
     "model_args.adapter_name_or_path",
     "model_args.quantization",
+    "model_args.config_from",
 )
 
 

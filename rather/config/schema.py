@@ -79,6 +79,9 @@ class ModelArgs(Section):
     """Branch, tag or commit of a hub model."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """Precision of the forward and backward pass; default: bf16 on a GPU, fp32 on a CPU."""
+    config_from: Text | None = None
+    """Folder or hub name with config.json and tokenizer, for weights in a Megatron checkpoint
+    (torch_dist). See docs/engines.md."""
     model_type: Literal["causal_lm"] | None = None
     """Kind of model. Only causal language models are supported."""
     disable_gradient_checkpointing: bool | None = None
@@ -99,6 +102,7 @@ class ModelArgs(Section):
     def of_other_weights(self) -> Self:
         """Return a copy for other weights, without settings that belong to these weights."""
         of_these = {"revision", "adapter_name_or_path", "quantization", "lora_rank", "lora_target"}
+        of_these.add("config_from")
         return self.model_copy(update=dict.fromkeys(of_these & type(self).model_fields.keys()))
 
 
@@ -360,8 +364,13 @@ class RoleConfig(Section):
         return expanduser(self.model_args.model_name_or_path)
 
     @property
+    def config_path(self) -> str:
+        """Return the folder or hub name of config.json."""
+        return expanduser(self.model_args.config_from or self.model_path)
+
+    @property
     def tokenizer_path(self) -> str:
-        return expanduser(self.model_args.tokenizer_name_or_path or self.model_path)
+        return expanduser(self.model_args.tokenizer_name_or_path or self.config_path)
 
 
 class ActorConfig(RoleConfig):

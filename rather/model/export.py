@@ -36,6 +36,7 @@ from rather.model.files import (
     weight_files,
     weights_digest,
 )
+from rather.model.megatron import model_files
 from rather.model.policy import PolicyModel
 from rather.model.reward import merging_files, set_padding
 from rather.model.towers import has_tower
@@ -139,12 +140,6 @@ def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.reshape(-1).split(CHUNK) for tensor in tensors), strict=True)
 
 
-def source_files(name: str, revision: str | None = None) -> ModelFiles | None:
-    """Return the weights that a run started from; None if they are not on this machine."""
-    folder = model_folder(name, revision)
-    return ModelFiles(weight_files(folder)) if folder and folder.exists() else None
-
-
 def export_run(
     policy: PolicyModel,
     weights: Mapping[str, Tensor],
@@ -160,7 +155,7 @@ def export_run(
     target, model, (name, args) = (tokenizer, folder, card), policy.causal_lm, source
     if policy.is_reward:
         set_padding(model.config, tokenizer)
-    base = source_files(name, args.revision)
+    base = model_files(name, args)
     if not args.has_adapter and not isinstance(weights, ShardedFiles):
         return export_model(policy, weights, *target, base)
     cast = FileCast(model.config.dtype, policy.rounding, base)

@@ -209,6 +209,7 @@ def model_problems(name: str, role: RoleConfig) -> Iterator[str]:
 
 
 def _config(name: str, args: ModelArgs, **options: bool) -> Any:
+    name = args.config_from or name
     path = str(Path(name).expanduser()) if is_local(name) else name
     inspect_folder(path, args.revision, local_files_only=options.get("local_files_only", False))
     options["trust_remote_code"] = args.trust_remote_code

@@ -32,6 +32,7 @@ from rather.files import inspect_folder
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
 from rather.model.files import LoadedWeights, ModelFiles, model_folder, weight_files
+from rather.model.megatron import MegatronFiles, checkpoint_folder, model_files
 from rather.model.mixers import report_scan
 from rather.model.policy import PolicyModel
 from rather.model.reward import HEAD, RewardFiles, auto_class, new_head
@@ -106,17 +107,13 @@ def precision_name(role: RoleConfig, device: str, rounding: str) -> str:
         name += "-in-float32"
     folder = model_folder(role.model_path, args.revision)
     if compute == torch.bfloat16 and rounding == "dithered" and folder:
-        name += "-dithered" if _dtypes(weight_files(folder)) - {compute} else ""
+        stored = ModelFiles(weight_files(folder))
+        name += "-dithered" if set(_dtypes(stored).values()) - {compute} else ""
     return name
 
 
-def _dtypes(files: list[Path]) -> set[torch.dtype]:
-    return set(_dtype_of_each(files).values())
-
-
-def _dtype_of_each(files: list[Path]) -> dict[str, torch.dtype]:
+def _dtypes(stored: ModelFiles) -> dict[str, torch.dtype]:
     """Return the dtypes of all tensors. Their names must be printable: transformers prints them."""
-    stored = ModelFiles(files)
     dtypes = {key: stored.dtype(key) for key in stored}
     if odd := next((key for key in dtypes if not key.isprintable()), None):
         raise ValueError(f"the name of a tensor has control characters: {odd[:80]!r}")
@@ -171,11 +168,10 @@ def load_policy(
     stored_in = stored_dtype(args, device)
     exact = exact and compute != torch.float32
     with _opening(name, "weights"):
-        folder = model_folder(name, args.revision)
-        files = weight_files(folder) if folder else []
-        stored = _open_files(files, config, start, reward=reward)
+        plain = model_files(name, args, config) or ModelFiles([])
+        stored, dtypes = _of_task(plain, config, start, reward=reward), _dtypes(plain)
         keeps = exact and not args.has_adapter
-        rounds = _rounds_weights(files, compute, keeps=keeps, in_4_bits=bool(args.quantization))
+        rounds = _rounds_weights(dtypes, compute, keeps=keeps, in_4_bits=bool(args.quantization))
     if args.quantization:
         common |= _in_4_bits(device, stored_in)
     dtype = torch.float32 if rounds else compute
@@ -186,7 +182,7 @@ def load_policy(
         causal_lm, loading_info = _from_pretrained(name, config, dtype, common, reward=reward)
     if reward:
         _begin_head(causal_lm, loading_info, start.seed)
-    _refuse_bad_weights(name, causal_lm, loading_info, _dtype_of_each(files))
+    _refuse_bad_weights(name, causal_lm, loading_info, dtypes)
     _arrange_tower(causal_lm, frozen)
     float32_weights: dict[str, Tensor] = {}
     if rounds:
@@ -216,10 +212,10 @@ def _arrange_tower(causal_lm: Any, frozen: Collection[str] | None) -> None:
 
 
 def _rounds_weights(
-    files: list[Path], compute: torch.dtype, *, keeps: bool, in_4_bits: bool
+    dtypes: dict[str, torch.dtype], compute: torch.dtype, *, keeps: bool, in_4_bits: bool
 ) -> bool:
     """Return whether weights are read in float32 first and then rounded by Rather's own rule."""
-    if not _dtypes(files) - {compute}:
+    if not set(dtypes.values()) - {compute}:
         return False
     return keeps or (compute == torch.bfloat16 and not in_4_bits)
 
@@ -270,22 +266,23 @@ def _from_files(
     transformers would keep packed weights packed, or unpack them to bfloat16 whatever the dtype.
     """
     with _opening(name, "weights"), _parameters_without_memory():
-        causal_lm = _new_model(config, dtype, args, stored.folder, None, reward=reward)
+        causal_lm = _new_model(name, config, dtype, args, None, reward=reward)
     _read_buffers(name, causal_lm, stored)
     _fill(name, PolicyModel(causal_lm), Mesh(), stored, device, dtype=dtype, exact=False)
     return causal_lm
 
 
 def _new_model(
+    name: str,
     config: Any,
     dtype: torch.dtype,
     args: ModelArgs,
-    folder: Path | None,
     frozen: Collection[str] | None,
     *,
     reward: bool,
 ) -> Any:
-    """Return a model without its weights; `folder` may have settings of its answers."""
+    """Return a model without its weights; its folder may have settings of its answers."""
+    folder = model_folder(args.config_from or name, args.revision)
     causal_lm = new_model(
         auto_class(config, reward=reward),
         config,
@@ -349,14 +346,14 @@ def load_divided(
     config = _divisible(name, args)
     source_dtype, compute = config.dtype or torch.float32, stored_dtype(args, device)
     dtype = torch.float32 if trains and mesh.sums_gradients else compute
-    folder = model_folder(name, args.revision)
     with _opening(name, "weights"), _parameters_without_memory():
-        files = weight_files(folder)
-        is_rounded = bool(_dtypes(files) - {dtype})  # by the files: config.json may name another
-        stored: Any = _open_files(files, config, start, reward=reward)
-        causal_lm = _new_model(config, dtype, args, folder, frozen, reward=reward)
+        plain = model_files(name, args, config) or ModelFiles(weight_files(None))
+        # By the files: config.json may name another dtype.
+        is_rounded = bool(set(_dtypes(plain).values()) - {dtype})
+        stored: Any = _of_task(plain, config, start, reward=reward)
+        causal_lm = _new_model(name, config, dtype, args, frozen, reward=reward)
         _arrange_tower(causal_lm, frozen)
-    if not reward:
+    if not reward and args.config_from is None:
         stored = _complete(stored, causal_lm, config, name, args)
     _read_buffers(name, causal_lm, stored)
     if args.has_adapter:
@@ -448,6 +445,14 @@ def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
         "revision": args.revision,
         "trust_remote_code": args.trust_remote_code,
     }
+    folder = Path(name).expanduser()
+    has_config = args.config_from or (folder / "config.json").exists()
+    if not has_config and checkpoint_folder(folder):
+        raise ConfigError(
+            f"model '{name}': is a Megatron checkpoint; set model_args.config_from to a model with "
+            "the same config.json and tokenizer"
+        )
+    name = args.config_from or name
     inspect_folder(name, args.revision)
     with _opening(name, "config"):
         # transformers would silently apply an adapter next to a model, or in its place.
@@ -466,9 +471,14 @@ def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
     return common, config, check_family(config)
 
 
-def _open_files(files: list[Path], config: Any, start: Start, *, reward: bool) -> ModelFiles:
+def _of_task(plain: ModelFiles, config: Any, start: Start, *, reward: bool) -> ModelFiles:
+    """Return the weights of a model, or those of a reward model with its head."""
+    if not reward:
+        return plain
+    if isinstance(plain, MegatronFiles) or plain.folder is None:
+        raise ConfigError("task: reward reads safetensors files only")
     width = config.get_text_config().hidden_size
-    return RewardFiles(files, width, start.seed) if reward else ModelFiles(files)
+    return RewardFiles(weight_files(plain.folder), width, start.seed)
 
 
 def _begin_head(causal_lm: Any, info: dict[str, Any], seed: int) -> None:

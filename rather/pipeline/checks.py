@@ -176,7 +176,10 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
     grouped = config.group_responses and data.train.groups is not None
     roles = {"model": config.actor_train, "reference": config.reference}
     paths = {name: (role.model_path, role.model_args.revision) for name, role in roles.items()}
-    digests = {f"{name} config": config_digest(*path) for name, path in paths.items()}
+    digests = {
+        f"{name} config": config_digest(role.config_path, role.model_args.revision)
+        for name, role in roles.items()
+    }
     commits = data.report["train"]["commits"]
     sha = Cache(config.data_cache_dir(config.actor_train.data_args)).sha
     for name, path in paths.items():

@@ -91,7 +91,7 @@ class RunSummary:
         prepared, role = self.source.data, self.config.actor_train
         data = dict(prepared.report)
         with _failure_logged("the look at the model's positions"):
-            folder = model_folder(role.model_path, role.model_args.revision)
+            folder = model_folder(role.config_path, role.model_args.revision)
             config = read_object(folder / "config.json") if folder else {}
             positions = config.get("text_config", config).get("max_position_embeddings")
             if positions:

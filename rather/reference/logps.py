@@ -165,7 +165,7 @@ class ReferenceLogps:
                 "folder, or set reference.cache.enabled: false"
             ) from error
         name = role.model_path
-        log.info("reference.cache: the files of %s are not here yet; nothing is cached", name)
+        log.info("reference.cache: %s has no safetensors files here; nothing is cached", name)
         return None
 
     def _adapter(self) -> str:

@@ -46,33 +46,50 @@ class Runner(Protocol):
 
 
 class StepOptimizer(Protocol):
-    """Updates the weights of one rank. `Optimizer` is Rather's own."""
+    """Updates the weights of one rank. `Optimizer` is Rather's own.
+
+    An engine's optimizer is a subclass: the defaults are for one that keeps gradients to itself.
+    """
 
     # Whether masters, moments and load use whole tensors, of which the first rank stores all. They
     # are gathered: every rank reads them in the same order, and the others may get empty ones.
-    stores_whole: bool
-    updates: int
-    loss_scale: LossScale | None
+    stores_whole: bool = True
+    schedule: Callable[[int], float]
+    updates: int = 0
+    loss_scale: LossScale | None = None
 
     @property
-    def lr(self) -> float: ...
+    def lr(self) -> float:
+        return self.schedule(self.updates)
+
     @property
     def scale(self) -> float:
-        """What the objective is multiplied by before backward; the norm has it removed."""
+        """What the objective is multiplied by before backward; `grad_norm` has it removed."""
+        return 1.0
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """The float32 weights by the policy's names of a whole model."""
+        """The float32 weights by the names of the whole PolicyModel."""
 
-    def begin_sums(self) -> None: ...
-    def prepare(self) -> None: ...
-    def gradient(self, name: str) -> Tensor | None: ...
+    def begin_sums(self) -> None:
+        """Prepare to add up the gradients of a step."""
+
+    def prepare(self) -> None:
+        """Do what an update can do before the norm of the gradient is known."""
+
+    def gradient(self, name: str) -> Tensor | None:
+        return None
+
     def gradients_in_turn(
         self, names: Collection[str] | None = None
-    ) -> Iterable[Mapping[str, Tensor]]: ...
-    def norms(self, names: Collection[str] | None = None) -> dict[str, float]: ...
+    ) -> Iterable[Mapping[str, Tensor]]:
+        return ()
+
+    def norms(self, names: Collection[str] | None = None) -> dict[str, float]:
+        return {}
+
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
-        """Return this rank's share: its square is summed over all ranks."""
+        """Return this rank's share: the squares of all ranks are summed."""
 
     def step(self, grad_norm: float) -> None: ...
     def zero_grad(self) -> None: ...
@@ -80,44 +97,6 @@ class StepOptimizer(Protocol):
     def load(
         self, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor], updates: int
     ) -> None: ...
-    def narrow_gradients(self) -> bool: ...
-
-
-class EngineOptimizer:
-    """The base of an optimizer that keeps gradients to itself and stores whole tensors.
-
-    A subclass adds `masters`, `grad_norm`, `step`, `zero_grad`, `moments` and `load`.
-    """
-
-    stores_whole = True
-    loss_scale: LossScale | None = None
-    scale: float = 1.0
-
-    def __init__(self, schedule: Callable[[int], float]) -> None:
-        self.schedule = schedule
-        self.updates = 0
-
-    @property
-    def lr(self) -> float:
-        return self.schedule(self.updates)
-
-    def begin_sums(self) -> None:
-        """Do nothing: the engine has its own sums."""
-
-    def prepare(self) -> None:
-        """Do nothing: an update begins with `step`."""
-
-    def gradient(self, _name: str) -> Tensor | None:
-        return None
-
-    def gradients_in_turn(
-        self, _names: Collection[str] | None = None
-    ) -> Iterable[Mapping[str, Tensor]]:
-        return ()
-
-    def norms(self, _names: Collection[str] | None = None) -> dict[str, float]:
-        return {}
-
     def narrow_gradients(self) -> bool:
         return False
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rather.model.policy import PolicyModel
-from rather.train.engine import Engine, EngineOptimizer
+from rather.train.engine import Engine, StepOptimizer
 from rather.train.rank_trainer import WholeModelRunner
 
 
-class ToyOptimizer(EngineOptimizer):
+class ToyOptimizer(StepOptimizer):
     def __init__(self, policy: PolicyModel, job: Any) -> None:
-        super().__init__(job.schedule)
+        self.schedule = job.schedule
         self.parameters, self.most = dict(policy.named_parameters()), job.max_grad_norm
         decay = [p for p in self.parameters.values() if p.ndim >= 2]
         plain = [p for p in self.parameters.values() if p.ndim < 2]

@@ -20,7 +20,8 @@ from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.config.strategies import Layout
 from rather.errors import ConfigError
 from rather.losses.objective import configure
-from rather.model.export import FileCast, export_model, export_stored, source_files
+from rather.model.export import FileCast, export_model, export_stored
+from rather.model.files import ModelFiles, weight_files
 from rather.optim.adamw import local
 from rather.optim.rounding import Rounding
 from rather.parallel.apply import divide
@@ -243,7 +244,7 @@ def write(folder: Path, layout: Layout, target: Path) -> dict[str, Any]:
     dist.barrier()
     if dist.get_rank() == 0:
         part: Any = policy.stages[0] if isinstance(policy, Stages) else policy
-        cast = FileCast(torch.bfloat16, Rounding("dithered"), source_files(str(folder)))
+        cast = FileCast(torch.bfloat16, Rounding("dithered"), ModelFiles(weight_files(folder)))
         stored = ShardedFiles(sorted(pieces.iterdir()))
         tokenizer = AutoTokenizer.from_pretrained(folder)
         export_stored(part.causal_lm, stored, tokenizer, target, "card", cast)

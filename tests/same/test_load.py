@@ -24,7 +24,8 @@ from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.losses.objective import configure
 from rather.model import check, export
-from rather.model.export import FileCast, export_model, export_stored, source_files
+from rather.model.export import FileCast, export_model, export_stored
+from rather.model.files import ModelFiles, weight_files
 from rather.model.policy import pair_columns
 from rather.optim.adamw import local
 from rather.optim.rounding import Rounding
@@ -248,7 +249,10 @@ def memory(
         dist.barrier()
         if dist.get_rank() == 0:
             model: Any = policy.causal_lm
-            tokenizer, source = AutoTokenizer.from_pretrained(folder), source_files(str(folder))
+            tokenizer, source = (
+                AutoTokenizer.from_pretrained(folder),
+                ModelFiles(weight_files(folder)),
+            )
             cast = FileCast(torch.bfloat16, Rounding("dithered"), source)
             files = ShardedFiles(sorted(pieces.iterdir()))
             export_stored(model, files, tokenizer, target, "card", cast)

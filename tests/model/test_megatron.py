@@ -1,0 +1,366 @@
+"""Megatron checkpoints: read bit for bit with torch alone, in slices; damaged ones are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rather.checkpoint.sharded_tensors import ShardSpec
+from rather.config.schema import ModelArgs
+from rather.errors import ConfigError
+from rather.model.files import ModelFiles, weight_files
+from rather.model.megatron import MegatronFiles, checkpoint_folder
+from rather.parallel.load import load_policy
+from rather.pipeline.pipeline import DPOPipeline
+from rather.tools.megatron_file import megatron_tensors, write_megatron
+from tests.tiny import SIZES, make_config, make_model, metrics
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def write_chunks(folder: Path, tensors: dict[str, Tensor], tp: int = 1) -> None:
+    """Write what megatron-core's `torch_dist` writes on tp ranks: a chunk per layer and rank."""
+    folder.mkdir(parents=True)
+    entries: dict[str, Any] = {"decoder.layers.mlp._extra_state/shard_0_1": BytesStorageMetadata()}
+    storage: dict[Any, Any] = {}
+    with open(folder / "__0_0.distcp", "wb") as file:
+        for key, tensor in tensors.items():
+            chunks = []
+            for offsets, sizes in cuts(key, tensor, tp):
+                spec = ShardSpec(tuple(tensor.shape), offsets, sizes)
+                start = file.tell()
+                torch.save(tensor[spec.slices].clone(), file)
+                info = _StorageInfo("__0_0.distcp", start, file.tell() - start)
+                storage[MetadataIndex(key, torch.Size(offsets))] = info
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            properties = TensorProperties(dtype=tensor.dtype)
+            entries[key] = TensorStorageMetadata(properties, tensor.size(), chunks)
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(entries, None, storage)))
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+
+
+def cuts(key: str, tensor: Tensor, tp: int) -> list[tuple[Any, Any]]:
+    layers = range(tensor.shape[0]) if re.search(r"\.layers\.\D", key) else [None]
+    rows_dim = 0 if layers == [None] else 1
+    parts = 2 * tp if "fc1.weight" in key else tp
+    parts = parts if tensor.ndim > rows_dim + 1 else 1
+    if tensor.shape[rows_dim] % parts:
+        parts = 1
+    size = tensor.shape[rows_dim] // parts
+    found = []
+    for layer in layers:
+        for part in range(parts):
+            offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
+            if layer is not None:
+                offsets[0], sizes[0] = layer, 1
+            offsets[rows_dim], sizes[rows_dim] = part * size, size
+            found.append((tuple(offsets), tuple(sizes)))
+    return found
+
+
+def make_family(folder: Path, family: str, *, tied: bool) -> Path:
+    sizes = {**SIZES, "vocab_size": 64, "head_dim": 8, "tie_word_embeddings": tied}
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_is_read_bit_for_bit(tmp_path: Path, family: str) -> None:
+    """Whole, and in slices that cut heads and both halves of an MLP; the vocabulary is padded."""
+    model = make_family(tmp_path / "hf", family, tied=family == "llama")
+    config, files = AutoConfig.from_pretrained(model), ModelFiles(weight_files(model))
+    tensors = megatron_tensors(files, config)
+    key = "embedding.word_embeddings.weight"
+    tensors[key] = torch.cat([tensors[key], torch.zeros(64, tensors[key].shape[1])])
+    write_chunks(tmp_path / "ck" / "iter_0000007", tensors, tp=2)
+    (tmp_path / "ck" / "latest_checkpointed_iteration.txt").write_text("7")
+    place = checkpoint_folder(tmp_path / "ck")
+    assert place == tmp_path / "ck" / "iter_0000007"
+    read = MegatronFiles(place, config)
+    assert set(read) == set(files)
+    for name in files:
+        weight = files[name]
+        assert torch.equal(read[name], weight), name
+        rows = ShardSpec.full(weight.shape).narrow(0, 3, len(weight) - 5)
+        block = rows.narrow(1, 1, 7) if weight.ndim > 1 else rows
+        assert torch.equal(read.read(name, block), weight[block.slices]), name
+
+
+def test_only_the_chunks_of_a_slice_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_family(tmp_path / "hf", "llama", tied=True)
+    config, files = AutoConfig.from_pretrained(model), ModelFiles(weight_files(model))
+    write_chunks(tmp_path / "ck", megatron_tensors(files, config), tp=2)
+    read = MegatronFiles(tmp_path / "ck", config)
+    loaded: list[Any] = []
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *a, **k: loaded.append(a) or load(*a, **k))
+    name = "model.layers.1.self_attn.q_proj.weight"
+    half = ShardSpec.full(read.shape(name)).narrow(0, 0, read.shape(name)[0] // 2)
+    assert torch.equal(read.read(name, half), files[name][half.slices])
+    assert len(loaded) == 1, "one chunk of 20"
+
+
+@pytest.mark.parametrize("prefix", ["module.", "by layer"])
+def test_other_writers_have_other_names(tmp_path: Path, prefix: str) -> None:
+    """NeMo puts a prefix first; layers that differ are not stacked."""
+    model = make_family(tmp_path / "hf", "qwen3", tied=False)
+    config, files = AutoConfig.from_pretrained(model), ModelFiles(weight_files(model))
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in megatron_tensors(files, config).items():
+        if prefix == "module.":
+            tensors[prefix + key] = tensor
+        elif ".layers." in key:
+            tensors |= {key.replace("s.", f"s.{i}.", 1): t for i, t in enumerate(tensor)}
+        else:
+            tensors[key] = tensor
+    write_chunks(tmp_path / "ck" / "weights", {k: t.clone() for k, t in tensors.items()})
+    place = checkpoint_folder(tmp_path / "ck")
+    assert place is not None
+    read = MegatronFiles(place, config)
+    assert all(torch.equal(read[name], files[name]) for name in files)
+
+
+def test_an_exported_checkpoint_trains_as_its_model(tmp_path: Path) -> None:
+    """The same losses to the last bit, policy and reference from a Megatron checkpoint."""
+    own = make_config(tmp_path, exp_name="own", max_steps=2, forgetting="off")
+    write_megatron(Path(own.actor_train.model_path), tmp_path / "megatron", "")
+    changes: dict[str, Any] = {
+        "pretrain": str(tmp_path / "megatron"),
+        "actor_train__model_args__config_from": own.actor_train.model_path,
+    }
+    theirs = make_config(tmp_path, exp_name="theirs", max_steps=2, forgetting="off", **changes)
+    results = []
+    for config in (own, theirs):
+        assert DPOPipeline(config).run() == 0
+        results.append([line["loss"] for line in metrics(config) if "loss" in line])
+    assert results[0] == results[1]
+    exported = [ModelFiles(weight_files(config.run_dir / "model")) for config in (own, theirs)]
+    assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
+
+
+# --- damaged and hostile checkpoints ---
+
+
+class Bait:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+Damage = Callable[[Path, Path], object]
+
+
+def metadata(folder: Path) -> Metadata:
+    found: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    return found
+
+
+def changed(change: Callable[[Metadata], object]) -> Damage:
+    def damage(folder: Path, _marker: Path) -> None:
+        whole = metadata(folder)
+        change(whole)
+        (folder / ".metadata").write_bytes(pickle.dumps(whole))
+
+    return damage
+
+
+def stored(whole: Metadata, word: str = "proj.weight") -> Any:
+    return next(info for index, info in whole.storage_data.items() if word in index.fqn)
+
+
+def entry(whole: Metadata, word: str = "proj.weight") -> Any:
+    return next(tensor for key, tensor in whole.state_dict_metadata.items() if word in key)
+
+
+def write(name: str, content: bytes) -> Damage:
+    return lambda folder, _: (folder / name).write_bytes(content)
+
+
+def replace_blob(make: Callable[[Path], bytes]) -> Damage:
+    def damage(folder: Path, marker: Path) -> None:
+        whole, blob = metadata(folder), make(marker)
+        info = stored(whole)
+        (folder / "evil.distcp").write_bytes(blob)
+        info.relative_path, info.offset, info.length = "evil.distcp", 0, len(blob)
+        (folder / ".metadata").write_bytes(pickle.dumps(whole))
+
+    return damage
+
+
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def bomb(_marker: Path) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\0" * 10_000_000)
+    return file.getvalue()
+
+
+def add_tensor(key: str) -> Damage:
+    def damage(folder: Path, _marker: Path) -> None:
+        whole = metadata(folder)
+        whole.state_dict_metadata[key] = entry(whole)
+        for index, info in list(whole.storage_data.items()):
+            if "proj.weight" in index.fqn:
+                whole.storage_data[MetadataIndex(key, index.offset)] = info
+        (folder / ".metadata").write_bytes(pickle.dumps(whole))
+
+    return damage
+
+
+def link_out(folder: Path, marker: Path) -> None:
+    target = marker.with_name("elsewhere")
+    shutil.move(folder / "__0_0.distcp", target)
+    (folder / "__0_0.distcp").symlink_to(target)
+
+
+def cut_file(folder: Path, _marker: Path) -> None:
+    os.truncate(folder / "__0_0.distcp", 2000)
+
+
+def pickled_bait(folder: Path, marker: Path) -> None:
+    whole = metadata(folder)
+    whole.planner_data = Bait(marker)
+    (folder / ".metadata").write_bytes(pickle.dumps(whole))
+
+
+def set_(thing: str, field: str, value: Any) -> Damage:
+    return changed(lambda whole: setattr(globals()[thing](whole), field, value))
+
+
+def drop_chunk(whole: Metadata) -> None:
+    del entry(whole).chunks[0]
+
+
+def overlap(whole: Metadata) -> None:
+    chunks = entry(whole).chunks
+    chunks[1] = ChunkStorageMetadata(chunks[0].offsets, chunks[0].sizes)
+
+
+HOSTILE: dict[str, tuple[Damage, str]] = {
+    "no metadata": (lambda f, _: (f / ".metadata").unlink(), "is not one"),
+    "empty metadata": (write(".metadata", b""), "EOFError"),
+    "cut metadata": (
+        lambda f, _: os.truncate(f / ".metadata", 700),
+        "cannot be read|can be read: ",
+    ),
+    "noise": (write(".metadata", bytes(range(256))), "can be read: "),
+    "a call in the metadata": (pickled_bait, r"it names posix\.mkdir, which is not data"),
+    "eval": (write(".metadata", b"cbuiltins\neval\n(S'1'\ntR."), r"it names builtins\.eval"),
+    "a function of torch": (write(".metadata", b"ctorch\nload\n(S'x'\ntR."), r"names torch\.load"),
+    "another class of the module": (
+        write(".metadata", b"ctorch.distributed.checkpoint.filesystem\nos\n."),
+        r"filesystem\.os, which is not data",
+    ),
+    "a number instead of metadata": (write(".metadata", pickle.dumps(7)), "no attribute 'state'"),
+    "no format": (lambda f, _: (f / "metadata.json").unlink(), "metadata.json"),
+    "zarr": (write("metadata.json", b'{"sharded_backend": "zarr"}'), "only torch_dist is read"),
+    "a path above": (set_("stored", "relative_path", "../x.distcp"), r"only \.distcp files next"),
+    "an absolute path": (set_("stored", "relative_path", "/etc/passwd"), r"only \.distcp files"),
+    "a link": (link_out, "is a link to"),
+    "no file": (lambda f, _: (f / "__0_0.distcp").unlink(), "No such file"),
+    "a cut file": (cut_file, "the tensor at byte .* cannot be read"),
+    "noise in a file": (replace_blob(lambda _: b"PK" * 900), "cannot be read: File is not a zip"),
+    "a call in a tensor": (replace_blob(lambda m: saved(Bait(m))), "cannot be read: "),
+    "a list in a tensor": (replace_blob(lambda _: saved([1])), "not the tensor that the metadata"),
+    "another shape": (replace_blob(lambda _: saved(torch.ones(3))), "not the tensor that the meta"),
+    "a bomb": (replace_blob(bomb), "it is compressed"),
+    "a huge length": (set_("stored", "length", 1 << 40), "is not plain"),
+    "a negative offset": (set_("stored", "offset", -1), "are not sizes"),
+    "a missing chunk": (changed(drop_chunk), "do not make up its shape"),
+    "two chunks in one place": (changed(overlap), "do not make up its shape"),
+    "a huge tensor": (set_("entry", "size", torch.Size([1 << 40, 64, 64])), "do not make up"),
+    "whole numbers": (
+        changed(lambda w: setattr(entry(w), "properties", TensorProperties(dtype=torch.int64))),
+        r"a tensor of torch\.int64 is not a weight",
+    ),
+    "optimizer state": (add_tensor("optimizer.state.exp_avg.output"), "has optimizer state"),
+    "an unknown tensor": (add_tensor("mtp.layers.0.weight"), "have no place .* mtp.layers.0"),
+    "letters that move the cursor": (add_tensor("a\x1b[2J"), "a tensor is named"),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("megatron")
+    make_model(folder / "hf")
+    files = ModelFiles(weight_files(folder / "hf"))
+    tensors = megatron_tensors(files, AutoConfig.from_pretrained(folder / "hf"))
+    write_chunks(folder / "ck", tensors, tp=2)
+    return folder
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_damaged_or_hostile_checkpoint(
+    good: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says what is wrong; nothing in the files runs."""
+    for name in ("check_family", "check_model"):
+        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
+    shutil.copytree(good / "ck", tmp_path / "ck")
+    marker = tmp_path / "marker"
+    damage, sentence = HOSTILE[case]
+    damage(tmp_path / "ck", marker)
+    with pytest.raises(ConfigError, match=sentence) as error:
+        load_policy(str(tmp_path / "ck"), ModelArgs(config_from=str(good / "hf")), "cpu")
+    assert "\n" not in str(error.value)
+    assert str(error.value).isprintable()
+    assert not marker.exists()
+
+
+def test_what_belongs_together_is_asked_for(good: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a Megatron checkpoint; set model_args\.config_from"):
+        load_policy(str(good / "ck"), ModelArgs(), "cpu")
+    with pytest.raises(
+        ConfigError, match=r"config_from is for Megatron checkpoints, and .* is not"
+    ):
+        load_policy(str(good / "hf"), ModelArgs(config_from=str(good / "hf")), "cpu")
+    other = AutoConfig.for_model("gpt2")
+    with pytest.raises(ConfigError, match="model family 'gpt2' are not read; the families are"):
+        MegatronFiles(good / "ck", other)
+    wide = AutoConfig.from_pretrained(good / "hf", num_key_value_heads=4)
+    with pytest.raises(
+        ConfigError, match=r"linear_qkv\.weight has 128 rows, and the model .* has 192"
+    ):
+        MegatronFiles(good / "ck", wide)
+    short = AutoConfig.from_pretrained(good / "hf", num_hidden_layers=1)
+    with pytest.raises(ConfigError, match=r"has 64 rows, and the model .* has 32"):
+        MegatronFiles(good / "ck", short)
+    large = AutoConfig.from_pretrained(good / "hf", vocab_size=80)
+    with pytest.raises(ConfigError, match=r"word_embeddings\.weight has 63 rows, and .* has 80"):
+        MegatronFiles(good / "ck", large)
