@@ -243,6 +243,8 @@ class ActorWorker:
                 "actor_train.model_args.dtype: bf16 is not possible: this CPU has no instructions "
                 "for it; set fp32"
             )
+        if self._sees_images:
+            problems.append("actor_train.data_args.file_name: pairs with images are not possible")
         if problems:
             label = self.layout.engine
             raise ConfigError([f"actor_train.engine: {label}: {text}" for text in problems])
