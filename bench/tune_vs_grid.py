@@ -182,9 +182,14 @@ def compare(tuned: dict[str, Any], grid: dict[str, dict[str, Any]]) -> dict[str,
         if not cells:
             continue
         top, top_accuracy = best_of(cells)
-        worse = Half(tuned["margins"]).losses - Half(cells[top]["margins"]).losses
-        fewer = (cells[top_accuracy]["margins"] > 0) * 1.0 - (tuned["margins"] > 0) * 1.0
-        for name, cell, apart in (("loss", top, worse), ("accuracy", top_accuracy, fewer)):
+        paired = []  # cells that were only read have no margins
+        if "margins" in cells[top]:
+            worse = Half(tuned["margins"]).losses - Half(cells[top]["margins"]).losses
+            paired.append(("loss", top, worse))
+        if "margins" in cells[top_accuracy]:
+            fewer = (cells[top_accuracy]["margins"] > 0) * 1.0 - (tuned["margins"] > 0) * 1.0
+            paired.append(("accuracy", top_accuracy, fewer))
+        for name, cell, apart in paired:
             error = float(Z * apart.std(ddof=1) / math.sqrt(len(apart)))
             mean = float(apart.mean())
             differences[f"{name}, {which}"] = {
