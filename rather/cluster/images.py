@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from rather.config.run_config import DPOConfig
-from rather.config.schema import RoleConfig
+from rather.config.schema import ActorConfig, RoleConfig
 from rather.config.strategies import layout
 from rather.data.pixel_loader import PixelLoader
 from rather.data.pixels import PixelMaker
@@ -16,9 +16,7 @@ from rather.errors import ConfigError
 from rather.files import make_folder
 from rather.model.files import model_folder, tower_digest
 from rather.model.image_features import FeatureStore
-from rather.model.policy import PolicyModel
-from rather.model.vision import PARTS, Vision
-from rather.parallel.load import precision_name
+from rather.model.vision import PARTS
 from rather.reference.logprob_cache import refuse_foreign
 
 FEW = 256  # pairs whose pixels are made without processes, which take seconds to start
@@ -66,35 +64,16 @@ def refuse_images(config: DPOConfig, data: Prepared) -> None:
         raise ConfigError(problems)
 
 
-def frozen_parts(config: DPOConfig, role: str) -> tuple[str, ...]:
+def frozen_parts(config: DPOConfig, *, trains: bool) -> tuple[str, ...]:
     """Return the parts outside the language model that a role does not change."""
-    trains = role == "actor_train" or config.sync_ref_model
-    return config.actor_train.model_args.frozen_parts if trains else PARTS
+    moves = trains or config.sync_ref_model
+    return config.actor_train.model_args.frozen_parts if moves else PARTS
 
 
-def see_images(
-    policy: PolicyModel,
-    config: DPOConfig,
-    role: str,
-    device: str,
-    pairs: int,
-    sums_gradients: bool,
-    neighbour: Vision | None = None,
-) -> Vision:
-    """Give a model the images of a run of so many pairs; `neighbour` is the policy's."""
-    is_frozen = set(frozen_parts(config, role)) == set(PARTS)
-    is_cached = config.actor_train.model_args.vision_cache == "auto" and is_frozen
-    store = _open_store(config, getattr(config, role), device) if is_cached else None
-    # If features are kept, only one of the roles needs the pixels of an image.
-    is_shared = neighbour is not None and neighbour.store is not None
-    loader = neighbour.loader if is_shared else _make_loader(config, pairs)
-    policy.vision = Vision(policy.causal_lm, loader, store, sums_gradients=sums_gradients)
-    return policy.vision
-
-
-def _make_loader(config: DPOConfig, pairs: int) -> PixelLoader:
-    actor = config.actor_train
-    recipe, problem = images_of(actor.model_path, actor.model_args.revision, actor.data_args)
+def make_loader(actor: ActorConfig, pairs: int) -> PixelLoader:
+    """Return what makes the pixels of so many pairs."""
+    revision = actor.model_args.revision
+    recipe, problem = images_of(actor.model_path, revision, actor.data_args)
     if recipe is None:
         raise ConfigError(problem)
     spare_cores = max(0, (os.cpu_count() or 1) - 1)
@@ -102,14 +81,13 @@ def _make_loader(config: DPOConfig, pairs: int) -> PixelLoader:
     return PixelLoader(PixelMaker(recipe), processes)
 
 
-def _open_store(config: DPOConfig, role: RoleConfig, device: str) -> FeatureStore | None:
+def open_store(root: Path, role: RoleConfig, precision: str, limit: float) -> FeatureStore | None:
+    """Return the features of a role's model; None if its files are not here."""
     folder = model_folder(role.model_path, role.model_args.revision)
     digest = tower_digest(folder) if folder else None
     if digest is None:
         return None
-    precision = precision_name(role, device, config.rounding)
-    root = Path(config.output_dir).expanduser() / ".cache" / "vision"
     place = root / f"{digest[:24]}-{precision}"
     refuse_foreign(place)
     make_folder(place)
-    return FeatureStore(place, config.actor_train.model_args.vision_cache_gb)
+    return FeatureStore(place, limit)

@@ -12,7 +12,7 @@ import logging
 import os
 import pkgutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import ShardedFiles, tensor_of
 from rather.cluster.group import RankInfo, on_every_rank, shared_folder, started_as_rank
 from rather.cluster.health import set_environment
-from rather.cluster.images import frozen_parts, has_images, see_images
+from rather.cluster.images import frozen_parts, has_images, make_loader, open_store
 from rather.cluster.memory import (
     Ledger,
     Peak,
@@ -53,6 +53,7 @@ from rather.model.budget import TOKENS, Budget, NoRoom, agree_on_budget, choose_
 from rather.model.check import check_length
 from rather.model.export import Kept, export_run
 from rather.model.generate import Decoding, GeneratedAnswer, generate
+from rather.model.image_features import FeatureStore
 from rather.model.layers import Recompute, arrange_layers, plain_layers
 from rather.model.policy import PolicyModel
 from rather.model.vision import PARTS, Vision
@@ -65,6 +66,7 @@ from rather.parallel.load import (
     device_of,
     load_divided,
     load_policy,
+    precision_name,
     stored_dtype,
 )
 from rather.parallel.mesh import build_mesh, gather_objects, max_over_ranks
@@ -266,21 +268,22 @@ class ActorWorker:
             "reward": config.task == "reward",
         }
         if self._sees_images:
-            options["frozen"] = frozen_parts(config, self.role)
+            options["frozen"] = frozen_parts(config, trains=trains)
         if self.is_divided:
             shape = replace(self.layout, recompute=self._recompute if trains else "none")
             options |= {"trains": trains, "compiled": self.compiled}
-            return load_divided(name, args, self.device, self.mesh, shape, **options)
-        exact = trains and config.precision != "lean"
-        return load_policy(name, args, self.device, exact=exact, **options)
+            policy = load_divided(name, args, self.device, self.mesh, shape, **options)
+        else:
+            exact = trains and config.precision != "lean"
+            policy = load_policy(name, args, self.device, exact=exact, **options)
+        if isinstance(policy, PolicyModel) and "frozen" in options:
+            self._see_images(policy, options["frozen"])
+        return policy
 
     def _load(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
         config, (name, args) = self.config, self.source
         self.compiled = config.compile == "on"
         policy = self.build_policy(trains=trains)
-        if self._sees_images:
-            assert isinstance(policy, PolicyModel)
-            self._see_images(policy)
         counts = [(p.numel(), p.requires_grad) for p in policy.parameters()]
         weights, trained = (
             sum(n for n, _ in counts),
@@ -306,7 +309,7 @@ class ActorWorker:
             dtype += " (this CPU has no bf16 instructions: float32 products of rounded weights)"
         extra = "; layers are compiled in the first minutes" if self.compiled else ""
         if trains and trained < weights:
-            where = ", in an adapter" if args.has_adapter else ""
+            where = {True: ", in an adapter", False: ""}[args.has_adapter]
             extra += f"; {trained / 1e6:.4g}M of them are trained{where}"
         if (strategy := self.worker_config.strategy_args.strategy_name) and not self.mesh.sizes:
             extra += f"; {strategy} has nothing to divide on one device"
@@ -318,13 +321,23 @@ class ActorWorker:
     def _sees_images(self) -> bool:
         return self.named is not None and has_images(self.named.pairs)
 
-    def _see_images(self, policy: PolicyModel) -> None:
+    def _see_images(self, policy: PolicyModel, frozen: Collection[str]) -> None:
+        """Give the model the images of the run."""
         assert self.named is not None
-        pairs = sum(map(len, self.named.pairs.sets.values()))
-        self.vision = see_images(
-            policy, self.config, self.role, self.device, pairs, self.mesh.sums_gradients,
-            self.neighbour.vision if self.neighbour else None,
-        )  # fmt: skip
+        config, actor = self.config, self.config.actor_train
+        store: FeatureStore | None = None
+        if actor.model_args.vision_cache == "auto" and set(frozen) == set(PARTS):
+            precision = precision_name(self.worker_config, self.device, config.rounding)
+            limit = actor.model_args.vision_cache_gb
+            store = open_store(config.vision_cache_dir, self.worker_config, precision, limit)
+        other = self.neighbour.vision if self.neighbour else None
+        if other and other.store:  # only one of the roles needs the pixels of an image
+            loader = other.loader
+        else:
+            loader = make_loader(actor, sum(map(len, self.named.pairs.sets.values())))
+        is_summed = self.mesh.sums_gradients
+        self.vision = Vision(policy.causal_lm, loader, store, sums_gradients=is_summed)
+        policy.vision = self.vision
 
     def build_runner(self, policy: PolicyModel | Stages, optimizer: StepOptimizer | None) -> Runner:
         """Return what runs the micro-batches of this rank."""

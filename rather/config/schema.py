@@ -936,5 +936,9 @@ class RunConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
         return Path(data.cache_dir or f"{self.output_dir}/.cache/data").expanduser()
 
     @property
+    def vision_cache_dir(self) -> Path:
+        return Path(f"{self.output_dir}/.cache/vision").expanduser()
+
+    @property
     def reference_cache_dir(self) -> Path:
         return Path(self.reference.cache.path or f"{self.output_dir}/.cache/reference").expanduser()

@@ -87,19 +87,12 @@ def generate(
     stop = StoppingCriteriaList()
     if decoding.stop:
         stop.append(_StopTexts(tokenizer, decoding.stop, ids.shape[1]))
-    seen: dict[str, Any] = {}
-    if any(images):
-        assert maker is not None, "images need a maker of pixels"
-        rows_of_answers = [row for row in images for _ in range(answers)]
-        seen = pixels_of_rows(
-            causal_lm.config, ids.repeat_interleave(answers, 0), rows_of_answers, maker
-        )
+    seen = _seen(causal_lm.config, ids, images, answers, maker)
     set_attention(causal_lm, "sdpa" if causal_lm._supports_sdpa else "eager")
     causal_lm.generation_config = GenerationConfig()  # none of the model's defaults
     try:
         with torch.no_grad():
-            shares_prompts = answers > 1 and not seen
-            cache = _prefilled(causal_lm, ids, mask, answers) if shares_prompts else None
+            cache = None if seen else _prefilled(causal_lm, ids, mask, answers)
             generated: Tensor = causal_lm.generate(
                 input_ids=ids.repeat_interleave(answers, 0),
                 attention_mask=mask.repeat_interleave(answers, 0),
@@ -119,13 +112,28 @@ def generate(
     return generated_answers
 
 
+def _seen(
+    config: Any,
+    ids: Tensor,
+    images: Sequence[Sequence[PromptImage]],
+    answers: int,
+    maker: Maker | None,
+) -> dict[str, Tensor]:
+    """Return the model's inputs for the images of all prompts, once for each answer."""
+    if not any(images):
+        return {}
+    assert maker is not None, "images need a maker of pixels"
+    rows = [row for row in images for _ in range(answers)]
+    return pixels_of_rows(config, ids.repeat_interleave(answers, 0), rows, maker)
+
+
 def _prefilled(causal_lm: Any, ids: Tensor, seen: Tensor, answers: int) -> DynamicCache | None:
     """Return the cache of all tokens but the last, computed once per prompt, for each answer.
 
-    None for prompts of one token, and for models whose caches cannot be repeated: these compute
-    each prompt once per answer.
+    None for a single answer, prompts of one token, and models whose caches cannot be repeated:
+    these compute each prompt once per answer.
     """
-    if ids.shape[1] == 1:
+    if answers == 1 or ids.shape[1] == 1:
         return None
     cache = DynamicCache(config=causal_lm.config)
     if not all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):

@@ -209,13 +209,12 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
         "grouped responses": True if grouped else None,
         "rounding": config.rounding,
         "engine": engine_identity(config.actor_train),
-        **(_frozen_parts(config) if data.train.has_images else {}),
+        **(_frozen_parts(config.actor_train) if data.train.has_images else {}),
     }
 
 
-def _frozen_parts(config: DPOConfig) -> dict[str, Any]:
+def _frozen_parts(actor: ActorConfig) -> dict[str, Any]:
     """Return what a run on images does not train, and reads again at each start."""
-    actor = config.actor_train
     folder = model_folder(actor.model_path, actor.model_args.revision)
     return {
         "frozen parts": list(actor.model_args.frozen_parts),

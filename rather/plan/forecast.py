@@ -16,7 +16,7 @@ import numpy as np
 from rather.config.inherit import set_at
 from rather.config.load import config_from_dict
 from rather.config.run_config import DPOConfig
-from rather.config.schema import ModelArgs
+from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.config.strategies import layout
 from rather.data.batch import TokenPair
 from rather.errors import ConfigError
@@ -102,7 +102,7 @@ class Forecast:
         self.disk = disk_of(
             config, sizes, steps=pairs.steps, pairs=everything, data=pairs.data_bytes
         )
-        if pairs.image_tokens and caches_features(config):
+        if pairs.image_tokens and caches_features(config.actor_train.model_args):
             limit = config.actor_train.model_args.vision_cache_gb * 1e9
             rows = pairs.image_tokens * sizes.hidden * memory.compute * feature_layers(sizes)
             self.disk["image features"] = min(rows, limit)
@@ -170,9 +170,8 @@ class Forecast:
         return f"forecast: {total:.3g} of {available:.3g} GiB ({listed}): {fits}{time}"
 
 
-def caches_features(config: DPOConfig) -> bool:
+def caches_features(args: ActorModelArgs) -> bool:
     """Return whether the features of images are kept: those of a tower that does not change."""
-    args = config.actor_train.model_args
     return args.vision_cache == "auto" and set(args.frozen_parts) == set(PARTS)
 
 

@@ -157,9 +157,8 @@ def role_state(
     if args.has_adapter:
         cut = found.tp * found.pp
         parts.append(Part(adapter_weights(args, shapes), each, gathered, shards, cut))
-    if tower:
-        trained = role.trains and trains_tower(args)
-        parts.append(Part(tower, each if trained else WeightBytes(compute), gathered, shards))
+    of_tower = {True: each, False: WeightBytes(compute)}[role.trains and trains_tower(args)]
+    parts.append(Part(tower, of_tower, gathered, shards))
     return RoleState(tuple(part for part in parts if part.number))
 
 
