@@ -36,8 +36,11 @@ from rather.files import JsonObject, read_bytes, read_json
 from rather.run_folder.model_source import weights_of
 from rather.tracking.json_lines import strict_json
 
-# How a prompt is sent, best first; with logprobs, mlx-lm and others return ids.
-WAYS = ("ids", "text with logprobs", "text", "messages")
+# How a prompt is sent, best first; with logprobs, mlx-lm and others return ids. Some servers add
+# the BOS of a text themselves.
+NO_BOS = " without BOS"
+LOGPROBS = "text with logprobs"
+WAYS = ("ids", LOGPROBS, LOGPROBS + NO_BOS, "text", "text" + NO_BOS, "messages")
 CHECKED_PROMPTS = 3  # that are asked twice, if the samples of the first are equal
 Place = tuple[int, int]  # a prompt and the number of its answer
 
@@ -103,9 +106,10 @@ class ServedModel:
         if self.way == "ids":
             body |= {"prompt": self.prompts.ids[prompt], "return_token_ids": True}
         elif self.way.startswith("text"):
-            if self.way != "text":
+            if self.way.startswith(LOGPROBS):
                 body["logprobs"] = True
-            body["prompt"] = self.prompts.tokenizer.decode(self.prompts.ids[prompt])
+            start = 1 if self.way.endswith(NO_BOS) else 0
+            body["prompt"] = self.prompts.tokenizer.decode(self.prompts.ids[prompt][start:])
         else:
             path = "chat/completions"
             body |= self._messages(prompt)
@@ -160,10 +164,14 @@ class ServedModel:
     def find_way(self, place: Place) -> Reply:
         """Return the first answer; choose the way by which the server reads the same tokens."""
         problems = []
-        ways = WAYS if self.prompts.has_template else WAYS[:3]
+        ways = WAYS if self.prompts.has_template else WAYS[:-1]
         if self.prompts.has_images:
-            ways = WAYS[3:]
+            ways = WAYS[-1:]
+        bos = self.prompts.tokenizer.bos_token_id
+        begins_with_bos = self.prompts.ids[place[0]][:1] == [bos]
         for way in ways:
+            if way.endswith(NO_BOS) and not begins_with_bos:
+                continue
             self.way = way
             try:
                 return self._first_reply(place)

@@ -6,9 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -312,35 +309,3 @@ def test_tokens_are_limited_and_forecast(model: Path, prompts: Path, tmp_path: P
         assert len(server.requests) == 18
     alone = rather("generate", model, prompts, "--out", out, "--concurrency", 2)
     assert "need --server" in alone.output
-
-
-@pytest.mark.wide
-def test_a_real_server(model: Path, prompts: Path, tmp_path: Path) -> None:
-    """mlx-lm, if it is installed: samples differ, ids come back, and `n` is not needed."""
-    pytest.importorskip("mlx_lm")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlx_lm.server", "--model", str(model), "--port", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        words = ("--server", url, "--served-name", model, *options("--timeout", 60))
-        for _ in range(20):  # each waits some seconds for the server to start
-            done = rather("generate", model, prompts, "--out", tmp_path / "o.jsonl", *words)
-            if "no connection" not in done.output:
-                break
-        assert done.exit_code == 0, done.output
-    finally:
-        server.terminate()
-        server.wait()
-    meta = json.loads((tmp_path / "o.jsonl.meta.json").read_text())
-    assert meta["requests"]["way"] == "text with logprobs"
-    rows = rows_of(tmp_path / "o.jsonl")
-    assert any(len(set(row["responses"])) > 1 for row in rows)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    for row in rows:
-        if row["response_ids"]:
-            decoded = [
-                tokenizer.decode(ids, skip_special_tokens=True) for ids in row["response_ids"]
-            ]
-            assert decoded == row["responses"]
