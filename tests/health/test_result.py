@@ -12,6 +12,10 @@ from rather.errors import ConfigError, RatherError
 from rather.outcome.result import LINES, answer_lines, result_lines, run_result
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.board.runs import RESULT_LINES
+from tests.commands.conftest import told
+from tests.commands.fake_server import serving
+from tests.commands.test_generate import write
+from tests.commands.test_judge import longer, says
 from tests.health.test_forgetting import EASY, asked_as_trained
 from tests.health.tiny_runs import TinyRuns
 from tests.tiny import make_config, metrics
@@ -59,6 +63,49 @@ def test_the_win_rate_is_that_of_the_answers(run: DPOConfig) -> None:
     assert last["eval/win_rate"] == wins / len(lengths)
     assert last["eval/win_rate_low"] <= last["eval/win_rate"] <= last["eval/win_rate_high"]
     assert not any("eval/win_rate" in line for line in metrics(run)[:-1])  # asked once
+
+
+def judged_run(tiny_runs: TinyRuns, name: str, judge: dict[str, str]) -> DPOConfig:
+    config = tiny_runs.config(name, EASY, forgetting="off")
+    values = config.model_dump(mode="json", exclude_unset=True)
+    values["eval_prompts"]["judge"] = judge
+    config = DPOConfig.model_validate(values)
+    DPOPipeline(config).run()
+    return config
+
+
+def answers_of(config: DPOConfig, who: str) -> list[str]:
+    lines = (config.run_dir / "answers.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row[who] for row in rows if row["step"] == EASY.steps]
+
+
+def test_a_reward_model_judges_the_end_of_a_run(tiny_runs: TinyRuns) -> None:
+    reward = tiny_runs.config(
+        "reward", EASY, task="reward", pref_loss="bradley_terry", eval_prompts=None
+    )
+    DPOPipeline(reward).run()
+    model = str(reward.run_dir / "model")
+    config = judged_run(tiny_runs, "by-reward", {"with": model})
+    assert config.eval_prompts
+    files = []
+    for who in ("reference", "policy"):
+        texts = zip(config.eval_prompts.prompts or [], answers_of(config, who), strict=True)
+        rows = [{"prompt": prompt, "responses": [text]} for prompt, text in texts]
+        files.append(write(config.run_dir / f"{who}.jsonl", *rows))
+    compared = told("judge", *files, "--with", model)
+    assert metrics(config)[-1]["eval/win_rate"] == compared["win_rate"]
+    assert compared["ties"] < compared["n"]
+
+
+def test_a_server_judges_the_end_of_a_run_once(tiny_runs: TinyRuns) -> None:
+    with serving(says(longer)) as server:
+        config = judged_run(tiny_runs, "by-server", {"with": server.url, "model": "m"})
+        assert len(server.requests) <= 8  # four prompts, both orders; equal questions are cached
+    lengths = zip(answers_of(config, "reference"), answers_of(config, "policy"), strict=True)
+    wins = [(len(a) > len(b)) + (len(a) == len(b)) / 2 for b, a in lengths]
+    assert metrics(config)[-1]["eval/win_rate"] == sum(wins) / len(wins)
+    assert run_result(config.run_dir)[1].startswith("Win rate against the base is")
 
 
 def test_what_was_not_measured_is_said() -> None:
