@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor
+
 from rather.cluster.bridge import POLICY, REFERENCE, Bridge, ReferenceApart, follow
 from rather.cluster.group import (
     RankInfo,
@@ -63,6 +66,12 @@ class Roles:
         """Return the main driver's value; each driver calls this in the same order."""
         with self._waiting("broadcast"):
             return broadcast(value) if self.drivers > 1 else value
+
+    def broadcast_numbers(self, numbers: Tensor) -> None:
+        """Fill a tensor on the host with the main driver's numbers: one collective, no pickle."""
+        if self.drivers > 1:
+            with self._waiting("broadcast_numbers"):
+                dist.broadcast(numbers, src=0)
 
     def max_over_drivers(self, number: int) -> int:
         if self.drivers == 1:

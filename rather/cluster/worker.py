@@ -80,7 +80,13 @@ from rather.train.engine import (
     StepOptimizer,
     find_engine,
 )
-from rather.train.rank_trainer import Limits, RankTrainer, StepResult, WholeModelRunner
+from rather.train.rank_trainer import (
+    Limits,
+    RankTrainer,
+    ReadRequests,
+    StepResult,
+    WholeModelRunner,
+)
 
 RECOMPUTED = {
     "none": "kept",
@@ -105,6 +111,7 @@ class ActorWorker:
         wanted, own = config.checkpoint_config.async_save, self.member
         self.writer = Writer(role, own.rank, own.world, wanted, self.log, own.near)
         self.neighbour: ActorWorker | None = None  # the policy's worker, in the reference's process
+        self.read_requests: ReadRequests = tuple  # to stop or to save; a step exchanges them
         self.takes_turns = False  # with a process of the other role on the same device
         self.ledger, self.rooms = Ledger(), list[Room]()  # what ranks hold, and what they found
         self.borrowed: ActorWorker | None = None  # the neighbour, if this role uses its model
@@ -449,7 +456,9 @@ class ActorWorker:
         """Train on this rank's share of a step, of which the arguments are those of all ranks."""
         own = self._share(batches)
         try:
-            result = self.trainer.train_step(own.batches, reference, own.facts, limits)
+            result = self.trainer.train_step(
+                own.batches, reference, own.facts, limits, self.read_requests
+            )
         except torch.OutOfMemoryError as error:
             error.add_note(explanation(self, largest(own.batches)))  # not shown if a retry succeeds
             self._refuse_alone(error)

@@ -258,7 +258,7 @@ class EndRun(Hook):
             self.state.is_over = is_stopped or is_done or progress.stopped_early
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        is_stopped = self.requests.poll()
+        is_stopped = self.requests.after_step(result.requests)
         self.state.is_over = is_stopped or step.is_last or self.state.progress.stopped_early
 
 

@@ -71,6 +71,9 @@ class RunParts:
         if isinstance(source, PreparedSteps):
             source.packing = packing
             stream = ReferenceStream(config, roles, timeline, retry, source, objective)
+        requests = Requests(run_dir, roles, state, stop)
+        if roles.drivers > 1:
+            roles.actor_train.read_requests = requests.flags
         return RunParts(
             roles=roles,
             source=source,
@@ -88,7 +91,7 @@ class RunParts:
                 state,
             ),
             reference_stream=stream,
-            requests=Requests(run_dir, roles, state, stop),
+            requests=requests,
             saving=Saving(config, roles, identity, source.total_steps) if run_dir else None,
             state=state,
             keeps_ledger=config.pair_ledger and isinstance(source, PreparedSteps),

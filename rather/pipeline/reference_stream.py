@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from rather.arithmetic import ceil_div
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.bridge import ReferenceApart
 from rather.cluster.launch import Roles
@@ -28,10 +31,15 @@ from rather.pipeline.checks import ROUNDING, refuse_foreign_tokens
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.steps import PreparedSteps, Step, chunks
 from rather.pipeline.timeline import Timeline
-from rather.reference.logps import ReferenceLogps, Request
+from rather.reference.logps import ReferenceLogps, Request, needed_columns
 from rather.run_folder.layout import reference_log
 
 log = logging.getLogger(__name__)
+
+
+# What the main driver sends about the pairs of a step: their log-probs, or which of them all
+# drivers compute now, with or without their shared tokens.
+VALUES, COMPUTE, COMPUTE_SHARED = 0.0, 1.0, 2.0
 
 
 class ReferenceStream:
@@ -56,12 +64,12 @@ class ReferenceStream:
         self._loaded = source is None
         self._follows = source is not None and not roles.is_main
         if source and objective:
-            self.source = source
+            self.source, self._names = source, needed_columns(objective)
             if roles.reference and roles.is_main:
                 given = config, objective, self._ask_model, roles.reference.device
                 self.logps = ReferenceLogps(*given, kind=roles.kind)
                 if not roles.apart:
-                    self.logps.announce = roles.broadcast
+                    self.logps.announce = self._announce
 
     # --- before the first step ---
 
@@ -114,12 +122,12 @@ class ReferenceStream:
         rows = self.roles.broadcast(rows)
         batches = self.retry.packing.pack(PairRows(TRAIN, rows, self.source.pairs), "reference")
         if known is None:
-            self._compute_until_broadcast(batches)
+            self._compute_until_known(batches)
             return
         if len(rows):
             tolerance = ROUNDING[compute_dtype(role.model_args, self.roles.kind)]
             known.recheck(batches, tolerance)
-        self.roles.broadcast(None)
+        self.roles.broadcast_numbers(self._message(len(rows)))
 
     # --- step by step ---
 
@@ -160,7 +168,7 @@ class ReferenceStream:
             return None
         if self._follows:
             assert isinstance(step.reference, Batches)
-            return self._compute_until_broadcast(step.reference)
+            return self._compute_until_known(step.reference)
         return self._send(_Asked(self, step).wait())
 
     def ask(self, batches: Any) -> Callable[[], Columns]:
@@ -170,8 +178,23 @@ class ReferenceStream:
     def _send(self, columns: Columns) -> Columns:
         """Send the columns to other drivers, in the thread that trains: all send in one order."""
         if self.logps and self.roles.drivers > 1:  # whose processes have other devices
-            self.roles.broadcast({name: column.cpu() for name, column in columns.items()})
+            message = self._message(len(columns["sum"]))
+            message[1:] = torch.cat([columns[name].cpu().flatten() for name in self._names])
+            self.roles.broadcast_numbers(message)
         return columns
+
+    def _message(self, pairs: int, kind: float = VALUES) -> Tensor:
+        """Return a message about so many pairs: its kind, and room for each log-prob."""
+        message = torch.zeros(1 + 2 * pairs * len(self._names), dtype=torch.float64)
+        message[0] = kind
+        return message
+
+    def _announce(self, request: Request, pairs: int) -> None:
+        """Ask the other drivers to compute along; `wanted` has fewer bytes than there are values."""
+        message = self._message(pairs, COMPUTE_SHARED if request.shared else COMPUTE)
+        wanted = np.frombuffer(request.wanted, np.uint8)
+        message[1 : 1 + len(wanted)] = torch.from_numpy(wanted.astype(np.float64))
+        self.roles.broadcast_numbers(message)
 
     def keep(self) -> None:
         """Store the log-probs of a step. A reference that runs ahead has already done so."""
@@ -201,11 +224,18 @@ class ReferenceStream:
         columns = reference.compute_log_probs(batches)
         return lambda: columns
 
-    def _compute_until_broadcast(self, batches: Batches) -> Columns | None:
-        while isinstance(said := self.roles.broadcast(None), Request):
-            self._ask_model(said.of(batches))
-        found: Columns | None = said
-        return found
+    def _compute_until_known(self, batches: Batches) -> Columns:
+        """Compute along with the main driver until it sends the log-probs of these pairs."""
+        pairs = len(batches.pairs)
+        while True:
+            message = self._message(pairs)
+            self.roles.broadcast_numbers(message)
+            if message[0] == VALUES:
+                columns = message[1:].view(len(self._names), pairs, 2)
+                return dict(zip(self._names, columns, strict=True))
+            wanted = message[1 : 1 + ceil_div(pairs, 8)].numpy().astype(np.uint8).tobytes()
+            request = Request(wanted, shared=bool(message[0] == COMPUTE_SHARED))
+            self._ask_model(request.of(batches))
 
     # --- files and numbers ---
 

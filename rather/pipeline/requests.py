@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,18 @@ class Requests:
         self.read()
         self.stop.agree(self.roles.max_over_drivers(self.stop.asked))
         return self.stop.stops
+
+    def after_step(self, counts: Sequence[int]) -> bool:
+        """Return whether to stop; several processes have exchanged their requests in the step."""
+        if self.roles.drivers == 1:
+            return self.poll()
+        self.stop.agree_on(counts)
+        return self.stop.stops
+
+    def flags(self) -> list[int]:
+        """Read new requests; return one flag for each kind, for the numbers of a step."""
+        self.read()
+        return self.stop.flags
 
     def read(self) -> None:
         """Take the requests that other shells have left in the run folder."""

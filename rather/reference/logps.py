@@ -59,6 +59,8 @@ SEGMENTS = "*.logps"
 
 # Asks the model for the log-probs of a step; what is returned waits for them.
 Ask = Callable[[Batches], Callable[[], Columns]]
+# Names a request, about so many pairs, to other processes.
+Announce = Callable[["Request", int], object]
 
 
 class Request(NamedTuple):
@@ -87,6 +89,11 @@ class Counts:
 _Answer = tuple[Slots, Floats, Flags, Tensor, torch.cuda.Event | None]
 
 
+def needed_columns(objective: PairLoss) -> list[str]:
+    """Return the names of the columns that a loss needs of its reference."""
+    return ["sum", "shared"] if "shared" in objective.token_columns else ["sum"]
+
+
 class ReferenceLogps:
     """Returns reference log-probs, cached or computed. `ask` loads the model if needed."""
 
@@ -98,7 +105,7 @@ class ReferenceLogps:
         device: str = "cpu",
         *,
         kind: str | None = None,
-        announce: Callable[[Request], object] = lambda _: None,
+        announce: Announce = lambda _request, _pairs: None,
     ) -> None:
         """`device` is where columns are wanted, `kind` that of the devices which compute them.
 
@@ -106,8 +113,7 @@ class ReferenceLogps:
         """
         self.config, self._ask_model, self.announce = config, ask, announce
         self.device, self.kind = device, kind or device
-        needs_shared = "shared" in objective.token_columns
-        self.needed = ["sum", "shared"] if needs_shared else ["sum"]
+        self.needed = needed_columns(objective)
         self.stored = ["sum", "shared"] if config.reference.cache.per_token else self.needed
         self.counts = Counts()
         self.folder: Path | None = None  # the cache folder of this model
@@ -300,7 +306,7 @@ class ReferenceLogps:
         self, batches: Batches, wanted: Flags, *, shared: bool = False
     ) -> Callable[[], Columns]:
         request = Request(np.packbits(wanted).tobytes(), shared)
-        self.announce(request)
+        self.announce(request, len(batches.pairs))
         return self._ask_model(request.of(batches))
 
     def _computed(self, slots: Slots, sums: Tensor) -> Tensor:

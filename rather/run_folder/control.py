@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -203,6 +203,7 @@ def _remove(run_dir: Path, *patterns: str) -> None:
 ENDS = (signal.SIGTERM, signal.SIGINT)
 SAVES = signal.SIGUSR1
 STOPS = 1000  # added to the signal number; larger than any other request
+KINDS = (1, *(STOPS + number for number in ENDS))  # all requests: to save, or to stop
 # Seconds in which torchrun forwards a Ctrl-C that its processes already got from the terminal.
 ECHO = 10.0
 PATIENCE = 45.0  # seconds for cleaning up; a library may wait forever for something that is gone
@@ -261,6 +262,16 @@ class StopRequest:
     def asked(self) -> int:
         """Return the request as a number; the largest one of all processes applies to all."""
         return STOPS + self.signal if self.signal else int(self.save_now)
+
+    @property
+    def flags(self) -> list[int]:
+        """Return 1 for the kind of the request, 0 for the others: flags of processes are added."""
+        return [int(kind == self.asked) for kind in KINDS]
+
+    def agree_on(self, counts: Sequence[int]) -> None:
+        """Apply the request of all processes, by how many of them have each kind."""
+        requested = [kind for kind, count in zip(KINDS, counts, strict=True) if count]
+        self.agree(max(requested, default=0))
 
     def agree(self, asked: int) -> None:
         """Apply the request of all processes. A signal in between waits for the next agreement."""

@@ -12,16 +12,23 @@ from torch import Tensor
 class PackedNumbers:
     """What all ranks sum up in a step. Only one rank contributes each number; the others add 0.
 
-    The exceptions are `grad_norm`, whose squares are added, and `zeros`: every rank has its shard.
+    The exceptions come first: every rank has its shard of the gradient, and its own requests. Of
+    `grad_norm` the squares are added.
     """
 
     grad_norm: Tensor  # []
     zeros: Tensor  # [] in the gradient
+    requests: Tensor  # [kinds] how many ranks were asked to stop or to save
     tokens: Tensor  # [2] of the micro-batches: without padding, and with it
     metrics: Tensor  # [micro-batches of all dp ranks, metrics]
     policy: Tensor  # [pairs, 2] log-probs
     slope: Tensor  # [pairs, 2] gradients of the loss by the log-probs
     reference: Tensor  # [pairs, 2] log-probs; 0 if there is no reference
+
+    @property
+    def own_size(self) -> int:
+        """Return how many numbers, the first ones, every rank contributes to."""
+        return 2 + self.requests.numel()
 
     def pack(self) -> Tensor:
         """Return all numbers as one vector."""

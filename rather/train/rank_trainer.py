@@ -7,7 +7,7 @@ collective sums up their numbers, each of which only one rank contributes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -59,6 +59,7 @@ class StepResult:
     real_tokens: int = 0  # of all micro-batches of all ranks, without padding
     laid_out: int = 0  # and with padding
     table: Tensor | None = None  # the same sums of each micro-batch
+    requests: Sequence[int] = ()  # how many ranks have each request, in the order of ReadRequests
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle float32 copies: a slice would pickle the whole tensor that it views."""
@@ -119,6 +120,7 @@ class WholeModelRunner:
 
 Sums = Mapping[str, Tensor]  # metrics of a micro-batch
 Limits = StepLimits | None
+ReadRequests = Callable[[], Sequence[int]]  # returns a flag for each kind of request
 
 
 class RankTrainer:
@@ -224,8 +226,12 @@ class RankTrainer:
         reference: Columns | None,
         facts: PairFacts | None = None,
         limits: StepLimits | None = None,
+        read_requests: ReadRequests = tuple,
     ) -> StepResult:
-        """Take one optimizer step, unless loss or gradient are above the limits or not finite."""
+        """Take one optimizer step, unless loss or gradient are above the limits or not finite.
+
+        The requests to this rank are read as late as possible, and added to those of the others.
+        """
         facts = facts or PairFacts.of_step(batches)  # of all pairs, as `reference` is
         total, scale = float(facts.weight.sum()) or 1.0, self._trained.scale
         facts = facts.to(self.device)
@@ -261,7 +267,7 @@ class RankTrainer:
         self._complete_gradients()
         pairs = {"policy": policy, "slope": slope, "reference": reference_sums}
         rows_to_add = rows or [self._no_sums(facts, reference)]
-        step_result = self._update(rows_to_add, pairs, batches, limits)
+        step_result = self._update(rows_to_add, pairs, batches, limits, read_requests)
         if step_result.skip_reason == "nonfinite":
             by_pair = torch.cat(list(pairs.values()), dim=1)
             step_result = self._with_report(step_result, by_pair, batches, [] if slopes else rows)
@@ -352,11 +358,12 @@ class RankTrainer:
         pairs: Mapping[str, Tensor],
         batches: Sequence[PairBatch],
         limits: Limits,
+        read_requests: ReadRequests,
     ) -> StepResult:
         """Clip and step, unless the numbers, which all ranks share, are a reason to skip it."""
         optimizer, scale = self._trained, self._trained.loss_scale
         optimizer.prepare()  # now, because `_reduce_numbers` waits for the device
-        reduced = self._reduce_numbers(rows, pairs, batches)
+        reduced = self._reduce_numbers(rows, pairs, batches, read_requests())
         real_tokens, laid_out = map(int, reduced.tokens.tolist())
         # Added in the order of the micro-batches, whatever the number of ranks.
         totals = reduce(torch.add, reduced.metrics)
@@ -375,6 +382,7 @@ class RankTrainer:
             real_tokens=real_tokens,
             laid_out=laid_out,
             table=reduced.metrics,
+            requests=[int(count) for count in reduced.requests.tolist()],
         )
         reason = self._skip_reason(step_result, limits)
         if reason is None:
@@ -395,7 +403,11 @@ class RankTrainer:
         return "spike" if limits and limits.exceeded(result.loss, result.grad_norm) else None
 
     def _reduce_numbers(
-        self, rows: Sequence[Sums], pairs: Mapping[str, Tensor], batches: Sequence[PairBatch]
+        self,
+        rows: Sequence[Sums],
+        pairs: Mapping[str, Tensor],
+        batches: Sequence[PairBatch],
+        requests: Sequence[int],
     ) -> PackedNumbers:
         """Return the numbers of all ranks, on the host: the one host sync of a step."""
         own_metrics = torch.stack([torch.stack(list(row.values())) for row in rows])
@@ -405,18 +417,21 @@ class RankTrainer:
         tokens = own_metrics.new_empty(2)  # filled without waiting for the device
         tokens[0].fill_(sum(batch.real_tokens for batch in batches))
         tokens[1].fill_(sum(len(batch.ids_N) for batch in batches))
+        asked = own_metrics.new_empty(len(requests))
+        for place, flag in enumerate(requests):
+            asked[place].fill_(flag)
         zeros = own_metrics.new_zeros(())
         for part in self._trained.gradients_in_turn(self._counted) if self.count_zeros else ():
             for gradient in part.values():
                 zeros += (gradient == 0).sum()
         grad_norm = self._trained.grad_norm(self._counted).to(own_metrics.device)
-        numbers = PackedNumbers(grad_norm, zeros, tokens, metrics, **pairs)
+        numbers = PackedNumbers(grad_norm, zeros, asked, tokens, metrics, **pairs)
         if self._is_alone:
             return numbers.unpack(numbers.pack().cpu())
         numbers.grad_norm = grad_norm.square()
         vector = numbers.pack()
         if not self._is_primary:
-            vector[2:] = 0  # another rank reports all but its own shard of the gradient
+            vector[numbers.own_size :] = 0  # another rank reports the rest
         dist.all_reduce(vector)
         vector[0].sqrt_()
         return numbers.unpack(vector.cpu())

@@ -367,7 +367,8 @@ def test_a_save_that_another_process_was_asked_for_is_made_by_all(step: int, sav
     """Before the first step there is nothing to save."""
     taken: list[int] = []
     state = RunState(Progress(step))
-    roles: Any = SimpleNamespace(is_main=False, max_over_drivers=lambda _: 1)
+    roles: Any = SimpleNamespace(is_main=False, drivers=2)
+    result: Any = SimpleNamespace(requests=[1, 0, 0])  # of another rank, from the step's numbers
     saving: Any = SimpleNamespace(save=lambda _state, number, _sync: taken.append(number))
     packing: Any = SimpleNamespace(state=dict)
     stream: Any = SimpleNamespace(keep=lambda: None)
@@ -379,6 +380,21 @@ def test_a_save_that_another_process_was_asked_for_is_made_by_all(step: int, sav
             saving, None, state, packing, timeline, requests, stream, NoTracker(), hooks
         )
     )
-    hooks.call("after_step", Step([], [], [], number=step), None)
+    hooks.call("after_step", Step([], [], [], number=step), result)
     assert not state.is_over
     assert taken == [step] * saves
+
+
+def test_of_several_requests_in_one_step_the_largest_applies_to_all() -> None:
+    saves, stops, idle = StopRequest(), StopRequest(), StopRequest()
+    saves.save_now = True
+    stops.end(signal.SIGINT)
+    processes = (saves, stops, idle)
+    counts = [sum(column) for column in zip(*(each.flags for each in processes), strict=True)]
+    assert counts == [1, 0, 1]
+    for process in processes:
+        process.agree_on(counts)
+    assert [each.signal for each in processes] == [signal.SIGINT] * 3
+    assert all(each.stops and each.saves for each in processes)
+    idle.agree_on([0, 0, 0])
+    assert not idle.stops
