@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from rather.config.run_config import DPOConfig
-from rather.config.schema import ActorConfig, RoleConfig
+from rather.config.schema import ActorConfig, ModelArgs
 from rather.config.strategies import layout
 from rather.data.pixel_loader import PixelLoader
 from rather.data.pixels import PixelMaker
@@ -22,6 +22,7 @@ from rather.reference.logprob_cache import refuse_foreign
 FEW = 256  # pairs whose pixels are made without processes, which take seconds to start
 MOST_PROCESSES = 4  # for each rank
 
+KEYS = ("freeze", "vision_cache", "vision_cache_gb")  # about images alone
 UNDIVIDED = {
     "pp_size": "pipeline parallel",
     "cp_size": "context parallel",
@@ -38,10 +39,12 @@ def refuse_images(config: DPOConfig, data: Prepared) -> None:
     args = config.actor_train.model_args
     sees_images = any(dataset.has_images for dataset in (data.train, *data.evals.values()))
     if not sees_images:
-        if args.freeze is not None:
+        fields = type(args).model_fields
+        changed = [key for key in KEYS if getattr(args, key) != fields[key].default]
+        if changed:
             raise ConfigError(
-                "actor_train.model_args.freeze: no pair has images, and text never reaches the "
-                "vision tower; remove the key."
+                f"actor_train.model_args.{changed[0]}: no pair has images, and text never reaches "
+                "a vision tower; remove the key."
             )
         return
     problems = []
@@ -81,9 +84,12 @@ def make_loader(actor: ActorConfig, pairs: int) -> PixelLoader:
     return PixelLoader(PixelMaker(recipe), processes)
 
 
-def open_store(root: Path, role: RoleConfig, precision: str, limit: float) -> FeatureStore | None:
-    """Return the features of a role's model; None if its files are not here."""
-    folder = model_folder(role.model_path, role.model_args.revision)
+def open_store(
+    root: Path, model: tuple[str, ModelArgs], precision: str, limit: float
+) -> FeatureStore | None:
+    """Return the features of a model; None if its files are not here."""
+    name, args = model
+    folder = model_folder(name, args.revision)
     digest = tower_digest(folder) if folder else None
     if digest is None:
         return None

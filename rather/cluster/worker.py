@@ -336,7 +336,7 @@ class ActorWorker:
         if actor.model_args.vision_cache == "auto" and set(frozen) == set(PARTS):
             precision = precision_name(self.worker_config, self.device, config.rounding)
             limit = actor.model_args.vision_cache_gb
-            store = open_store(config.vision_cache_dir, self.worker_config, precision, limit)
+            store = open_store(config.vision_cache_dir, self.source, precision, limit)
         other = self.neighbour.vision if self.neighbour else None
         if other and other.store:  # only one of the roles needs the pixels of an image
             loader = other.loader

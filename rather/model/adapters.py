@@ -46,7 +46,7 @@ from rather.model.check import expert_blocks
 from rather.model.files import CORRECTION, PARTS, model_folder
 from rather.model.layers import layers_of
 from rather.model.policy import START
-from rather.model.vision import family_of
+from rather.model.vision import FAMILIES, family_of
 
 LoraLinear = lora.Linear
 TRAINED = "default"  # PEFT's name of the trained adapter; its frozen start is the adapter START
@@ -129,6 +129,8 @@ def adapter_folder(name: str) -> Path:
 def saved_config(folder: Path) -> LoraConfig:
     """Return the config of an adapter on the disk; refuse one with unknown features."""
     values, plain = {"peft_type": None, **_values(folder, CONFIG)}, LoraConfig().to_dict()
+    if values.get("exclude_modules") in [family.excluded for family in FAMILIES.values()]:
+        del values["exclude_modules"]  # written here, for PEFT
     odd = [
         f"{key}: {value}"
         for key, value in values.items()
@@ -199,7 +201,7 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
         config.task_type = "SEQ_CLS"
         config.modules_to_save = sorted({*(config.modules_to_save or ()), "score"})
     if getattr(causal_lm, "sees_images", False):  # an adapter is of the language model
-        config.exclude_modules = rf".*{family_of(causal_lm.config).outside_language.pattern}.*"
+        config.exclude_modules = family_of(causal_lm.config).excluded
     start = config.init_lora_weights
     config.init_lora_weights = False
     try:

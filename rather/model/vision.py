@@ -41,6 +41,11 @@ class Family:
         return "vision" if _below([self.tower]).search(name) else None
 
     @property
+    def excluded(self) -> str:
+        """PEFT's `exclude_modules` of an adapter of the language model."""
+        return f".*{self.outside_language.pattern}.*"
+
+    @property
     def outside_language(self) -> re.Pattern[str]:
         """Matches parameters and modules of the tower and the projector, also by older names."""
         return _below([self.tower, *self.projector])

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,6 +96,7 @@ def share_of(
     own_tokens = order.reshape(ranks, -1)[rank]
     position = np.empty_like(order)  # of each token, rank after rank
     position[order] = np.arange(len(order))
+    scored: dict[str, Any] = _own_scored(batch, position - rank * len(own_tokens), len(own_tokens))
     return replace(
         batch,
         ids_N=batch.ids_N[own_tokens],
@@ -102,7 +104,7 @@ def share_of(
         counted_N=batch.counted_N[own_tokens],
         segments=_own_segments(batch.segments, own_tokens, position, group),
         real_tokens=int((own_tokens < batch.real_tokens).sum()),
-        **_own_scored(batch, position - rank * len(own_tokens), len(own_tokens)),
+        **scored,
     )
 
 

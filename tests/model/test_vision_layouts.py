@@ -50,6 +50,7 @@ TWO = {
 }
 CASES = {
     **{f"{name} qwen3_vl": Case("qwen3_vl", TWO[name]) for name in ("ddp", "zero1", "zero3")},
+    "hsdp qwen2_5_vl": Case("qwen2_5_vl", {"dp": 4, "stage": 3, "shard": 2}),
     "tp qwen2_5_vl": Case("qwen2_5_vl", TWO["tp"]),
     "zero3 frozen": Case("qwen2_5_vl", TWO["zero3"], PARTS),
     "zero3 lora": Case("smolvlm", TWO["zero3"], PARTS, {"lora_rank": 2}),
@@ -108,5 +109,5 @@ def test_the_layout_does_not_matter(name: str, tmp_path: Path) -> None:
     expected = train(make_trainer(SETUP, Mesh(), policy), case.family)
     trained = {key for key in expected.weights if "vis" in key}
     assert bool(trained) == (not case.frozen)
-    results = pool(2).run(divided, folder, case)
+    results = pool(case.layout["dp"] * case.layout.get("tp", 1)).run(divided, folder, case)
     assert_same(joined(results), expected)

@@ -15,14 +15,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from rather.checkpoint.checkpoint import open_checkpoint
+from rather.cluster.images import refuse_images
 from rather.config.load import config_from_dict
 from rather.config.run_config import DPOConfig
+from rather.data.prepare import prepare
+from rather.errors import ConfigError
 from rather.model.files import TOWER
 from rather.pipeline.pipeline import DPOPipeline
 from tests.cells import cells
 from tests.data.vision import processor_of, tokenizer_of, vision_folder
 from tests.model.images import tiny_model
-from tests.tiny import metrics
+from tests.tiny import make_config, metrics
 
 COLOURS = {"r": (230, 20, 20), "g": (20, 230, 20), "b": (20, 20, 230), "w": (240, 240, 240)}
 WEIGHTS = "model.safetensors"
@@ -84,6 +87,8 @@ def vision_config(folder: Path, family: str = "qwen2_5_vl", **changes: Any) -> D
                 "num_train_epochs": 2,
                 **changes.pop("training_args", {}),
             },
+            "strategy_args": changes.pop("strategy", {}),
+            **changes.pop("role", {}),
         },
         "validation": {"data_args": {"file_name": str(folder / "held.jsonl")}},
         **changes,
@@ -188,3 +193,52 @@ def test_it_learns_what_it_sees_and_the_export_answers_the_same(tmp_path: Path) 
 
     assert accuracy(images) == pytest.approx(evaluated[-1]["eval/rewards/accuracies"])
     assert accuracy(images[1:] + images[:1]) < 0.7  # it really looks
+
+
+def test_what_cannot_see_images_is_refused(tmp_path: Path) -> None:
+    config = vision_config(tmp_path)
+    data = prepare(config)
+
+    def refusal(**changes: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            refuse_images(vision_config(tmp_path, **changes), data)
+        return str(caught.value)
+
+    two: dict[str, Any] = {"device_mapping": [0, 1]}
+    pipeline = {"pp_size": 2}
+    context = {"cp_size": 2}
+    assert "pipeline parallel does not take images" in refusal(role=two, strategy=pipeline)
+    assert "context parallel does not take images" in refusal(role=two, strategy=context)
+    adapter = {"lora_rank": 2, "freeze": []}
+    assert "an adapter is of the language model" in refusal(model_args=adapter)
+    refuse_images(vision_config(tmp_path, model_args={"lora_rank": 2}), data)
+    with pytest.raises(ConfigError, match=r"freeze: .*vision \| projector"):
+        vision_config(tmp_path, model_args={"freeze": ["tower"]})
+
+
+def test_keys_about_images_are_refused_for_text(tmp_path: Path) -> None:
+    data = prepare(make_config(tmp_path))
+    for key, value in {"freeze": [], "vision_cache": "off", "vision_cache_gb": 1.0}.items():
+        config = make_config(tmp_path, actor_train__model_args={key: value})
+        with pytest.raises(ConfigError, match=f"model_args.{key}: no pair has images"):
+            refuse_images(config, data)
+
+
+def test_a_full_cache_computes_the_rest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rather")
+    config = vision_config(
+        tmp_path, model_args={"vision_cache_gb": 3e-6, "lora_rank": 2, "lora_target": "all-linear"}
+    )
+    folder = run(config)
+    files = list((tmp_path / "output" / ".cache" / "vision").rglob("*.features"))
+    assert 1 <= len(files) <= 6
+    assert counted(caplog, "is full; further images are computed each time")
+    adapted = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert adapted
+    assert not any(TOWER.search(name) for name in adapted)
+    before, after = (load_file(f / WEIGHTS) for f in (tmp_path / "base", folder / "model"))
+    assert all(torch.equal(before[name], after[name]) for name in before if TOWER.search(name))
+    files[0].write_bytes(b"damaged")
+    caplog.clear()
+    run(vision_config(tmp_path, exp_name="again", model_args={"lora_rank": 2}))
+    assert counted(caplog, "cannot be read and is computed again")
