@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from rather.commands import generate
 from rather.config.load import load
@@ -189,6 +191,10 @@ def test_other_commands_name_rather_rounds(tmp_path: Path) -> None:
         ({"pref_loss": "advantage"}, "rounds.reference: loss 'advantage' clips"),
         ({"task": "sft"}, "task: rounds make pairs or scored answers, and task is sft"),
         ({"overwrite": True}, "overwrite (rounds.yaml): every round sets it itself"),
+        (
+            {"actor_train": {"model_args": {"adapter_name_or_path": "adapter"}}},
+            "adapter_name_or_path: every round begins with a new adapter",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(changes: Any, message: str, tmp_path: Path) -> None:
@@ -211,6 +217,35 @@ def test_the_training_of_a_round(tmp_path: Path) -> None:
         assert second.actor_train.model_path == "base"
         assert second.reference.model_path == "output/own/round-1/train/model"
         assert len(second.actor_train.data_args.files) == 2
+
+
+LORA = {
+    "model_args": {"lora_rank": 4, "lora_target": "all-linear"},
+    "training_args": {"learning_rate": 1e-2, "per_device_train_batch_size": 4},
+}
+
+
+def test_a_round_with_an_adapter_begins_with_the_merged_weights(tmp_path: Path) -> None:
+    """The stage of the training alone: round 1 is a folder that a training has exported."""
+    with working_in(tmp_path):
+        plan = load_plan(write_plan(Path(), actor_train=LORA, max_steps=1))
+        shutil.copytree("base", plan.model(1))
+        weights = Path(plan.model(1)) / "model.safetensors"
+        save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights)
+        rows = [{"prompt": "w1 w2", "responses": [" w3", " w4 w5"], "scores": [1, 0]}] * 4
+        plan.round_folder(2).mkdir(parents=True)
+        scored = plan.round_folder(2) / "scored.jsonl"
+        scored.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run.RoundsRun(plan)._train(2)
+        result = plan.round_folder(2) / "train"
+        adapter = json.loads((result / "adapter" / "adapter_config.json").read_text())
+        assert adapter["base_model_name_or_path"].endswith("round-1/train/model")
+        before, after = load_file(weights), load_file(result / "model" / "model.safetensors")
+        moved = [name for name in before if not torch.equal(before[name], after[name])]
+        assert moved
+        assert all("proj" in name for name in moved)
+        for name, tensor in before.items():
+            assert torch.allclose(tensor, after[name], atol=0.05)
 
 
 # --- stop and choose ---

@@ -180,8 +180,11 @@ def check(plan: Plan) -> None:
         problems.append("rounds.server.start: has no {port}; a free one is chosen for it.")
     if base.task not in ("preference", "scored"):
         problems.append(f"task: rounds make pairs or scored answers, and task is {base.task}.")
-    if base.actor_train.model_args.has_adapter:
-        problems.append("actor_train.model_args: rounds train all weights; remove the adapter.")
+    if base.actor_train.model_args.adapter_name_or_path:
+        problems.append(
+            "actor_train.model_args.adapter_name_or_path: every round begins with a new adapter on "
+            "the merged weights of the round before; merge this one first (`rather merge`)."
+        )
     is_first = rounds.reference == "first" and rounds.count > 1
     if "advantage" in base.loss_names and is_first and rounds.start_from == "previous":
         problems.append(
