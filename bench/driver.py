@@ -100,6 +100,7 @@ class StubRank:
 
     def __init__(self, role: str, pairs: int) -> None:
         self.role, self._first = role, True
+        self.read_requests: Any = tuple
         self._logps = torch.full((pairs, 2), -100.0, dtype=torch.float64)
 
     def pack(self, _batches: Any) -> None: ...
@@ -108,7 +109,11 @@ class StubRank:
         sums = dict.fromkeys(["weight", "loss", *PER_PAIR, *MOMENTS], 1.0)
         policy = self._logps if self._first else self._logps.new_empty(0, 2)
         self._first = False
-        numbers: Any = {"ratios": self._logps, "pull": self._logps[:, 0]}
+        numbers: Any = {
+            "requests": self.read_requests(),
+            "ratios": self._logps,
+            "pull": self._logps[:, 0],
+        }
         return StepResult(sums, policy, 1.0, 1e-6, None, None, **numbers)
 
     def compute_log_probs(self, _batches: Any) -> dict[str, Any]:

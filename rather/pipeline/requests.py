@@ -27,8 +27,11 @@ class Requests:
         return self.stop.stops
 
     def after_step(self, counts: Sequence[int]) -> bool:
-        """Return whether to stop; several processes have exchanged their requests in the step."""
-        if self.roles.drivers == 1:
+        """Return whether to stop; several processes have exchanged their requests in the step.
+
+        `counts` is empty if a user's worker has made the result of the step.
+        """
+        if self.roles.drivers == 1 or not counts:
             return self.poll()
         self.stop.agree_on(counts)
         return self.stop.stops
