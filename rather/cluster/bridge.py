@@ -225,7 +225,7 @@ def follow(
             if bridge:
                 bridge.send(number, Answer(result, time.monotonic() - began))
     finally:
-        watchdog.closed.set()
+        watchdog.close()
         logging.getLogger("rather").removeHandler(records)
 
 

@@ -133,7 +133,7 @@ def launch(
     if ON_RAY in os.environ:
         supervision = None  # the process that starts the ranks writes down why they ended
     roles.watchdog = Watchdog(config.timeouts, config.log_dir, processes, supervision)
-    roles.closing.callback(roles.watchdog.closed.set)
+    roles.closing.callback(roles.watchdog.close)
     for role in filter(None, (roles.actor_train, roles.reference)):
         # In one process only the steps are watched: loading and saving take what disk and network
         # take.

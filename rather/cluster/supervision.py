@@ -46,6 +46,7 @@ from rather.cluster.health import (
 )
 from rather.cluster.links import Link, connect, open_port
 from rather.cluster.process import Process, end_with_others
+from rather.cluster.rank_warnings import RankWarnings
 from rather.cluster.worker import ActorWorker
 from rather.config.redaction import printable
 from rather.config.run_config import DPOConfig
@@ -142,6 +143,7 @@ class Watchdog:
     limit: Limit | None = None
     closed: threading.Event = field(default_factory=threading.Event)
     peers: Peers | None = None
+    warnings: RankWarnings | None = None
 
     def watch(self, role: Any, methods: Iterable[str]) -> None:
         """Give these methods of a role their deadlines."""
@@ -154,11 +156,23 @@ class Watchdog:
         if self.world > 1:
             self.peers = peers = Peers(PATIENCE)
             peers.write("process", asdict(Process.this()))
+            self.warnings = RankWarnings(Peers(PATIENCE).store, peers.rank, self.world)
+            logging.getLogger("rather").addHandler(self.warnings)
             if links and (found := peers.links(self.timeouts)):
                 # A thread of its own: the other waits in the store of a machine that is cut off.
                 work, given = self._watch_links, (found, peers)
                 threading.Thread(target=work, args=given, name="links", daemon=True).start()
         threading.Thread(target=self._work, name="watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        self.closed.set()
+        if self.warnings:
+            logging.getLogger("rather").removeHandler(self.warnings)
+            self._log_warnings_of_others()
+
+    def _log_warnings_of_others(self) -> None:
+        if self.warnings and self.peers and self.peers.rank == 0:
+            self.warnings.log_those_of_others()
 
     @contextmanager
     def during(self, call: str, phase: str) -> Iterator[None]:
@@ -187,6 +201,7 @@ class Watchdog:
             if now - checked > PAUSE:
                 self.pulse.since += now - checked
             checked, limit = now, self.limit
+            self._log_warnings_of_others()
             late = limit is not None and self.pulse.seconds > limit.seconds
             if late or (self.peers and self.peers.has_begun("snapshot")):
                 self.end(limit or Limit(self.timeouts.save, "save"))

@@ -86,6 +86,16 @@ class Registry(Mapping[str, Entry]):
         """Return whether a user added the entry: by `--import`, or in a script."""
         return self._modules[name].partition(".")[0] != "rather"
 
+    def refuse_from_scripts(self, names: Iterable[str]) -> None:
+        """Refuse a user's entry that ranks in other processes could not import."""
+        travels = {file.name for file in _loaded}
+        for name in names:
+            if self.is_own(name) and self._modules[name] not in travels:
+                raise ConfigError(
+                    f"{self.kind} {name}: it is defined in {self._modules[name]}, and on Ray the "
+                    "ranks run in other processes. Put it into a file that --import names."
+                )
+
     def source_of(self, name: str) -> str | None:
         """Return the source text of the user's file that added an entry; None for Rather's own."""
         owner = self._modules.get(name)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rather.config import plugins
 from rather.config.plugins import Registry
 from rather.errors import ConfigError
 from rather.run_folder.control import StopRequest
@@ -79,17 +78,6 @@ def callback(cls: type[Callback]) -> type[Callback]:
 def registered_callbacks() -> list[Callback]:
     """Make an object of every registered class."""
     return [_make(cls) for cls in CALLBACKS.values()]
-
-
-def refuse_callbacks_of_scripts() -> None:
-    """Refuse callbacks that ranks in other processes cannot import; they would not be called."""
-    travels = {file.name for file in plugins.loaded()}
-    for name, cls in CALLBACKS.items():
-        if cls.__module__ not in travels:
-            raise ConfigError(
-                f"callback {name}: it is defined in {cls.__module__}, and on Ray the first rank "
-                "calls callbacks. Put it into a file that --import names."
-            )
 
 
 def _make(cls: type[Callback]) -> Callback:

@@ -21,6 +21,7 @@ from rather.cluster.worker import ActorWorker
 from rather.config.checks import device_problems, missing
 from rather.config.found import Trust
 from rather.config.run_config import DPOConfig
+from rather.data.formats import FORMATS
 from rather.data.hub import refuse_unknown_model
 from rather.data.prepare import BadRows, Prepared, prepare
 from rather.data.show import print_report
@@ -36,13 +37,14 @@ from rather.errors import (
     counted,
 )
 from rather.files import read_bytes, replace_own
+from rather.losses.losses import LOSSES
 from rather.losses.objective import Running, from_config
 from rather.losses.own import METRICS
 from rather.losses.trial import try_own_losses, try_own_metrics
 from rather.model.export import model_card
 from rather.outcome.result import LINES, run_result
 from rather.pipeline.answers_at_end import AnswersAtEnd
-from rather.pipeline.callbacks import refuse_callbacks_of_scripts, registered_callbacks
+from rather.pipeline.callbacks import CALLBACKS, registered_callbacks
 from rather.pipeline.checks import (
     check_step_zero,
     identity_of,
@@ -119,7 +121,7 @@ class DPOPipeline(Run):
         )
         if self.roles.ranks:  # each of them does the rest
             try:
-                refuse_callbacks_of_scripts()
+                self._refuse_what_cannot_travel()
             except ConfigError:
                 self.close()
                 raise
@@ -130,6 +132,14 @@ class DPOPipeline(Run):
         except BaseException:
             self.close()
             raise
+
+    def _refuse_what_cannot_travel(self) -> None:
+        """Refuse what a script has defined and ranks would have to use."""
+        data = self.config.actor_train.data_args, self.config.validation.data_args
+        CALLBACKS.refuse_from_scripts(CALLBACKS)
+        METRICS.refuse_from_scripts(METRICS)
+        LOSSES.refuse_from_scripts(term.name for term in self.objective.terms)
+        FORMATS.refuse_from_scripts(each.format for each in data if each.format in FORMATS)
 
     def _prepare(self) -> None:
         """Read the pairs of the config's data files."""

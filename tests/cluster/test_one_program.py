@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import re
 import socket
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +25,16 @@ import torch.distributed as dist
 from rather.cluster.health import Failure
 from rather.cluster.memory import Room
 from rather.cluster.process import Process
-from rather.cluster.rank_output import BEGINS, LOG, STDOUT, RankOutput, pass_on
+from rather.cluster.rank_output import BEGINS, LOG, STDOUT, LogRecords, RankOutput, pass_on
 from rather.cluster.ray_ranks import RayRanks
-from rather.cluster.resources import Seat
+from rather.cluster.resources import ResourceManager, Seat
+from rather.config import plugins
 from rather.config.schema import Timeouts
+from rather.data.formats import FORMATS
 from rather.errors import ConfigError, HangError, WorkerError, WorkerLost
-from rather.pipeline.callbacks import CALLBACKS, Callback, refuse_callbacks_of_scripts
+from rather.losses.losses import LOSSES
+from rather.losses.own import METRICS
+from rather.pipeline.callbacks import CALLBACKS
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.control import StopRequest
 from tests.cluster.test_torchrun import config_of
@@ -202,16 +208,77 @@ def test_what_a_rank_logs_and_prints_arrives_in_order(
     assert output.take() == []
 
 
-def test_a_callback_of_a_script_is_refused_where_ranks_cannot_import_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("registry", [CALLBACKS, METRICS, LOSSES, FORMATS], ids=lambda it: it.kind)
+def test_what_a_script_defines_is_refused_where_ranks_cannot_import_it(
+    monkeypatch: pytest.MonkeyPatch, registry: Any
 ) -> None:
-    class Mine(Callback):
-        """Is not in a file that travels."""
+    loss = "mine" if registry is LOSSES else "sigmoid"
+    data = SimpleNamespace(data_args=SimpleNamespace(format="mine"))
+    used = SimpleNamespace(
+        config=SimpleNamespace(actor_train=data, validation=data),
+        objective=SimpleNamespace(terms=[SimpleNamespace(name=loss)]),
+    )
+    refuse: Any = DPOPipeline._refuse_what_cannot_travel
+    monkeypatch.setitem(registry._entries, "mine", None)
+    monkeypatch.setitem(registry._modules, "mine", "__main__")
+    with pytest.raises(ConfigError, match=f"{registry.kind} mine: .* __main__, .+ --import"):
+        refuse(used)
+    monkeypatch.setattr(plugins, "_loaded", [plugins.ImportedFile("__main__", "")])
+    refuse(used)
 
-    refuse_callbacks_of_scripts()
-    monkeypatch.setitem(CALLBACKS._entries, "Mine", Mine)
-    with pytest.raises(ConfigError, match=r"callback Mine: .+ --import"):
-        refuse_callbacks_of_scripts()
+
+NAMES = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD")
+STAYS = "MY_DATABASE_PASSWORD"
+
+
+@pytest.fixture
+def canaries(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Secrets in the environment of this process."""
+    values = {name: f"canary-of-{name}" for name in (*NAMES, STAYS)}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    return values
+
+
+def test_listed_secrets_travel_as_an_argument_and_in_no_option(
+    canaries: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray shows options, such as runtime_env, to everybody who can read its state."""
+    options: list[Any] = []
+    arguments: list[Any] = []
+    handle = SimpleNamespace(describe=SimpleNamespace(remote=lambda *_: None))
+    actor = SimpleNamespace(remote=lambda *given: arguments.append(given) or handle)
+    made = SimpleNamespace(options=lambda **given: options.append(given) or actor)
+    manager: Any = ResourceManager.__new__(ResourceManager)
+    manager.num_gpus_per_node, manager.kind, manager._placed = 2, "cpu", None
+    manager.timeouts = Timeouts()
+    manager._ray = SimpleNamespace(
+        nodes=list, remote=lambda **given: options.append(given) or (lambda _cls: made)
+    )
+    placed = import_module("ray.util.placement_group")  # a function has the same name
+    monkeypatch.setattr(placed, "placement_group_table", lambda _: {"bundles_to_node_id": {}})
+    monkeypatch.setattr(manager, "_all", lambda *_: [])
+    with pytest.raises(ValueError, match="shorter"):  # nobody has answered
+        manager._start((0, 1), {})
+    assert len(arguments) == 2
+    for environment, *more in arguments:
+        sent = {name: value for name, value in environment.items() if "canary" in value}
+        assert sent == {name: canaries[name] for name in NAMES}
+        assert "canary" not in repr(more)
+    assert "canary" not in repr(options)
+
+
+def test_no_secret_is_in_what_a_rank_sends_to_others(canaries: dict[str, str]) -> None:
+    text = f"the environment: {dict(os.environ)}"
+    record = logging.LogRecord("rather.x", logging.WARNING, "", 0, text, (), None)
+    output, records = RankOutput(), LogRecords()
+    output.emit(record)
+    print(text, file=output.stream(STDOUT))
+    records.emit(record)
+    sent = repr((output.take(), records.take(), Failure.of(ValueError(text))))
+    assert sent.count("the environment") > 3
+    for value in canaries.values():
+        assert value not in sent
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ from rather.cluster import supervision
 from rather.cluster.health import Failure, Limit, StackSnapshot
 from rather.cluster.launch import Roles, launch
 from rather.cluster.process import Process
+from rather.cluster.rank_warnings import RankWarnings
 from rather.cluster.supervision import Peers, Supervision, Watchdog
 from rather.cluster.worker import ActorWorker
 from rather.commands.terminal import guarded
@@ -104,6 +106,27 @@ def test_a_killed_rank_is_the_first_cause_under_torchrun(
     assert ended.value.code == WorkerError.exit_code
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith(f"rather: rank 1 of 2 (on {here.machine}) died (signal 9). It crashed,")
+
+
+def test_warnings_of_other_ranks_are_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _server = served_store(monkeypatch, 4)
+    own, *others = (RankWarnings(Peers(10.0).store, rank, 4) for rank in range(4))
+
+    def warn(handler: RankWarnings, text: str, level: int = logging.WARNING) -> None:
+        handler.handle(logging.LogRecord("rather.x", level, "", 0, text, (), None))
+
+    for handler in others:
+        warn(handler, "slow disk")
+        warn(handler, "said by all")
+    warn(own, "said by all")
+    caplog.set_level("INFO", "rather")
+    own.log_those_of_others()
+    warn(others[2], "memory is short")
+    own.log_those_of_others()
+    own.log_those_of_others()
+    assert caplog.messages == ["rank 1 of 4: slow disk", "rank 3 of 4: memory is short"]
 
 
 def stat_of(pid: int) -> list[str]:
