@@ -21,7 +21,7 @@ from rather.config.strategies import layout
 from rather.data.batch import TokenPair
 from rather.errors import ConfigError
 from rather.model.vision import PARTS
-from rather.plan.memory import Device, MemoryForecast, adapter_weights
+from rather.plan.memory import Device, MemoryForecast, adapter_weights, trains_tower
 from rather.plan.speed import GIB, Flops, Speed, StepSeconds, seconds_of_step, worth_compiling
 from rather.reference.logprob_cache import RECORD
 
@@ -217,8 +217,10 @@ def disk_of(
     While a checkpoint is written, those that are kept are still there.
     """
     args = config.actor_train.model_args
+    tower = sum(map(prod, sizes.tower.values()))  # is in every export
     each = checkpoint_bytes(args, config.precision, sizes.shapes)
-    model = sizes.weights * sizes.stored
+    each += tower * SAVED[config.precision] if trains_tower(args) else 0
+    model = (sizes.weights + tower) * sizes.stored
     every = config.interval("save_steps", steps)
     saves = max(1, -(-steps // every)) if every else 1
     kept = min(saves, (config.max_ckpt_to_keep or saves) + 1)
@@ -309,7 +311,8 @@ def candidates(config: DPOConfig, sizes: Sizes, kind: str) -> Iterator[Change]:
             yield from _smaller_on_one_gpu(config.reference.offload, config.precision)
     else:
         yield from _divisions(sizes, divided.devices, levels)
-    if not config.actor_train.model_args.has_adapter:
+    args = config.actor_train.model_args
+    if not args.has_adapter and args.freeze is None:  # an adapter trains no tower
         yield LORA
         if kind == "cuda" and alone:
             yield {**LORA, f"{ARGS}.quantization": "4bit"}

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import json
+import os
+import threading
+from dataclasses import asdict
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 import torch
 
+from rather.data import pixel_loader
 from rather.data.batch import PromptImage
-from rather.data.image_tokens import image_recipe
-from rather.data.pixel_loader import PixelLoader
+from rather.data.image_tokens import ImageRecipe, image_recipe
+from rather.data.pixel_loader import PixelLoader, main
 from rather.data.pixels import PixelMaker
 from rather.errors import DataError
 from tests.data.vision import png, vision_folder
 
 
-def test_a_child_makes_the_same_pixels(tmp_path: Path) -> None:
+class InThread(pixel_loader._Child):
+    """Answers as a child process does, from a thread: no process has to start."""
+
+    def __init__(self, recipe: ImageRecipe) -> None:
+        self.connection, theirs = Pipe()
+        threading.Thread(target=main, args=(os.dup(theirs.fileno()),), daemon=True).start()
+        theirs.close()
+        self.connection.send_bytes(json.dumps(asdict(recipe)).encode())
+
+
+@pytest.mark.parametrize("where", [InThread, pytest.param(None, marks=pytest.mark.wide)])
+def test_a_child_makes_the_same_pixels(
+    where: type | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where:
+        monkeypatch.setattr(pixel_loader, "_Child", where)
     recipe = image_recipe(vision_folder(tmp_path, "qwen2_5_vl"))
     maker = PixelMaker(recipe)
     images = []

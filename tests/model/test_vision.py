@@ -16,6 +16,7 @@ from rather.errors import ConfigError, DataError
 from rather.model.generate import Decoding, generate
 from rather.model.policy import PolicyModel, pair_columns
 from rather.model.vision import family_of
+from tests.cells import cells
 from tests.model.images import IMAGE, SEEING, image_pairs, make_seeing, padded_image_logps
 
 
@@ -33,7 +34,10 @@ def packed_logps(policy: PolicyModel, pairs: list, budget: int) -> torch.Tensor:
     return sums
 
 
-@pytest.mark.parametrize("family", SEEING)
+# Deep features, linear layers, tiles of two kinds; Qwen2.5-VL is Qwen3-VL with less.
+@pytest.mark.parametrize(
+    "family", cells([*SEEING], keep=["qwen3_vl", "qwen3_5", "llava_next", "smolvlm"])
+)
 def test_packed_equals_padded(family: str) -> None:
     policy, maker = make_seeing(family)
     pairs = image_pairs(family, 6)
@@ -56,7 +60,7 @@ def test_packed_equals_padded(family: str) -> None:
             assert worst < 1e-4 * (1e-2 + float(gradient.abs().max())), name
 
 
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", cells([*SEEING], keep=["qwen2_5_vl", "smolvlm"]))
 def test_answers_to_images_do_not_depend_on_the_batch(family: str) -> None:
     policy, maker = make_seeing(family)
     pairs = [pair for pair in image_pairs(family, 6) if pair.images]

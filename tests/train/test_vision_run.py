@@ -169,13 +169,13 @@ def preferences(folder: Path, rows: list[dict[str, Any]], images: list[Path]) ->
 def test_it_learns_what_it_sees_and_the_export_answers_the_same(tmp_path: Path) -> None:
     config = vision_config(
         tmp_path,
-        pairs=96,
-        held=40,
+        pairs=64,
+        held=24,
         model_args={"freeze": []},
         beta=1.0,
         training_args={
-            "num_train_epochs": 3,
-            "per_device_train_batch_size": 16,
+            "num_train_epochs": 2,
+            "per_device_train_batch_size": 8,
             "learning_rate": 5e-3,
         },
     )
