@@ -62,26 +62,30 @@ class Roles:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def broadcast(self, value: Any) -> Any:
-        """Return the main driver's value; each driver calls this in the same order."""
-        with self._waiting("broadcast"):
+    def broadcast(self, value: Any, phase: str = "save") -> Any:
+        """Return the main driver's value; each driver calls this in the same order.
+
+        `phase` limits the wait for what the main driver does meanwhile.
+        """
+        with self.during("broadcast", phase):
             return broadcast(value) if self.drivers > 1 else value
 
     def broadcast_numbers(self, numbers: Tensor) -> None:
         """Fill a tensor on the host with the main driver's numbers: one collective, no pickle."""
         if self.drivers > 1:
-            with self._waiting("broadcast_numbers"):
+            with self.during("broadcast_numbers", "save"):
                 dist.broadcast(numbers, src=0)
 
     def max_over_drivers(self, number: int) -> int:
         if self.drivers == 1:
             return number
-        with self._waiting("max_over_drivers"):
+        with self.during("max_over_drivers", "save"):
             return max_over_ranks(number, self.kind)
 
-    def _waiting(self, call: str) -> AbstractContextManager[None]:
-        """Limit the wait for what the main driver does alone, such as preparing data."""
-        return self.watchdog.during(call, "save") if self.watchdog else nullcontext()
+    def during(self, call: str, phase: str) -> AbstractContextManager[None]:
+        """Limit a call that other drivers wait for; one process may take its time."""
+        is_limited = self.watchdog and self.drivers > 1
+        return self.watchdog.during(call, phase) if is_limited else nullcontext()
 
     def watch(self) -> None:
         """End this process if one of its calls misses its deadline: for commands."""

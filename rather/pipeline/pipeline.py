@@ -90,14 +90,19 @@ from rather.tracking.trackers import check_installed
 
 log = logging.getLogger(__name__)
 
+TOKENIZE = "tokenize"  # the key of `timeouts` while the first driver tokenizes
+
 
 class DPOPipeline(Run):
     """Trains to the end, and resumes from the run folder."""
 
     run_dir: Path
 
-    def __init__(self, pipeline_config: DPOConfig) -> None:
-        """Start the roles that the config describes, and prepare its data files."""
+    def __init__(self, pipeline_config: DPOConfig, *, is_watched: bool = False) -> None:
+        """Start the roles that the config describes, and prepare its data files.
+
+        `is_watched`: end this process if a call misses its deadline, as commands do.
+        """
         self.config = config = with_rounding_of_run(pipeline_config)
         if problems := [f"{key}: {text}" for key, text in missing(config)]:
             raise ConfigError(problems)
@@ -127,6 +132,8 @@ class DPOPipeline(Run):
                 raise
             return
         try:
+            if is_watched:
+                self.roles.watch()
             self._prepare()
             self._build()
         except BaseException:
@@ -149,10 +156,12 @@ class DPOPipeline(Run):
         if roles.is_main:
             refuse_other_bases(config)
         else:
-            roles.broadcast(None)  # one driver tokenises; the others find the result in the cache
-        self.data: Prepared = prepare(config)
+            # One driver tokenises; the others find the result in the cache.
+            roles.broadcast(None, TOKENIZE)
+        with roles.during("prepare", TOKENIZE):
+            self.data: Prepared = prepare(config)
         if roles.is_main:
-            roles.broadcast(None)
+            roles.broadcast(None, TOKENIZE)
         if len(self.data.train) == 0:
             raise DataError(
                 f"0 {config.unit} to train on: every row was dropped, see the table above."
@@ -474,8 +483,7 @@ def run_rank(config: DPOConfig, stop: StopRequest) -> int:
     In a process that only starts the ranks of a Ray cluster, this returns when they have ended.
     """
     try:
-        pipeline = DPOPipeline(config)
-        pipeline.roles.watch()
+        pipeline = DPOPipeline(config, is_watched=True)
         if pipeline.roles.is_main and not pipeline.roles.ranks:
             print_report(pipeline.data.report, Console(stderr=True))
         return pipeline.run(stop)
@@ -486,10 +494,9 @@ def run_rank(config: DPOConfig, stop: StopRequest) -> int:
 
 def evaluate_rank(config: DPOConfig, stop: StopRequest, *, model: str) -> int:
     """Print the metrics of a model on the held-out pairs as JSON."""
-    with closing(DPOPipeline(config)) as pipeline:
+    with closing(DPOPipeline(config, is_watched=True)) as pipeline:
         if pipeline.roles.ranks:
             return pipeline.roles.ranks.run(partial(evaluate_rank, model=model), config, stop)
-        pipeline.roles.watch()
         pipeline.initialize(model=model)
         metrics = pipeline.evaluate()
         if pipeline.roles.is_main:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rather.cluster import health
+from rather.cluster import health, launch
 from rather.cluster.bridge import ReferenceApart
 from rather.cluster.cluster import Cluster
 from rather.cluster.memory import Room
@@ -27,7 +27,8 @@ from rather.commands.terminal import guarded
 from rather.config.run_config import DPOConfig
 from rather.config.schema import Timeouts
 from rather.data.pack import pack
-from rather.errors import HangError
+from rather.errors import DataError, HangError
+from rather.pipeline import pipeline
 from rather.pipeline.pipeline import DPOPipeline
 from tests.cluster.test_hang import alone
 from tests.faults import inject
@@ -176,6 +177,29 @@ def test_in_a_rank_each_call_ends_by_the_deadline_of_its_phase(
         call = CALLS[name][1]
         assert (call(telling), call(telling)) == expected(role, name), name
     assert watchdog.limit is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_wait_for_tokens_under_a_deadline_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, config: DPOConfig, rank: int
+) -> None:
+    watchdog = Watchdog(config.timeouts, config.log_dir, 2, None)
+    seen: list[str | None] = []
+
+    def note(*_: Any) -> Any:
+        seen.append(watchdog.limit and watchdog.limit.key)
+        return SimpleNamespace(train=[])
+
+    monkeypatch.setattr(launch, "broadcast", note)
+    for name in ("prepare", "refuse_other_bases"):
+        monkeypatch.setattr(pipeline, name, note)
+    run: Any = pipeline.DPOPipeline.__new__(pipeline.DPOPipeline)
+    nobody: Any = None
+    run.roles = launch.Roles(nobody, None, "cpu", rank=rank, drivers=2, watchdog=watchdog)
+    run.config = config
+    with pytest.raises(DataError, match="0 pairs to train on"):
+        run._prepare()
+    assert seen == [None] * (rank == 0) + ["tokenize", "tokenize"]
 
 
 # --- what happens ---
