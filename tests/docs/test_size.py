@@ -10,8 +10,8 @@ from tests.house.source import ROOT
 
 DOCS = ROOT / "docs"
 MOST_PAGES = 36
-MOST_WORDS = 46_500  # only goes down; the goal is 36,000
-MOST_LONG_LINES = 60  # of prose above WIDTH; only goes down
+MOST_WORDS = 42_300  # only goes down; the goal is 36,000. Pages on images and engines are in it
+MOST_LONG_LINES = 3  # of prose above WIDTH; only goes down
 WIDTH = 110
 BY_COMMANDS = {
     DOCS / "config.md",
