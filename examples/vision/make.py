@@ -1,4 +1,4 @@
-"""Make pairs about coloured shapes, and a tiny vision model with random weights: `python make.py`.
+"""Make pairs about coloured shapes, and a tiny vision model with random weights.
 
 Nothing is downloaded. Each pair asks about one image; the rejected answer names another colour.
 Writes shapes/: images/, train.jsonl, held_out.jsonl and model/.

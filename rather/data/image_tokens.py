@@ -268,8 +268,8 @@ def image_recipe(
         processor["size"] = _pixel_limits(written, processor["size"], most_pixels, least_pixels)
     elif most_pixels or least_pixels:
         raise DataError(
-            f"data_args.image_max_pixels and image_min_pixels: the sizes of '{family}' are fixed by "
-            "its processor; remove them."
+            "data_args.image_max_pixels and image_min_pixels: the processor of "
+            f"'{family}' has fixed sizes; remove them."
         )
     token = config.get("image_token_id", config.get("image_token_index"))
     if not isinstance(token, int):

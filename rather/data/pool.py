@@ -311,9 +311,7 @@ class ChunkEncoder:
                 self.ignored.update(ignored)
         except DropReason as reason:
             dropped.append(reason)
-        for pair in texts:
-            if pair.images:
-                pair = replace(pair, image_dir=self.layout.image_dirs[source])
+        for pair in self._in_folder(texts, source):
             try:
                 pairs.append((pair, self.encoder.encode(pair)))
             except DropReason as reason:
@@ -334,6 +332,12 @@ class ChunkEncoder:
             if texts and not is_cut and len(self.prompts) < PROMPTS:
                 with suppress(DropReason):
                     self.prompts[number] = self.encoder.prompt_ids(pair)
+
+    def _in_folder(self, pairs: Iterable[TextPair], source: int) -> Iterator[TextPair]:
+        """Yield pairs that know the folder of their images."""
+        for pair in pairs:
+            has_paths = bool(pair.images)
+            yield replace(pair, image_dir=self.layout.image_dirs[source]) if has_paths else pair
 
     def _is_gap_too_long(self, encoded: Encoded) -> bool:
         limit = self.layout.max_length_gap

@@ -610,12 +610,10 @@ class Encoder:
         _check_difference(pair, "chosen and rejected become the same tokens")
         prompt = len(pair.prompt)
         longest = max(len(pair.chosen), len(pair.rejected))
-        of_images = sum(image.tokens for image in pair.images)
-        uncut = f", of them {of_images} of images, which are not cut" if of_images else ""
+        uncut = _image_share(pair)
         if prompt_limit is not None and bos < prompt_limit < prompt:
             detail = f"a prompt of {prompt} tokens{uncut}; max_prompt_length is {prompt_limit}"
-            if of_images:
-                raise DropReason("prompt_too_long", detail)
+            _refuse_to_cut(pair, detail)
             pair = _cut(pair, bos, prompt - prompt_limit, longest, truncated_prompt=detail)
             prompt = prompt_limit
         excess = prompt + longest - limit
@@ -623,8 +621,9 @@ class Encoder:
             sizes = f"{prompt + longest} tokens, of them {prompt} of the prompt{uncut}"
             detail = f"{sizes}; sequence_length is {limit}"
             room = limit - prompt
-            may_cut = recipe.overlong == "truncate_prompt" and not of_images
-            if may_cut and excess < prompt - bos:
+            if recipe.overlong == "truncate_prompt":
+                _refuse_to_cut(pair, detail)
+            if recipe.overlong == "truncate_prompt" and excess < prompt - bos:
                 # The last token of the prompt stays, as the first of the answer needs it.
                 pair = _cut(pair, bos, excess, longest, truncated_prompt=detail)
             elif recipe.overlong == "truncate_response" and room > 0:
@@ -636,6 +635,17 @@ class Encoder:
         if not pair.chosen_scored or (pair.rejected and not pair.rejected_scored):
             raise DropReason("nothing_scored", "no token of an answer is left to score")
         return pair
+
+
+def _image_share(pair: Encoded) -> str:
+    tokens = sum(image.tokens for image in pair.images)
+    return f", {tokens} of images, which are not cut" if tokens else ""
+
+
+def _refuse_to_cut(pair: Encoded, detail: str) -> None:
+    """Drop a pair whose prompt would be cut, if it has images."""
+    if pair.images:
+        raise DropReason("prompt_too_long", detail)
 
 
 def _contains(rendered: str, text: str) -> bool:

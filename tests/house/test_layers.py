@@ -44,6 +44,7 @@ DOORS = {
         "rather/model/",
         "rather/parallel/load.py",
         "rather/data/template.py",
+        "rather/data/pixels.py",
         "rather/tools/demo.py",
         "rather/trl/",
     ),

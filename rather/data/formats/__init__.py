@@ -27,7 +27,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from typing import Any, NamedTuple
 
 from rather.config.plugins import Registry, did_you_mean
@@ -205,27 +205,33 @@ def place_images(prompt: str | Turns, row: Row, refuse: str) -> tuple[str | Turn
     If a prompt has images but no place for them, they come before its first question, as in TRL.
     `refuse` says why images are not read; it is empty if they are.
     """
-    column = references(next((row[name] for name in IMAGES if _has_value(row, name)), None))
+    column = next((row[name] for name in IMAGES if _has_value(row, name)), None)
+    images = references(column)
     turns = as_turns(prompt, "user") or as_turns("", "user")
-    if not column and not any(REFERENCES in turn for turn in turns):
+    if not images and not any(REFERENCES in turn for turn in turns):
         return prompt, ()
     if refuse:
         raise DropReason("bad_type", f"the row has images, but {refuse}")
-    places = [image for turn in turns for image in _places_of(turn)]
+    places = list(chain.from_iterable(map(_places_of, turns)))
     turns = tuple({key: turn[key] for key in turn if key != REFERENCES} for turn in turns)
     if not places:
-        places = [None] * len(column)
-        turns = _with_places_first(turns, len(column))
+        places = [None] * len(images)
+        turns = _with_places_first(turns, len(images))
+    placed = turns[0]["content"] if isinstance(prompt, str) else turns
+    return placed, _filled(places, images)
+
+
+def _filled(places: Sequence[str | None], images: Sequence[str]) -> tuple[str, ...]:
+    """Return the image of each place: its own, or the next of the row."""
     unnamed = places.count(None)
-    if unnamed != len(column):
+    if unnamed != len(images):
         raise DropReason(
             "image_count",
             f"the prompt has {unnamed} places for images ({PLACEHOLDER} or image parts), the row "
-            f"has {len(column)} images",
+            f"has {len(images)} images",
         )
-    remaining = iter(column)
-    images = tuple(image or next(remaining) for image in places)
-    return turns[0]["content"] if isinstance(prompt, str) else turns, images
+    remaining = iter(images)
+    return tuple(image or next(remaining) for image in places)
 
 
 def _places_of(turn: Mapping[str, Any]) -> list[str | None]:
