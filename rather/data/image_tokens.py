@@ -22,7 +22,7 @@ from rather.data.images import (
     read_image,
 )
 from rather.errors import DataError
-from rather.files import read_json, text_sha
+from rather.files import parse_json, read_json, text_sha
 
 Json = dict[str, Any]
 Grid = tuple[int, ...]
@@ -289,7 +289,7 @@ def recipe_of_processor(processor: Any) -> ImageRecipe | None:
     family = next((PROCESSORS[name] for name in names if name in PROCESSORS), None)
     if family is None:
         return None
-    written = json.loads(processor.image_processor.to_json_string())
+    written = parse_json(processor.image_processor.to_json_string())
     settings = {name: written[name] for name in SETTINGS if written.get(name) is not None}
     settings = DEFAULTS["qwen" if family in QWEN else family] | settings
     counts = _counts(family, vars(processor), {})
