@@ -809,7 +809,7 @@ class Timeouts(Section):
     """Until a machine that cannot be reached over the network counts as lost."""
     start: Positive = 1800.0
     """Until workers have started and loaded their models."""
-    tokenize: Positive = 3600.0
+    prepare: Positive = 3600.0
     """With several processes, for reading and tokenizing the pairs, which the first one does."""
     first_step: Positive = 3600.0
     """For the first step of a process, which compiles and fills caches."""
@@ -823,7 +823,7 @@ class Timeouts(Section):
     @property
     def longest(self) -> float:
         """Return the longest limit of a call."""
-        return max(self.start, self.tokenize, self.first_step, self.step, self.eval, self.save)
+        return max(self.start, self.prepare, self.first_step, self.step, self.eval, self.save)
 
 
 class MachineKeys(Section):

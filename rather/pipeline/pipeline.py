@@ -90,7 +90,7 @@ from rather.tracking.trackers import check_installed
 
 log = logging.getLogger(__name__)
 
-TOKENIZE = "tokenize"  # the key of `timeouts` while the first driver tokenizes
+PREPARE = "prepare"  # the key of `timeouts` while the first driver tokenizes
 
 
 class DPOPipeline(Run):
@@ -157,11 +157,11 @@ class DPOPipeline(Run):
             refuse_other_bases(config)
         else:
             # One driver tokenises; the others find the result in the cache.
-            roles.broadcast(None, TOKENIZE)
-        with roles.during("prepare", TOKENIZE):
+            roles.broadcast(None, PREPARE)
+        with roles.during("prepare", PREPARE):
             self.data: Prepared = prepare(config)
         if roles.is_main:
-            roles.broadcast(None, TOKENIZE)
+            roles.broadcast(None, PREPARE)
         if len(self.data.train) == 0:
             raise DataError(
                 f"0 {config.unit} to train on: every row was dropped, see the table above."

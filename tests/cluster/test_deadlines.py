@@ -199,7 +199,7 @@ def test_ranks_wait_for_tokens_under_a_deadline_of_its_own(
     run.config = config
     with pytest.raises(DataError, match="0 pairs to train on"):
         run._prepare()
-    assert seen == [None] * (rank == 0) + ["tokenize", "tokenize"]
+    assert seen == [None] * (rank == 0) + ["prepare", "prepare"]
 
 
 # --- what happens ---
