@@ -15,6 +15,7 @@ import pytest
 from rather.cli import main
 from rather.cluster.health import Failure
 from rather.cluster.worker import ActorWorker
+from rather.config.keys import table
 from rather.config.redaction import looks_secret, redact
 from rather.run_folder.layout import Incidents
 from tests.security.conftest import rather
@@ -220,3 +221,10 @@ def test_only_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("num_tokens", "pad_token", "use_tokenizer", "TOKEN_PATH")
         if looks_secret(name)
     ]
+
+
+def test_no_key_of_a_config_is_taken_for_a_secret() -> None:
+    """Its value would be missing in the run's own config, and the run could not be resumed."""
+    paths = list(table())
+    assert "timeouts.prepare" in paths
+    assert [path for path in paths if looks_secret(path.rpartition(".")[2])] == []
