@@ -58,7 +58,15 @@ STATE = {
 GUARDED = {
     "data": ("data", "data commits"),
     "tokenizer": ("tokenizer", "chat template"),
-    "model": ("model", "model config", "model weights", "adapter", "rounding"),
+    "model": (
+        "model",
+        "model config",
+        "model weights",
+        "adapter",
+        "rounding",
+        "frozen parts",
+        "tower",
+    ),
     "reference": ("reference", "reference config", "reference weights", "synced reference"),
     "loss": ("loss",),
     "seed": ("seed",),

@@ -41,7 +41,8 @@ NOT_READ = """
     timeouts.connect timeouts.link timeouts.start timeouts.first_step timeouts.step timeouts.eval
     timeouts.save max_failures failure_backoff ref_tp system_envs num_nodes
     num_gpus_per_node actor_train.worker_cls actor_train.engine
-    actor_train.model_args.trust_remote_code
+    actor_train.model_args.trust_remote_code actor_train.model_args.freeze
+    actor_train.model_args.vision_cache actor_train.model_args.vision_cache_gb
     actor_train.model_args.lora_config actor_train.model_args.disable_gradient_checkpointing
     actor_train.strategy_args.strategy_name actor_train.strategy_args.strategy_config
     actor_train.strategy_args.tp_size actor_train.strategy_args.pp_size
