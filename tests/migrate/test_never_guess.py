@@ -74,14 +74,13 @@ def test_the_program_decides_the_loss(line: str, expected: dict[str, Any], tmp_p
     ("source", "named"),
     [
         (TRL.format("online_dpo.py"), "online_dpo"),
-        (TRL.format("dpo_vlm.py"), "dpo_vlm"),
+        (TRL.format("dpo_vlm.py"), "families of docs/vision.md"),
         ("deepspeed --module openrlhf.cli.train_kto --pretrain m", "train_kto"),
-        ("swift rlhf --rlhf_type dpo --model Qwen/Qwen2.5-VL-7B-Instruct", "language models only"),
+        ("swift rlhf --rlhf_type dpo --model OpenGVLab/InternVL3-8B", "families of docs/vision.md"),
         ({"base_model": "m", "rl": "gdpo", "sequence_len": 10}, "rl: gdpo"),
         ({"base_model": "m", "rl": "grpo", "sequence_len": 10}, "rl: grpo"),
         ({"model_name_or_path": "m", "stage": "ppo", "cutoff_len": 10}, "stage: ppo"),
         (TRL.format("sft_vlm.py"), "sft_vlm"),
-        ({"stage": "dpo", "finetuning_type": "full", "image_max_pixels": 9}, "images, video or audio"),
         ({"grpo": {"seed": 1}, "policy": {"model_name": "m"}}, "grpo"),
     ],
 )  # fmt: skip
@@ -94,6 +93,38 @@ def test_other_algorithms_are_refused_by_name(source: Any, named: str, tmp_path:
     assert named in str(why.value)
     is_online = any(name in named for name in ("online", "grpo", "gdpo", "ppo"))
     assert ("see `rather rounds`" in str(why.value)) == is_online
+
+
+FREEZE = "actor_train.model_args.freeze"
+PIXELS = "actor_train.data_args.image_max_pixels"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({"model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct", "stage": "dpo", "do_train": True,
+          "finetuning_type": "lora", "lora_rank": 8, "lora_target": "all", "pref_beta": 0.1,
+          "image_max_pixels": 262144, "video_max_pixels": 16384, "template": "qwen2_vl",
+          "dataset": "d.json", "cutoff_len": 2048, "bf16": True}, {PIXELS: 262144}),
+        ("swift rlhf --rlhf_type dpo --model Qwen/Qwen2.5-VL-7B-Instruct --dataset d.jsonl "
+         "--max_pixels 1003520", {PIXELS: 1003520}),
+        ("python examples/scripts/dpo_vlm.py --model_name_or_path Qwen/Qwen3-VL-2B-Instruct "
+         "--dataset_name d.jsonl", {FREEZE: []}),
+    ],
+)  # fmt: skip
+def test_examples_with_images_are_mapped_and_say_what_may_differ(
+    source: Any, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "x.yaml"
+    if isinstance(source, dict):
+        file.write_text(yaml.safe_dump(source))
+    result = of(source if isinstance(source, str) else file)
+    (tmp_path / "written.yaml").write_text(result.yaml(), encoding="utf-8")
+    config = load(tmp_path / "written.yaml")
+    assert {path: value_at(config, path) for path in expected} == expected
+    [row] = [row for row in result.rows if row.key == "(images)"]
+    assert row.status == MISSING  # exit code 2: whether the tokens are equal is not known
+    assert "sizes and tokens of images may differ" in row.note
 
 
 LF = {"model_name_or_path": "m", "dataset": "d", "bf16": True}

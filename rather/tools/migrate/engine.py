@@ -95,6 +95,13 @@ VISION = re.compile(  # names of models and data sets
     r"(?i)(^|[^a-z])((intern)?(vl|vlm)|llava\w*|vision|omni|pixtral|idefics\w*|[a-z]*ocr|tts|asr|audio|"
     r"speech|minicpm-?[vo]|ovis\w*|janus\w*|emu\d?|textcaps|llama-?4|rlaif-v)($|[^a-z])"
 )
+SEEING = re.compile(r"(?i)qwen2\.?5-?vl|qwen3-?vl|llava-?(v1\.6|next)|smolvlm")  # see images here
+FREEZE = _MODEL + "freeze"
+FREEZING = ("llama-factory", "swift")
+IMAGE_SIZES = (
+    "tools scale images before the processor does, so sizes and tokens of images may differ; compare "
+    "`rather data --show 3`, set data_args.image_dir and image_max_pixels"
+)
 
 
 @dataclass(frozen=True)
@@ -240,6 +247,7 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     rows += _unknown_devices(count, stated, _values(rows))
     determined = stated.union(*(row.values for row in defaults))
     rows += _places(peer, _values(rows), determined)
+    rows += _image_rows(peer, source, _values(rows))
     rows, config = _judged(rows)
     rows += _missing(peer, rows, determined, config)
     rows += _refuse_model(source, config)
@@ -313,12 +321,28 @@ def _places(peer: Peer, values: JsonObject, determined: set[str]) -> Iterator[Ou
             yield Outcome(status, {path: PLACES[path]}, _unset(peer, path), f"({name})")
 
 
+def _image_rows(peer: Peer, source: SourceSettings, values: JsonObject) -> list[Outcome]:
+    """Return what has to be checked by hand for a model that sees images.
+
+    LLaMA-Factory and ms-swift freeze tower and projector, as Rather does; other tools train them.
+    """
+    model = str(values.get("pretrain"))
+    if not VISION.search(f"{source.program} {model}") or not SEEING.search(model):
+        return []
+    has_adapter = any(values.get(path) for path in ESSENTIAL["adapter"])
+    trains_all = peer.name not in FREEZING and not has_adapter
+    return [Outcome(MISSING, {FREEZE: []} if trains_all else {}, IMAGE_SIZES, "(images)")]
+
+
 def _refuse_model(source: SourceSettings, config: DPOConfig) -> list[Outcome]:
     """Raise for models and data of other kinds; return a row for quantised weights."""
     files = map(str, as_list(config.actor_train.data_args.file_name))
     names = f"{config.pretrain} {' '.join(files)}"
-    if VISION.search(f"{source.program} {names}"):
-        raise ConfigError(f"{source.name}: {names}: Rather trains language models only.")
+    if VISION.search(f"{source.program} {names}") and not SEEING.search(str(config.pretrain)):
+        raise ConfigError(
+            f"{source.name}: {names}: Rather trains language models, and on images only the "
+            "families of docs/vision.md."
+        )
     if not ROUNDED.search(str(config.pretrain)):
         return []
     return [Outcome(IMPOSSIBLE, note=QUANTISED, key="(model)", value=config.pretrain)]

@@ -13,7 +13,6 @@ from rather.tools.migrate.engine import Peer
 from rather.tools.migrate.peers.shared import (
     HELD_OUT,
     HF,
-    IMAGES,
     SAMPLES,
     SCHEDULES,
     SPLIT,
@@ -214,7 +213,7 @@ ADAPTER = adapter(
 RULES: Rules = {
     **HF,
     **ADAPTER,
-    **facts(f"""
+    **facts("""
         peft_use_rslora = model.use_rslora
         peft_use_dora = model.use_dora
         lora_model_dir = model.adapter_name_or_path; the adapter as it is here is the reference
@@ -274,7 +273,7 @@ RULES: Rules = {
         max_memory device device_map swanlab_project swanlab_experiment_name swanlab_description
         swanlab_mode swanlab_workspace swanlab_log_completions swanlab_completion_log_interval
         swanlab_completion_max_buffer swanlab_log_model use_kernels use_scattermoe use_sonicmoe ~
-        processor_type !! {IMAGES}
+        processor_type ~ the model's own processor is used
     """),
     **switches("wandb_project use_tensorboard use_mlflow use_swanlab"),
     "adapter": adapter_kind,

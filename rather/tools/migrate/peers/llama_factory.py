@@ -223,8 +223,11 @@ RULES: Rules = {
         use_kv_cache use_reentrant_gc use_unsloth_gc master_addr master_port compute_accuracy
         data_shared_file_system ray_init_kwargs ignore_pad_token_for_loss
         swanlab_project swanlab_mode use_v1_kernels ~
-        image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen
-        audio_sampling_rate freeze_vision_tower freeze_multi_modal_projector media_dir !! {IMAGES}
+        image_max_pixels = data.image_max_pixels
+        image_min_pixels = data.image_min_pixels
+        media_dir = data.image_dir
+        freeze_vision_tower freeze_multi_modal_projector @ true; set model_args.freeze by hand
+        video_max_pixels video_min_pixels video_fps video_maxlen audio_sampling_rate ~ {IMAGES}
         model_class peft_config train_dataset !! a setting of the new version 1, whose examples do \
             not name the algorithm.
     """),

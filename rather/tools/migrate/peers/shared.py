@@ -41,7 +41,7 @@ SCHEDULES = {"warmup_stable_decay": "wsd"} | {
 ADAMW = keys("adamw_torch adamw_torch_fused adamw_hf adamw adam AdamW torch.optim.AdamW")
 EIGHT_BITS = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
 NO_LIMIT = 32768
-IMAGES = "a setting for images, video or audio; Rather trains language models only."
+IMAGES = "video and audio are not read; rows with them are dropped and counted"
 
 
 # ---- values

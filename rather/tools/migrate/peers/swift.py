@@ -15,7 +15,6 @@ from rather.tools.migrate.peers.shared import (
     HELD_OUT,
     HF,
     HF_DEFAULTS,
-    IMAGES,
     STRATEGY,
     TRL_LOSS,
     adapter,
@@ -133,7 +132,7 @@ RULES: Rules = {
         resumed="adapters",
     ),
     **facts(
-        f"""
+        """
         global_batch_size = train_batch_size
         model = pretrain
         model_revision = model.revision
@@ -170,7 +169,8 @@ RULES: Rules = {
         sequence_parallel ~ norms by sequence change no result
         padding_free ~ pairs are always packed
         attn_impl ~ Rather has its own attention
-        freeze_vit freeze_llm freeze_aligner ~ language models only
+        freeze_vit freeze_aligner @ true; set model_args.freeze by hand
+        freeze_llm @ false; the language model trains
         save_safetensors finetune cross_entropy_loss_fusion attention_backend recompute_method
         recompute_num_layers recompute_modules no_save_optim no_save_rng
         use_precision_aware_optimizer optimizer_offload_fraction no_load_optim no_load_rng
@@ -181,7 +181,9 @@ RULES: Rules = {
         create_checkpoint_symlink model_author model_name gradient_accumulation_fusion
         masked_softmax_fusion experts_impl strict
         ignore_args_error streaming num_labels ~
-        vit_lr aligner_lr vit_gradient_checkpointing max_pixels !! {IMAGES}
+        max_pixels = data.image_max_pixels
+        vit_gradient_checkpointing ~
+        vit_lr aligner_lr ! all weights have one learning rate
     """
         + TRL_LOSS
     ),

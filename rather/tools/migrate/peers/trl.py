@@ -62,7 +62,7 @@ TRAINERS: dict[str, str | dict[str, str] | None] = {
 # Scripts and commands, and the trainer of each; the handbook's and SimPO's begin with run_.
 PROGRAMS = {name: name for name in TRAINERS} | {
     f"trl {name}": name for name in ("dpo", "kto", "sft", "reward")} | {
-    f"run_{name}": name for name in ("dpo", "orpo", "sft", SIMPO)}  # fmt: skip
+    f"run_{name}": name for name in ("dpo", "orpo", "sft", SIMPO)} | {"dpo_vlm": "dpo"}  # fmt: skip
 TRAINS = {**TRAINERS, SIMPO: "simpo"}
 # Settings that decide a training and whose defaults changed; a file that does not set them has to
 # be of versions that agree.
