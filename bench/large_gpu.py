@@ -148,7 +148,12 @@ def same_bits() -> dict[str, Any]:
 def on_host(args: argparse.Namespace, model: str, row: dict[str, Any]) -> None:
     shape = SHAPES[model]
     steps = steps_of(args, shape)
-    change = {"actor_train.strategy_args.strategy_name": "zero2_cpu"}
+    strategy = "actor_train.strategy_args"
+    change = {
+        f"{strategy}.strategy_name": "zero2_cpu",
+        f"{strategy}.strategy_config": {"recompute_granularity": "full"},
+        "actor_train.max_tokens_per_microbatch_in_train": 16384,
+    }
     row |= forecast(args, model, steps, change, args.gib)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(args.gib * 2**30 / total)

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
+import torch
 import typer
 
 from rather.cluster.group import device_kind
@@ -31,6 +33,7 @@ from rather.plan.forecast import (
     enough_devices,
 )
 from rather.plan.memory import Device, trains_tower
+from rather.plan.methods import Method, methods_of
 from rather.plan.speed import GPUS, MORE, Speed, listed_speed, measured_speed
 
 GIB = 1 << 30
@@ -77,6 +80,55 @@ def plan(
         names = ("other settings", "memory", "s per step", f"{config.unit}/s", "fits")
         print_table(names, [_row(way) for way in ways])
     typer.secho(said, fg="green" if own.fits else "red")
+
+
+def print_methods(
+    model: str, overrides: Sequence[str], gpus: int | None, gpu: str | None, *, as_json: bool
+) -> None:
+    """Print which ways to train a model fit one GPU, by the length of its pairs."""
+    if overrides or gpus:
+        raise ConfigError("--methods: takes a model and --gpu alone; for a YAML leave it out.")
+    name = gpu.lower() if gpu else gpu_here("cuda")
+    if not gpu and device_kind("auto") == "cpu":
+        raise ConfigError(
+            "--methods: PyTorch finds no GPU here; choose a model with --gpu, such as --gpu h100."
+        )
+    device = _named(name) if gpu and name else Device("cuda", _memory_here())
+    found = list(methods_of(model, device, name))
+    if as_json:
+        return print_json([_as_json(method) for method in found])
+    lengths = list(dict.fromkeys(method.length for method in found))
+    rows = []
+    for way in dict.fromkeys(method.name for method in found):
+        rows.append((way, *(_cell(method) for method in found if method.name == way)))
+    weights = found[0].forecast.sizes.weights / 1e9
+    title = f"{model}: {weights:.3g}B weights on {_size(device.memory)}; a forecast"
+    print_table(("method", *(f"{length:,} tokens" for length in lengths)), rows, title)
+    echo("memory, and pairs/s of pairs that long, half of it prompt; not compiled")
+
+
+def _memory_here() -> float:
+    return float(torch.cuda.get_device_properties(0).total_memory)
+
+
+def _cell(method: Method) -> str:
+    size = _size(method.forecast.parts.total)
+    if not method.forecast.fits:
+        return f"no: {size}"
+    rate = method.pairs_per_second
+    return f"{size}, {rate:.2g}/s" if rate else size
+
+
+def _as_json(method: Method) -> dict[str, Any]:
+    return {
+        "method": method.name,
+        "settings": dict(method.settings),
+        "sequence_length": method.length,
+        "fits": method.forecast.fits,
+        "memory_bytes": round(method.forecast.parts.total),
+        "recompute": method.forecast.chosen.recompute,
+        "pairs_per_second": method.pairs_per_second,
+    }
 
 
 def _named(gpu: str) -> Device:

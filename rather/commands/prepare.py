@@ -114,6 +114,7 @@ def plan_command(
     overrides: Overrides = None,
     gpus: Annotated[int | None, typer.Option(min=1)] = None,
     gpu: str | None = None,
+    methods: bool = False,
     as_json: AsJson = False,
     imports: Imports = None,
 ) -> None:
@@ -124,10 +125,13 @@ def plan_command(
 
     gpu: GPU model, such as h100 or l4; default: this machine.
     gpus: Number of GPUs for both roles; default: the config.
+    methods: The argument is a model: print which ways to train it fit one GPU.
     """
     with heavy_imports():
-        from rather.commands.plan import plan
+        from rather.commands.plan import plan, print_methods
 
+    if methods:
+        return print_methods(str(config), overrides or [], gpus, gpu, as_json=as_json)
     plan(config, overrides or [], gpus, gpu, as_json=as_json)
 
 

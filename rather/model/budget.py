@@ -19,6 +19,7 @@ from rather.data.batch import PairBatch
 from rather.data.pack import pack
 from rather.errors import MemoryShortage
 from rather.model.check import random_pairs
+from rather.model.head import KEEP_BYTES
 from rather.model.layers import LEVELS, Recompute, arrange_layers
 from rather.model.policy import PolicyModel
 
@@ -183,8 +184,23 @@ def _tokens_that_fit(
         trainer.forget()
         torch.cuda.empty_cache()
     bytes_per_token = max(1.0, (peaks[1] - peaks[0]) / (REHEARSED[1] - REHEARSED[0]))
-    fitting = int((room - peaks[0]) / bytes_per_token) + REHEARSED[0]
-    return max(0, fitting // LADDER["cuda"] * LADDER["cuda"]), bytes_per_token
+    row = policy.vocabulary_size * next(policy.parameters()).element_size()
+    return tokens_in(room - peaks[0], REHEARSED[0], bytes_per_token, row), bytes_per_token
+
+
+def tokens_in(room: float, tokens: int, bytes_per_token: float, row: int) -> int:
+    """Return how many tokens fit if `room` is left beside `tokens`; rows of logits have `row` bytes.
+
+    More logits than are kept are computed in chunks, so that further tokens need no memory for
+    them.
+    """
+    ladder = LADDER["cuda"]
+    kept = KEEP_BYTES["cuda"] // row
+    fitting = tokens + room / bytes_per_token
+    if fitting > kept > tokens and bytes_per_token > row:
+        room -= (kept - tokens) * bytes_per_token
+        fitting = kept + room / (bytes_per_token - row)
+    return max(0, int(fitting) // ladder * ladder)
 
 
 def _rehearsal(policy: PolicyModel, tokens: int, largest_pair: int) -> list[PairBatch]:

@@ -182,6 +182,11 @@ def few_layers(name: str, args: ModelArgs, layers: int, device: str, dtype: torc
     return model.eval()
 
 
+def config_of(name: str, args: ModelArgs) -> Any:
+    """Return the config of a model folder, or of a hub model that has been downloaded."""
+    return _config(name, args, local_files_only=True)
+
+
 def model_problems(name: str, role: RoleConfig) -> Iterator[str]:
     """Yield why a model cannot be trained or divided as wanted; loading reports a bad config."""
     degrees = layout(role)

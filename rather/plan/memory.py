@@ -29,7 +29,15 @@ from rather.config.strategies import (
 from rather.data.pack import pack
 from rather.errors import ConfigError, RatherError
 from rather.losses.objective import from_config
-from rather.model.budget import LADDER, LEAST, PARKING_PAYS, REHEARSED, SHARE, TOKENS
+from rather.model.budget import (
+    LADDER,
+    LEAST,
+    PARKING_PAYS,
+    REHEARSED,
+    SHARE,
+    TOKENS,
+    tokens_in,
+)
 from rather.model.head import CHUNK_BYTES, KEEP_BYTES
 from rather.model.layers import LEVELS, Recompute
 from rather.model.sizes import LAYER, Shapes, Sizes, sizes_of, stacked
@@ -304,7 +312,9 @@ class LayerBytes:
     def backward(self) -> float:
         """What the layer needs in its backward pass: recomputed rows and gradients."""
         rows = 2 + 2 * self.sizes.chosen
-        gradients = float((3 * self.sizes.inner + rows * self.sizes.hidden) * self.itemsize)
+        # Recomputed rows of the MLP are freed one by one as their gradients appear.
+        inner = 3 if self.recompute == "none" else 1
+        gradients = float((inner * self.sizes.inner + rows * self.sizes.hidden) * self.itemsize)
         if self.recompute == "none":
             return gradients
         kept = self.kept if self.recompute != "full" else 0.0
@@ -472,19 +482,28 @@ class MemoryForecast:
 
     def peak(self, chosen: Chosen, work: Work) -> MemoryParts:
         """Return the parts at the moment that needs most."""
-        moments = [self._peak_of_passes(chosen, work)]
+        moments = [self._training_peak(chosen, work), self._reference_turn(chosen, work)]
         if self.keeps_state_on_host:  # an update brings the state of two layers, or of the head
             resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
             largest = max(self.part.of_head, self.sizes.in_layers / self.sizes.layers)
             moments.append(replace(resting, buffers=resting.buffers + LOTS * KEPT * largest))
         return max(moments, key=lambda parts: parts.total)
 
-    def _peak_of_passes(self, chosen: Chosen, work: Work) -> MemoryParts:
-        """Return the parts at the moment of a forward or backward pass that needs most."""
+    def _training_peak(self, chosen: Chosen, work: Work) -> MemoryParts:
+        """Return the parts at the moment of a training pass that needs most."""
         return max(self._moments(chosen, work), key=lambda parts: parts.total)
 
+    def _reference_turn(self, chosen: Chosen, work: Work) -> MemoryParts:
+        """Return the parts while the reference runs, or an evaluation."""
+        here = self.resting(narrow=chosen.narrow, parked=False)
+        tokens, part, size = work.seen / self.layout.cp, self.part, self.compute
+        words = self.sizes.vocabulary / self.layout.tp
+        chunk = min(tokens * words * size, CHUNK_BYTES[self.kind])
+        busy = tokens * 3 * (part.inner + part.hidden) * size + WORKSPACE[self.kind]
+        return replace(here, gradients=0.0, logits=chunk, buffers=here.buffers + busy)
+
     def _moments(self, chosen: Chosen, work: Work) -> Iterator[MemoryParts]:
-        """Yield the parts at the head, in a layer, at the end of backward, without gradients."""
+        """Yield the parts at the head, in a layer, and at the end of backward."""
         part, found, size, adapter = self.part, self.layout, self.compute, self.args.has_adapter
         gathered = found.tp if found.sequence_parallel else 1
         how = chosen.recompute, self.compiled, adapter, gathered
@@ -511,12 +530,6 @@ class MemoryForecast:
         yield replace(before, activations=kept, buffers=before.buffers + busy)
         first = tokens * (layer.kept + outside)  # whose backward is the last
         yield replace(resting, activations=first, buffers=resting.buffers + busy + head)
-        # The reference's turn, or an evaluation.
-        here = self.resting(narrow=chosen.narrow, parked=False)
-        tokens = work.seen / found.cp
-        chunk = min(tokens * self.sizes.vocabulary / found.tp * size, CHUNK_BYTES[self.kind])
-        buffers = here.buffers + tokens * 3 * (part.inner + part.hidden) * size + extra
-        yield replace(here, gradients=0.0, logits=chunk, buffers=buffers)
 
     @property
     def _tower_bytes(self) -> float:
@@ -538,13 +551,12 @@ class MemoryForecast:
         real = sum(batch.real_tokens for batch in self.pack_forward(steps[0]))
         parks = parked or (real > PARKING_PAYS and offload == "auto" and self._may_park)
         levels = (level,) if level else LEVELS
-        for narrow, recompute, host in product(
-            (False, True), levels, dict.fromkeys((parked, parks))
-        ):
+        may_narrow = (False,) if self.keeps_state_on_host else (False, True)
+        for narrow, recompute, host in product(may_narrow, levels, dict.fromkeys((parked, parks))):
             fitting = self._tokens_that_fit(Chosen(REHEARSED[0], recompute, narrow, host))
             if fitting >= needed:
                 return Chosen(min(most, fitting), recompute, narrow, host)
-        return Chosen(needed, level or "full", narrow=True, parked=parks, fits=False)
+        return Chosen(needed, level or "full", narrow=may_narrow[-1], parked=parks, fits=False)
 
     @property
     def _may_park(self) -> bool:
@@ -556,12 +568,13 @@ class MemoryForecast:
     def _tokens_that_fit(self, trial: Chosen) -> int:
         few, many = REHEARSED
         works = [Work(n, n, batches=2, seen=0) for n in REHEARSED]
-        first, second = (self._peak_of_passes(trial, work).total for work in works)
+        first, second = (self._training_peak(trial, work).total for work in works)
         each = max(1.0, (second - first) / (many - few))
         resting = self.resting(narrow=trial.narrow, parked=trial.parked)
         held = replace(resting, gradients=0.0).total
         room = SHARE * (self.device.memory - held) + held  # what rests there was not free
-        return max(0, (int((room - first) / each) + few) // LADDER["cuda"] * LADDER["cuda"])
+        row = self.sizes.vocabulary * self.compute
+        return tokens_in(room - first, few, each, row)
 
     def work(self, chosen: Chosen, steps: Sequence[Sequence[TokenPair]]) -> Work:
         """Return the work of the first steps, packed as the run packs them."""
