@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -50,8 +51,9 @@ def import_deepspeed(device: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device.split(":")[0])
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     import deepspeed
-    from deepspeed.comm import torch as backend
 
+    # `deepspeed.comm.torch` as an attribute is torch itself.
+    backend: Any = import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None  # a killed build would leave a lock for ever
     return deepspeed
 
