@@ -37,7 +37,7 @@ ifdef FRESH
 .PHONY: $(BASE)
 endif
 
-.PHONY: help install demo test test-wide test-all test-gpu test-faults soak fuzz check coverage docs notebook screenshots sbom release bench clean
+.PHONY: help install demo test test-wide test-all test-gpu test-faults test-engines soak fuzz check coverage docs notebook screenshots sbom release bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +47,7 @@ help:
 	@echo "make test-all     make test, then make test-wide"
 	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make test-faults  kill a run at every point in every layout; takes most of an hour"
+	@echo "make test-engines the same run on DeepSpeed and Megatron-Core, which it installs into .venv-engines"
 	@echo "make soak     break runs at random for an hour; MINUTES=10 for less"
 	@echo "make fuzz     damaged inputs for the commands, for ten minutes; MINUTES=60 for more"
 	@echo "make check    ruff, mypy --strict and bandit on the package, pip-audit on the installed packages, docs and links"
@@ -83,6 +84,15 @@ test-gpu: $(DEV)
 
 test-faults: $(DEV)
 	@$(PYTEST) -m "faults_all or not alone" tests/faults $(ARGS)
+
+# Both packages name PyTorch without a version: with their dependencies, pip would replace it. DeepSpeed compiles nothing.
+ENGINES_SITE ?= .venv-engines
+ENGINES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["engines"], sep="\n")
+test-engines: $(DEV)
+	@[ -d $(ENGINES_SITE)/deepspeed ] || { echo "Installing DeepSpeed and Megatron-Core into $(ENGINES_SITE): 40 MB"; mkdir -p $(ENGINES_SITE); \
+	  $(VENV)/bin/python -c '$(ENGINES)' > $(ENGINES_SITE)/requirements.txt; \
+	  DS_BUILD_OPS=0 $(PIP) install -q --no-compile --no-deps --target $(ENGINES_SITE) -r $(ENGINES_SITE)/requirements.txt; }
+	@PYTHONPATH=$(abspath $(ENGINES_SITE)) $(PYTEST) tests/engines tests/model/test_megatron.py $(ARGS)
 
 soak: $(DEV)
 	@$(VENV)/bin/python -m tests.faults.soak --minutes $(or $(MINUTES),60) $(ARGS)

@@ -158,9 +158,9 @@ def make_gpt(config: Any, dtype: torch.dtype, *, tp: int = 1, pp: int = 1, **opt
         pipeline_model_parallel_size=pp,
         pipeline_dtype=dtype,
         params_dtype=dtype,
-        variable_seq_lengths=pp > 1,
         calculate_per_token_loss=True,  # sums over ranks, no means
     )
+    settings.variable_seq_lengths = pp > 1  # the constructor checks it for experts only
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=has_norms)
     spec.submodules.self_attention.submodules.core_attention = core_attention()
     return GPTModel(
