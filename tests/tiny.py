@@ -178,6 +178,37 @@ def in_child(work: Callable[..., Any], *args: Any) -> int:
     return child.exitcode
 
 
+def train_on_two_ranks(config: dict[str, Any]) -> None:
+    """Train in two processes, with the environment that torchrun would give them."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
+    children = []
+    for rank in ("0", "1"):
+        own = {**environment, "RANK": rank, "LOCAL_RANK": rank}
+        child = fork_context().Process(target=_quietly, args=(_train_rank, own, config))
+        child.start()
+        children.append(child)
+    for child in children:
+        child.join(300)
+        assert child.exitcode == 0
+
+
+def _train_rank(environment: dict[str, str], config: dict[str, Any]) -> int:
+    from rather.pipeline.pipeline import DPOPipeline
+
+    os.environ.update(environment)
+    return DPOPipeline(DPOConfig.model_validate(config)).run()
+
+
 def _quietly(work: Callable[..., Any], *args: Any) -> None:
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)

@@ -268,7 +268,9 @@ def _refuse_unsupported(causal_lm: Any, config: LoraConfig) -> None:
                 raise ConfigError(f"{key}: the model has no module named {target}")
     ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     text = causal_lm.config.get_text_config()
-    tied = getattr(text, "tie_word_embeddings", causal_lm.config.tie_word_embeddings)
+    tied = getattr(text, "tie_word_embeddings", None)
+    if tied is None:
+        tied = causal_lm.config.tie_word_embeddings
     if tied and any(isinstance(end, ModulesToSaveWrapper) for end in ends):
         raise ConfigError(
             "modules_to_save: the embedding of this model is also its head (tie_word_embeddings), "

@@ -149,7 +149,7 @@ def _sizes_of(name: str, revision: str | None, trusted: bool, _written: int) -> 
             head=max(over_layers(text, "head_dim"), default=hidden // heads),
             inner=_inner(text, shapes, chosen),
             vocabulary=int(text.vocab_size),
-            tied=bool(config.tie_word_embeddings),
+            tied=bool(getattr(config, "tie_word_embeddings", text.tie_word_embeddings)),
             stored=(config.dtype or torch.float32).itemsize,
             shapes=shapes,
             experts=experts,

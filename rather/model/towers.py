@@ -13,6 +13,7 @@ import logging
 from functools import cache
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 class _LeftOut(nn.Module):
     """Takes the place of a part that only images or sounds would reach."""
+
+    # Qwen2-Audio asks for it even without sounds; whatever is moved there cannot be computed with.
+    device = torch.device("meta")
 
 
 def tower_class(config: PretrainedConfig) -> Any:

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from rather.config.run_config import DPOConfig
 from rather.config.values import FORGETTING
 from rather.outcome.forgetting import forgetting_of
 from rather.outcome.result import LINES
 from rather.pipeline.answers_at_end import AnswersAtEnd
-from rather.pipeline.pipeline import DPOPipeline
 from tests.health.test_answers import by_hand
 from tests.health.test_forgetting import EASY, asked_as_trained
 from tests.health.test_result import RULE
 from tests.health.tiny_runs import TinyRuns
-from tests.tiny import _quietly, fork_context, metrics
-
-
-def rank_of(environment: dict[str, str], values: dict[str, object]) -> int:
-    os.environ.update(environment)
-    return DPOPipeline(DPOConfig.model_validate(values)).run()
+from tests.tiny import metrics, train_on_two_ranks
 
 
 @pytest.fixture(scope="module")
 def run(tiny_runs: TinyRuns) -> DPOConfig:
-    """A run on two ranks, with the environment that torchrun would give them."""
+    """A run on two ranks."""
     rule = tiny_runs.folder / "rule_at_end.py"
     rule.write_text(RULE)
     config = tiny_runs.config(
@@ -39,24 +31,7 @@ def run(tiny_runs: TinyRuns) -> DPOConfig:
     )  # fmt: skip
     values = config.model_dump(mode="json", exclude_unset=True)
     values["eval_prompts"]["judge"] = {"with": f"{rule}:score"}
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        "TORCHELASTIC_RUN_ID": "test",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-    }
-    children = []
-    for rank in ("0", "1"):
-        own = {**environment, "RANK": rank, "LOCAL_RANK": rank}
-        child = fork_context().Process(target=_quietly, args=(rank_of, own, values))
-        child.start()
-        children.append(child)
-    for child in children:
-        child.join(300)
-        assert child.exitcode == 0
+    train_on_two_ranks(values)
     return DPOConfig.model_validate(values)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,18 @@ def trained(folder: Path, name: str, dtype: torch.dtype = torch.float32, **chang
     return config.run_dir
 
 
+def current_name(name: str) -> str:
+    """Return the name in today's classes; checkpoints of Qwen2-Audio have an older one."""
+    name = re.sub(r"^language_model\.model\.", "model.language_model.", name)
+    name = re.sub(r"^(audio_tower|multi_modal_projector)\.", r"model.\1.", name)
+    return name.replace("language_model.lm_head.", "lm_head.")
+
+
 def assert_only_language_changed(source: Path, exported: Path) -> None:
-    before, after = load_file(source / WEIGHTS), load_file(exported / WEIGHTS)
+    before, after = (
+        {current_name(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+        for folder in (source, exported)
+    )
     assert before.keys() == after.keys()
     frozen = {name for name in before if TOWER.search(name)}
     assert frozen
@@ -78,7 +89,8 @@ def test_the_language_model_trains_and_the_tower_stays(
         for key, tensor in load_file(tmp_path / "base" / WEIGHTS).items()
         if TOWER.search(key)
     )
-    assert f"vision tower frozen: {frozen:,} parameters, text only" in caplog.messages
+    kind = "audio" if name == "qwen2_audio" else "vision"
+    assert f"{kind} tower frozen: {frozen:,} parameters, text only" in caplog.messages
     architecture = read_json(tmp_path / "base" / "config.json")["architectures"][0]
     opened, info = getattr(transformers, architecture).from_pretrained(
         run / "model", output_loading_info=True
@@ -98,7 +110,7 @@ def test_a_bfloat16_tower_stays_bit_for_bit(tmp_path: Path) -> None:
     assert_only_language_changed(tmp_path / "base", run / "model")
 
 
-@pytest.mark.parametrize("name", cells([*TOWERS], keep=["gemma3"]))
+@pytest.mark.parametrize("name", cells([*TOWERS][:-1], keep=["gemma3"]))
 def test_an_adapter_trains_and_merges(name: str, tmp_path: Path) -> None:
     run = trained(tmp_path, name, **LORA)
     before, after = (load_file(path / WEIGHTS) for path in (tmp_path / "base", run / "model"))
@@ -168,6 +180,8 @@ def divided_sums(folder: Path, layout: Layout, args: ModelArgs) -> torch.Tensor 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", cells([*TOWERS], keep=["gemma3"]))
 def test_divided_it_is_the_same(name: str, layout: Layout, tmp_path: Path) -> None:
+    if name == "qwen2_audio" and layout.pp > 1:
+        pytest.skip("transformers has no plan of its stages: refused by name")
     folder = make_checkpoint(tmp_path / "base", name)
     whole = load_policy(str(folder), ModelArgs(), "cpu")
     (batch,) = pack(random_pairs(4, 60), 10**6)

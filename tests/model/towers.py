@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -14,6 +15,8 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
 )
@@ -102,11 +105,27 @@ def qwen3_5() -> Any:
     return Qwen3_5ForConditionalGeneration(config)
 
 
+def qwen2_audio() -> Any:
+    sound = {
+        "d_model": 16,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 24,
+        "num_mel_bins": 8,
+        "max_source_positions": 20,
+    }
+    config = Qwen2AudioConfig(
+        text_config={**TEXT, "model_type": "qwen2"}, audio_config=sound, audio_token_index=5
+    )
+    return Qwen2AudioForConditionalGeneration(config)
+
+
 TOWERS: dict[str, Callable[[], Any]] = {
     "gemma3": gemma3,
     "qwen3_5": qwen3_5,
     "qwen2_5_vl": qwen2_5_vl,
     "mistral3": mistral3,
+    "qwen2_audio": qwen2_audio,
 }
 
 
@@ -115,5 +134,9 @@ def make_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float32)
     make_model(folder)
     torch.manual_seed(0)
     TOWERS[name]().to(dtype).save_pretrained(folder)
+    if name == "qwen2_audio":  # transformers 5.22 saves `model.model`, which no release has
+        weights = load_file(folder / "model.safetensors")
+        named = {key.replace(".model.model.", ".model."): tensor for key, tensor in weights.items()}
+        save_file(named, folder / "model.safetensors", {"format": "pt"})
     (folder / "preprocessor_config.json").write_text('{"image_mean" : [0.5]}  \n')
     return folder

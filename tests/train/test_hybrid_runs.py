@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rather.config.run_config import DPOConfig
 from rather.config.schema import ModelArgs
 from rather.data.pack import pack
 from rather.model.policy import pair_columns
@@ -18,7 +19,7 @@ from rather.pipeline.pipeline import DPOPipeline
 from tests.cells import cells
 from tests.model.test_hybrids import HYBRIDS, hybrid
 from tests.padded import padded_logps, random_pairs
-from tests.tiny import make_config
+from tests.tiny import make_config, train_on_two_ranks
 
 LORA = {
     "actor_train__model_args__lora_rank": 4,
@@ -26,8 +27,8 @@ LORA = {
 }
 
 
-def run(folder: Path, family: str, name: str, **changes: Any) -> Path:
-    """Train the family in a folder with pairs; return the run folder."""
+def config_of(folder: Path, family: str, name: str, **changes: Any) -> DPOConfig:
+    """Return the config of a training of the family, in a folder with pairs."""
     settings = {
         "actor_train__model_args__tokenizer_name_or_path": str(folder / "base"),
         "actor_train__training_args__lr_scheduler_type": "constant",
@@ -38,6 +39,12 @@ def run(folder: Path, family: str, name: str, **changes: Any) -> Path:
     config = make_config(folder, exp_name=name, **settings)
     if not model.exists():
         hybrid(family).save_pretrained(model)
+    return config
+
+
+def run(folder: Path, family: str, name: str, **changes: Any) -> Path:
+    """Train the family in a folder with pairs; return the run folder."""
+    config = config_of(folder, family, name, **changes)
     assert DPOPipeline(config).run() == 0
     return config.run_dir
 
@@ -69,6 +76,23 @@ def test_a_resumed_run_ends_in_the_same_bits(name: str, tmp_path: Path) -> None:
     for key, value in load_file(resumed / "model/model.safetensors").items():
         assert torch.equal(value, weights[key]), key
     assert_exported(whole / "model")
+
+
+@pytest.mark.parametrize("name", cells([*HYBRIDS], keep=[]))
+def test_two_ranks_train_as_one(name: str, tmp_path: Path) -> None:
+    """Plain data parallel; on zero3 it is in `make test`, in tests/same/test_hybrids.py."""
+    batch = "actor_train__training_args__per_device_train_batch_size"
+    alone = run(tmp_path, name, "alone", max_steps=2, **{batch: 4})
+    both = config_of(
+        tmp_path, name, "both", max_steps=2, actor_train__device_mapping=[0, 1],
+        reference__device_mapping=[0, 1], **{batch: 2},
+    )  # fmt: skip
+    train_on_two_ranks(both.model_dump(mode="json", exclude_unset=True))
+    want, got = (load_file(folder / "model/model.safetensors") for folder in (alone, both.run_dir))
+    start = load_file(tmp_path / "model/model.safetensors")
+    for key, value in want.items():
+        moved = (value - start[key]).norm()
+        assert (got[key] - value).norm() <= 1e-3 * moved + 1e-6, key
 
 
 @pytest.mark.parametrize("name", cells([*HYBRIDS], keep=["gpt_oss"]))
