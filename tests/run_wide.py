@@ -5,13 +5,16 @@
     python -m tests.run_wide --check # is every part green, and newer than the code it tests?
 
 A part is a set of test files; `--part` of pytest (tests/conftest.py) chooses them by the seconds that each took the last
-time, so that all parts take about as long.
+time, so that all parts take about as long. All parts divide by the same seconds, those of the time when the first of them
+ran (`planned`), and each stores a digest of the division: parts that divided differently may have left a file out.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,6 +28,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "wide.json"
 PARTS = 8
+NOTE = "RATHER_WIDE_DIVISION"  # names the file to which pytest writes a digest of the division
 UNKNOWN_SECONDS = 30.0  # of a file that has not run yet
 # A change here makes every earlier result worthless.
 TESTED = [f"rather/{room}" for room in ("cluster", "ranks", "train", "parallel", "checkpoint")]
@@ -32,20 +36,45 @@ TESTED = [f"rather/{room}" for room in ("cluster", "ranks", "train", "parallel",
 
 def read_results() -> dict[str, Any]:
     if not RESULTS.exists():
-        return {"parts": {}, "seconds": {}}
+        return {"parts": {}, "planned": {}, "seconds": {}}
     return dict(json.loads(RESULTS.read_text(encoding="utf-8")))
 
 
 def files_of_part(files: Iterable[str], part: int, parts: int) -> set[str]:
     """Return the files of one part: longest first, each to the part that has the least to do."""
-    seconds = read_results()["seconds"]
+    chosen = division(files, parts)
+    if note := os.environ.get(NOTE):
+        Path(note).write_text(digest_of(chosen), encoding="utf-8")
+    return {file for file, number in chosen.items() if number == part}
+
+
+def division(files: Iterable[str], parts: int) -> dict[str, int]:
+    """Return file -> part."""
+    seconds = read_results()["planned"]
     loads = [0.0] * parts
     chosen: dict[str, int] = {}
     for file in sorted(files, key=lambda name: (-seconds.get(name, UNKNOWN_SECONDS), name)):
         lightest = loads.index(min(loads))
         loads[lightest] += seconds.get(file, UNKNOWN_SECONDS)
         chosen[file] = lightest + 1
-    return {file for file, number in chosen.items() if number == part}
+    return chosen
+
+
+def digest_of(chosen: dict[str, int]) -> str:
+    return hashlib.sha256(json.dumps(sorted(chosen.items())).encode()).hexdigest()[:16]
+
+
+def plan(parts: int, *, again: bool) -> None:
+    """Fix the seconds by which files are divided, unless some of these parts have run already."""
+    results = read_results()
+    counts = {name.partition("/")[2] for name in results["parts"]}
+    if again or counts != {str(parts)}:
+        results |= {"parts": {}, "planned": results["seconds"]}
+        write_results(results)
+
+
+def write_results(results: dict[str, Any]) -> None:
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def run_part(part: int, parts: int, workers: int, more: list[str]) -> bool:
@@ -54,13 +83,15 @@ def run_part(part: int, parts: int, workers: int, more: list[str]) -> bool:
     failed: list[str] = []
     seconds: defaultdict[str, float] = defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
+        note = Path(folder, "division")
+        environment = os.environ | {NOTE: str(note)}
         for marks in ("alone", "not alone"):
             report = Path(folder, f"{marks}.xml")
             command = [sys.executable, "-m", "pytest", "-q", "--wide-only", "-m", marks]
             command += [f"--part={part}/{parts}", f"--junitxml={report}", *more]
             if marks == "not alone":
                 command += ["-n", str(workers), "--no-loadscope-reorder"]
-            code = subprocess.run(command, cwd=ROOT, check=False).returncode
+            code = subprocess.run(command, cwd=ROOT, check=False, env=environment).returncode
             if code not in (0, 1, 5):  # passed, failed, nothing selected
                 failed.append(f"pytest ended with status {code}")
             for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
@@ -70,9 +101,8 @@ def run_part(part: int, parts: int, workers: int, more: list[str]) -> bool:
                 seconds[name] += float(case.get("time", 0))
                 if outcome == "failed":
                     failed.append(f"{name}::{case.get('name')}")
+        divided = note.read_text(encoding="utf-8") if note.exists() else None
     results = read_results()
-    if results["parts"] and next(iter(results["parts"])).partition("/")[2] != str(parts):
-        results["parts"] = {}  # of another division
     results["parts"][f"{part}/{parts}"] = {
         "commit": git("rev-parse", "HEAD"),
         "changed": bool(git("status", "--porcelain", "--", "rather", "tests")),
@@ -80,9 +110,10 @@ def run_part(part: int, parts: int, workers: int, more: list[str]) -> bool:
         "minutes": round((time.time() - began) / 60, 1),
         **{name: counts[name] for name in ("passed", "failed", "skipped")},
         "failures": failed,
+        "division": divided,
     }
     results["seconds"] |= {name: round(total, 1) for name, total in seconds.items()}
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    write_results(results)
     return not failed
 
 
@@ -113,6 +144,8 @@ def problems() -> list[str]:
             found.append(f"part {name} is red: {', '.join(part['failures'])}")
         elif part["changed"] or not is_ancestor(last_change, part["commit"]):
             found.append(f"part {name} is older than the last change to {', '.join(TESTED)}")
+    if len({part.get("division") for part in parts.values()}) > 1:
+        found.append("a test file was added or removed between the parts: run all of them again")
     return found
 
 
@@ -136,6 +169,7 @@ def main() -> int:
         chosen, parts = [int(number)], int(count)
     else:
         chosen, parts = list(range(1, PARTS + 1)), PARTS
+    plan(parts, again=not args.part)
     green = [run_part(part, parts, args.workers, more) for part in chosen]
     return int(not all(green))
 

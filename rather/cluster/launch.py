@@ -84,8 +84,9 @@ class Roles:
 
     def during(self, call: str, phase: str) -> AbstractContextManager[None]:
         """Limit a call that other drivers wait for; one process may take its time."""
-        is_limited = self.watchdog and self.drivers > 1
-        return self.watchdog.during(call, phase) if is_limited else nullcontext()
+        if self.watchdog is None or self.drivers == 1:
+            return nullcontext()
+        return self.watchdog.during(call, phase)
 
     def watch(self) -> None:
         """End this process if one of its calls misses its deadline: for commands."""

@@ -41,6 +41,22 @@ def test_the_parts_of_the_wide_tests_hold_each_file_once() -> None:
     assert min(map(len, parts)) >= 6  # all take as long as far as anyone knows
 
 
+def test_a_part_that_has_run_does_not_change_what_the_others_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_wide, "RESULTS", tmp_path / "wide.json")
+    files = {f"tests/a{number}.py" for number in range(20)}
+    run_wide.plan(3, again=False)
+    planned = [files_of_part(files, part, 3) for part in (1, 2, 3)]
+    took = dict.fromkeys(planned[0], 100.0)
+    results = run_wide.read_results() | {"parts": {"1/3": {}}, "seconds": took}
+    run_wide.write_results(results)
+    run_wide.plan(3, again=False)
+    assert [files_of_part(files, part, 3) for part in (1, 2, 3)] == planned
+    run_wide.plan(2, again=False)  # another division begins with what is known now
+    assert run_wide.read_results()["planned"] == took
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -48,13 +64,14 @@ def test_the_parts_of_the_wide_tests_hold_each_file_once() -> None:
         ({"failures": ["tests/a.py::b"]}, "red"),
         ({"changed": True}, "older"),
         ({"commit": "HEAD~1000000"}, "older"),
+        ({"division": "other"}, "added or removed between the parts"),
         (None, "has not run"),
     ],
 )
 def test_a_part_that_is_red_missing_or_old_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any] | None, text: str
 ) -> None:
-    good = {"commit": "HEAD", "changed": False, "failures": []}
+    good = {"commit": "HEAD", "changed": False, "failures": [], "division": "one"}
     parts = {"1/2": good, "2/2": good if changes is None else {**good, **changes}}
     if changes is None:
         del parts["2/2"]
