@@ -128,6 +128,8 @@ class ShardedFiles(Mapping[str, Tensor]):
 
     def dtype(self, name: str) -> torch.dtype:
         file, spec = next(iter(self._shards[name].values()))
+        if hasattr(file, "dtype"):  # of another format
+            return file.dtype  # type: ignore[no-any-return]
         empty: Tensor = file.get_slice(name)[(slice(0, 0),) * len(spec.whole)]
         return empty.dtype
 

@@ -128,10 +128,6 @@ class TorchDistFiles(ShardedFiles):
                 f"{folder}: is not a Megatron checkpoint that can be read: {reason}"
             ) from error
 
-    def dtype(self, name: str) -> torch.dtype:
-        chunk, _ = next(iter(self._shards[name].values()))
-        return chunk.dtype  # type: ignore[no-any-return]
-
     def _add_tensors(self, metadata: dict[str, Any]) -> None:
         stored: dict[tuple[str, Numbers], dict[str, Any]] = {}
         for index, info in metadata["storage_data"].items():

@@ -100,7 +100,7 @@ def export(
     else:
         config = policy.causal_lm.config
         config.dtype = DTYPES[dtype] if dtype else config.dtype
-        towers = model_files(source.model, source.args)
+        towers = model_files(source.model, source.args, config)
         began = towers if source.checkpoint else None
         cast = FileCast(config.dtype, _asked(rounding, config.dtype) or own_rounding, began)
         temporary = whole_model(policy, {}, tokenizer, out, cast, largest, towers)

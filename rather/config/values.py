@@ -145,10 +145,9 @@ def worker_class(value: Any) -> Any:
 
 def engine_name(value: Any) -> Any:
     """Accept FILE.py:Class, as an absolute path, or the name of an installed engine."""
-    file, _, class_name = str(value).rpartition(":")
-    if file.endswith(".py") and class_name.isidentifier():
-        return f"{Path(file).expanduser().absolute()}:{class_name}"
-    if isinstance(value, str) and re.fullmatch(r"[\w-]+", value):
+    if match := re.fullmatch(r"(.+\.py)(:[^\W\d]\w*)", str(value)):
+        return f"{Path(match[1]).expanduser().absolute()}{match[2]}"
+    if re.fullmatch(r"[^\W\d][\w-]*", str(value)):
         return value
     raise ValueError("write torch, FILE.py:Class, or the name of an installed engine")
 

@@ -155,7 +155,7 @@ def export_run(
     target, model, (name, args) = (tokenizer, folder, card), policy.causal_lm, source
     if policy.is_reward:
         set_padding(model.config, tokenizer)
-    base = model_files(name, args)
+    base = model_files(name, args, model.config)
     if not args.has_adapter and not isinstance(weights, ShardedFiles):
         return export_model(policy, weights, *target, base)
     cast = FileCast(model.config.dtype, policy.rounding, base)

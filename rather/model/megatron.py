@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.checkpoint.torch_dist import METADATA, TorchDistFiles
@@ -31,6 +30,7 @@ TOP = {
     "model.norm.weight": "decoder.final_layernorm.weight",
     "lm_head.weight": "output_layer.weight",
 }
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 ATTENTION, MLP = "self_attention.linear_qkv", "mlp.linear_fc1"
 PLAIN = {
     "input_layernorm.weight": f"{ATTENTION}.layer_norm_weight",
@@ -52,7 +52,7 @@ def checkpoint_folder(folder: Path) -> Path | None:
     return max(found).parent if found else None
 
 
-def model_files(name: str, args: ModelArgs, config: Any = None) -> ModelFiles | None:
+def model_files(name: str, args: ModelArgs, config: Any) -> ModelFiles | None:
     """Return the weights of a model or a Megatron checkpoint; None if they are not here."""
     folder = model_folder(name, args.revision)
     if folder is None or not folder.exists():
@@ -62,11 +62,7 @@ def model_files(name: str, args: ModelArgs, config: Any = None) -> ModelFiles | 
     place = checkpoint_folder(folder)
     if place is None:
         raise ConfigError(f"config_from is for Megatron checkpoints, and {name} is not one")
-    return MegatronFiles(place, config or text_config(args.config_from, args.revision))
-
-
-def text_config(name: str | Path, revision: str | None = None) -> Any:
-    return AutoConfig.from_pretrained(name, revision=revision).get_text_config()  # nosec B615
+    return MegatronFiles(place, config.get_text_config())
 
 
 class MegatronFiles(ModelFiles):
@@ -96,10 +92,9 @@ class MegatronFiles(ModelFiles):
                 spec = ShardSpec.full((len(rows), *shape[dim + 1 :]))
                 self._shards[name] = {spec.offsets: (_Rows(self.source, key, layer, rows), spec)}
                 taken[key] += len(rows)
-                is_padded = short.endswith(
-                    (TOP["model.embed_tokens.weight"], TOP["lm_head.weight"])
-                )
-                stored[key] = min(prod(shape[: dim + 1]), len(rows) if is_padded else 2**62)
+                stored[key] = prod(shape[: dim + 1])
+                if short in VOCABULARY:  # with unused rows at the end
+                    stored[key] = min(stored[key], len(rows))
         if unknown := sorted(set(self.source) - set(taken)):
             self._refuse(unknown)
         for key, count in stored.items():
@@ -122,16 +117,13 @@ class MegatronFiles(ModelFiles):
             f"names: {names}"
         )
 
-    def dtype(self, name: str) -> torch.dtype:
-        rows, _ = next(iter(self._shards[name].values()))
-        return self.source.dtype(rows.key)
-
 
 class _Rows:
     """Some rows of a tensor, or of one layer of a stack, read like one of a safetensors file."""
 
     def __init__(self, source: TorchDistFiles, key: str, layer: int | None, rows: Tensor) -> None:
         self.source, self.key, self.layer, self.rows = source, key, layer, rows
+        self.dtype = source.dtype(key)
 
     def get_slice(self, _name: str) -> _Rows:
         return self

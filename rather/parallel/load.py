@@ -445,9 +445,7 @@ def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
         "revision": args.revision,
         "trust_remote_code": args.trust_remote_code,
     }
-    folder = Path(name).expanduser()
-    has_config = args.config_from or (folder / "config.json").exists()
-    if not has_config and checkpoint_folder(folder):
+    if args.config_from is None and checkpoint_folder(Path(name).expanduser()):
         raise ConfigError(
             f"model '{name}': is a Megatron checkpoint; set model_args.config_from to a model with "
             "the same config.json and tokenizer"

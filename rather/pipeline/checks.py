@@ -172,6 +172,7 @@ STATE_OF_A_RUN = {
 
 def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[str, Any]:
     """Return what a checkpoint remembers of its run; what cannot be known here is left out."""
+    shape = layout(config.actor_train)
     synced = [config.ref_model_mixup_alpha, config.ref_model_sync_steps]
     grouped = config.group_responses and data.train.groups is not None
     roles = {"model": config.actor_train, "reference": config.reference}
@@ -208,7 +209,8 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
         "adapter": config.actor_train.model_args.adapter_settings,
         "grouped responses": True if grouped else None,
         "rounding": config.rounding,
-        "engine": engine_identity(config.actor_train),
+        # Only torch resumes on other devices and layouts.
+        "engine": shape.engine if shape.engine == "torch" else [shape.engine, shape.describe()],
         **(_frozen_parts(config.actor_train) if data.train.has_images else {}),
     }
 
@@ -220,12 +222,6 @@ def _frozen_parts(actor: ActorConfig) -> dict[str, Any]:
         "frozen parts": list(actor.model_args.frozen_parts),
         "tower": tower_digest(folder) if folder else None,
     }
-
-
-def engine_identity(role: ActorConfig) -> Any:
-    """Return the engine of a checkpoint; only torch resumes on other devices and layouts."""
-    shape = layout(role)
-    return "torch" if shape.engine == "torch" else {"name": shape.engine, "on": shape.describe()}
 
 
 def refuse_other_run(newest: Checkpoint, now: Mapping[str, Any], allowed: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,8 @@ def write_checkpoint(setup: Setup, folder: str) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+    # Its writer starts a process, which ranks of the pool, as daemons, may not.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     if dist.get_rank() == 0:
         Path(folder).mkdir()
     dist.barrier()

@@ -77,7 +77,7 @@ def test_checkpoint_and_card_name_the_engine(trained: dict[str, DPOConfig]) -> N
         card = (config.run_dir / "model" / "README.md").read_text()
         assert f"| engine | {names[key]} |" in card
         identity = open_checkpoint(config.run_dir / "checkpoint-4").state["identity"]["engine"]
-        assert (identity if key == "torch" else identity["name"]) == names[key]
+        assert (identity if key == "torch" else identity[0]) == names[key]
 
 
 def test_an_interrupted_run_resumes_to_the_same_numbers(

@@ -46,6 +46,7 @@ DOORS = {
         "rather/data/template.py",
         "rather/data/pixels.py",
         "rather/tools/demo.py",
+        "rather/tools/megatron_file.py",  # the config of the folder that it converts
         "rather/trl/",
     ),
     "tensorboard": ("rather/tracking/",),
