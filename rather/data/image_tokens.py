@@ -78,7 +78,7 @@ class ImageRecipe:
         if self.family in QWEN:
             return math.prod(grid) // int(self.processor["merge_size"]) ** 2
         if self.family == "llava_next":
-            return _llava_tokens(*grid, self.processor, self.counts)
+            return _llava_tokens(grid[0], grid[1], self.processor, self.counts)
         return int(self.counts["image_seq_len"]) * (math.prod(grid) + 1)
 
     def written(self, grid: Grid, token: str) -> str:

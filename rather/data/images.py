@@ -129,7 +129,8 @@ def open_image(content: bytes) -> Any:
     if not content:
         raise bad_image("the file is empty")
     try:
-        from PIL import Image, ImageOps, WebPImagePlugin  # noqa: F401 - Pillow loads WebP late
+        # Pillow would load the decoder of WebP too late.
+        from PIL import Image, ImageOps, UnidentifiedImageError, WebPImagePlugin  # noqa: F401
     except ImportError:
         raise DataError(
             "images need Pillow; install it with: pip install 'rather[vision]'"
@@ -142,7 +143,7 @@ def open_image(content: bytes) -> Any:
             return ImageOps.exif_transpose(image)
     except DropReason:
         raise
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         detail = f"not an image of a known format ({', '.join(FORMATS)})"
         raise bad_image(detail) from None
     except Image.DecompressionBombError:

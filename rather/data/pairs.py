@@ -242,7 +242,7 @@ class PairDataset(PicklesFields):
     def images(self) -> Iterator[PromptImage]:
         """Yield the images of this set, each once."""
         seen: set[str] = set()
-        for number in np.flatnonzero(self.image_tokens):
+        for number in np.flatnonzero(self.image_tokens).tolist():
             for image in self._take([number])[0].images:
                 if image.digest not in seen:
                     seen.add(image.digest)
