@@ -67,12 +67,6 @@ def refuse_images(config: DPOConfig, data: Prepared) -> None:
         raise ConfigError(problems)
 
 
-def frozen_parts(config: DPOConfig, *, trains: bool) -> tuple[str, ...]:
-    """Return the parts outside the language model that a role does not change."""
-    moves = trains or config.sync_ref_model
-    return config.actor_train.model_args.frozen_parts if moves else PARTS
-
-
 def make_loader(actor: ActorConfig, pairs: int) -> PixelLoader:
     """Return what makes the pixels of so many pairs."""
     revision = actor.model_args.revision

@@ -26,7 +26,7 @@ from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import ShardedFiles, tensor_of
 from rather.cluster.group import RankInfo, on_every_rank, shared_folder, started_as_rank
 from rather.cluster.health import set_environment
-from rather.cluster.images import frozen_parts, has_images, make_loader, open_store
+from rather.cluster.images import has_images, make_loader, open_store
 from rather.cluster.memory import (
     Ledger,
     Peak,
@@ -275,7 +275,8 @@ class ActorWorker:
             "reward": config.task == "reward",
         }
         if self._sees_images:
-            options["frozen"] = frozen_parts(config, trains=trains)
+            moves = trains or config.sync_ref_model
+            options["frozen"] = config.actor_train.model_args.frozen_parts if moves else PARTS
         if self.is_divided:
             shape = replace(self.layout, recompute=self._recompute if trains else "none")
             options |= {"trains": trains, "compiled": self.compiled}
