@@ -164,7 +164,7 @@ class ServedModel:
     def find_way(self, place: Place) -> Reply:
         """Return the first answer; choose the way by which the server reads the same tokens."""
         problems = []
-        ways = WAYS if self.prompts.has_template else WAYS[:-1]
+        ways: tuple[str, ...] = WAYS if self.prompts.has_template else WAYS[:-1]
         if self.prompts.has_images:
             ways = WAYS[-1:]
         bos = self.prompts.tokenizer.bos_token_id
