@@ -58,16 +58,17 @@ class PixelMaker(PicklesFields):
 
     @cached_property
     def _processor(self) -> Any:
+        processor: Any
         if self.recipe.family in QWEN:
-            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-                Qwen2VLImageProcessorPil as Processor,
-            )
+            from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as of_qwen
+
+            processor = of_qwen.Qwen2VLImageProcessorPil
         elif self.recipe.family == "llava_next":
-            from transformers.models.llava_next.image_processing_pil_llava_next import (
-                LlavaNextImageProcessorPil as Processor,
-            )
+            from transformers.models.llava_next import image_processing_pil_llava_next as of_llava
+
+            processor = of_llava.LlavaNextImageProcessorPil
         else:
-            from transformers.models.smolvlm.image_processing_pil_smolvlm import (
-                SmolVLMImageProcessorPil as Processor,
-            )
-        return Processor(**self.recipe.processor, do_convert_rgb=True)
+            from transformers.models.smolvlm import image_processing_pil_smolvlm as of_smolvlm
+
+            processor = of_smolvlm.SmolVLMImageProcessorPil
+        return processor(**self.recipe.processor, do_convert_rgb=True)

@@ -296,7 +296,9 @@ class Encoder:
         assert recipe
         if recipe.family != "smolvlm":
             return [recipe.token] * image.tokens
-        text = recipe.written(image.grid, self.tokenizer.id_to_token(recipe.token))
+        feature = self.tokenizer.id_to_token(recipe.token)
+        assert feature, "the config names a token of the tokenizer"
+        text = recipe.written(image.grid, feature)
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _with_images(self, pair: Encoded, images: tuple[ImageFacts, ...]) -> Encoded:
