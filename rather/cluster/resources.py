@@ -98,7 +98,7 @@ class SeatWatch:
         self._signals = [SignalWatch(seat.process) for seat in seats]
 
     def killed(self) -> dict[int, int]:
-        """Return rank -> signal for ranks of this machine that a signal has ended, if it is known."""
+        """Return rank -> signal for ranks of this machine that a signal ended, if it is known."""
         numbers = {rank: watch.signal for rank, watch in enumerate(self._signals)}
         return {rank: number for rank, number in numbers.items() if number}
 

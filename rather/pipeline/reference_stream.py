@@ -190,7 +190,7 @@ class ReferenceStream:
         return message
 
     def _announce(self, request: Request, pairs: int) -> None:
-        """Ask the other drivers to compute along; `wanted` has fewer bytes than there are values."""
+        """Ask the other drivers to compute along; `wanted` has fewer bytes than values."""
         message = self._message(pairs, COMPUTE_SHARED if request.shared else COMPUTE)
         wanted = np.frombuffer(request.wanted, np.uint8)
         message[1 : 1 + len(wanted)] = torch.from_numpy(wanted.astype(np.float64))

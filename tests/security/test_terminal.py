@@ -19,6 +19,7 @@ TITLE = "\x1b]0;another title\x07\x9b2J[/red]"  # also markup of rich, which may
 DIRECT = {"cli.py", "commands/terminal.py", "run_folder/control.py", "tracking/run.py"}
 DIRECT |= {"pipeline/pipeline.py"}  # metrics as JSON, which escapes control characters
 DIRECT |= {"tracking/logs.py", "cluster/supervision.py", "cluster/resources.py", "data/show.py"}
+DIRECT |= {"cluster/cleanup.py"}
 
 
 def refuse_control(text: str) -> None:
