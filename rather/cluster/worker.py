@@ -171,8 +171,7 @@ class ActorWorker:
         key, kind = f"{self.role}.strategy_args", self.device.split(":")[0]
         refuse_host_offload(self.worker_config, kind, self.config.precision, key)
         self.mesh = build_mesh(self.layout, self.device)
-        if trains and self.layout.engine != "torch":
-            self.engine = self._make_engine(total_steps)
+        self.engine = self._make_engine(total_steps) if trains else None
         self._refuse_group_of_one(kind, key)
         try:
             policy = self._load(total_steps, trains=trains)
@@ -223,16 +222,19 @@ class ActorWorker:
         """Return the recomputation if no measurement decides what fits, as for a divided model."""
         return self.layout.recompute or ("full" if self.on_gpu else "none")
 
-    def _make_engine(self, total_steps: int) -> Engine:
+    def _make_engine(self, total_steps: int) -> Engine | None:
         """Return the engine that `actor_train.engine` names; refuse what it cannot do."""
+        if self.layout.engine == "torch":
+            return None
         config, role = self.config, self.config.actor_train
         engine_class = find_engine(role.engine)
         model, args = self.source
         training = role.training_args
         engine = engine_class(
             EngineJob(
-                model, args, self.device, self.mesh, self.layout, role.strategy_args.strategy_config,
-                training, config.max_grad_norm, schedule(training, total_steps), config.task,
+                model, args, self.device, self.mesh, self.layout,
+                role.strategy_args.strategy_config, training, config.max_grad_norm,
+                schedule(training, total_steps), config.task,
                 load=partial(
                     load_policy, model, args, self.device, exact=True, start=Start(config.seed),
                     rounding=Rounding(config.rounding), reward=config.task == "reward",

@@ -209,6 +209,11 @@ class Layout:
         """Return which share of the pairs a rank sees. Ranks count tp fastest, then cp, dp, pp."""
         return rank // (self.tp * self.cp) % self.dp
 
+    @property
+    def engine_identity(self) -> str | list[str]:
+        """What a checkpoint knows of its engine; only torch resumes on other layouts."""
+        return "torch" if self.engine == "torch" else [self.engine, self.describe()]
+
     def describe(self) -> str:
         """Return one line for the log."""
         sizes = {axis: getattr(self, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}

@@ -143,7 +143,7 @@ class _Rows:
 
 
 def weight_rows(config: Any) -> Iterator[tuple[str, str, int | None, Tensor | None]]:
-    """Yield name, Megatron's key, layer and rows (None: all) of each weight that a model may have."""
+    """Yield name, Megatron's key, layer and rows (None: all) of the weights of a model."""
     groups, queries = config.num_key_value_heads, config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // queries
     per_group, inner = queries // groups, config.intermediate_size

@@ -172,7 +172,6 @@ STATE_OF_A_RUN = {
 
 def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[str, Any]:
     """Return what a checkpoint remembers of its run; what cannot be known here is left out."""
-    shape = layout(config.actor_train)
     synced = [config.ref_model_mixup_alpha, config.ref_model_sync_steps]
     grouped = config.group_responses and data.train.groups is not None
     roles = {"model": config.actor_train, "reference": config.reference}
@@ -209,8 +208,7 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
         "adapter": config.actor_train.model_args.adapter_settings,
         "grouped responses": True if grouped else None,
         "rounding": config.rounding,
-        # Only torch resumes on other devices and layouts.
-        "engine": shape.engine if shape.engine == "torch" else [shape.engine, shape.describe()],
+        "engine": layout(config.actor_train).engine_identity,
         **(_frozen_parts(config.actor_train) if data.train.has_images else {}),
     }
 

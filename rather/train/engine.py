@@ -1,4 +1,4 @@
-"""The seam of an engine: what loads a rank's policy, runs its micro-batches and updates its weights.
+"""The seam of an engine: what loads a policy, runs its micro-batches and updates its weights.
 
 RankTrainer calls a Runner and a StepOptimizer. Rather's own engine is `torch`, and
 `actor_train.engine` names another one: FILE.py:Class, or an entry point of an installed package in
