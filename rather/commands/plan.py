@@ -88,12 +88,7 @@ def print_methods(
     """Print which ways to train a model fit one GPU, by the length of its pairs."""
     if overrides or gpus:
         raise ConfigError("--methods: takes a model and --gpu alone; for a YAML leave it out.")
-    name = gpu.lower() if gpu else gpu_here("cuda")
-    if not gpu and device_kind("auto") == "cpu":
-        raise ConfigError(
-            "--methods: PyTorch finds no GPU here; choose a model with --gpu, such as --gpu h100."
-        )
-    device = _named(name) if gpu and name else Device("cuda", _memory_here())
+    name, device = _chosen_gpu(gpu)
     found = list(methods_of(model, device, name))
     if as_json:
         return print_json([_as_json(method) for method in found])
@@ -107,8 +102,16 @@ def print_methods(
     echo("memory, and pairs/s of pairs that long, half of it prompt; not compiled")
 
 
-def _memory_here() -> float:
-    return float(torch.cuda.get_device_properties(0).total_memory)
+def _chosen_gpu(gpu: str | None) -> tuple[str | None, Device]:
+    """Return the GPU that was named, or the one that is here; without a name if it is unknown."""
+    if gpu:
+        return gpu.lower(), _named(gpu.lower())
+    if device_kind("auto") == "cpu":
+        raise ConfigError(
+            "--methods: PyTorch finds no GPU here; choose a model with --gpu, such as --gpu h100."
+        )
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return gpu_here("cuda"), Device("cuda", memory)
 
 
 def _cell(method: Method) -> str:
@@ -190,9 +193,10 @@ def _facts(own: Forecast) -> Iterator[str]:
     chosen, work, pairs, disk = own.chosen, own.work, own.pairs, own.disk
     host = ", reference offloaded to the host between its turns" if chosen.parked else ""
     narrow = ", gradients summed in bfloat16" if chosen.narrow else ""
+    compiled = "compiled" if own.compiled else "not compiled"
     yield (
-        f"layout: {own.layout.describe()}; {'compiled' if own.compiled else 'not compiled'}; micro-batches of "
-        f"up to {chosen.tokens} tokens, recompute {chosen.recompute}{host}{narrow}"
+        f"layout: {own.layout.describe()}; {compiled}; micro-batches of up to {chosen.tokens} "
+        f"tokens, recompute {chosen.recompute}{host}{narrow}"
     )
     active = f", {own.sizes.active / 1e9:.3g}B used by a token" if own.sizes.experts else ""
     yield f"model: {own.sizes.weights / 1e9:.3g}B weights{active}"
@@ -205,7 +209,8 @@ def _facts(own: Forecast) -> Iterator[str]:
         )
     yield f"batch: {own.batch}; {own.step_tokens} tokens in {work.batches} micro-batches per rank"
     if pairs.assumed:
-        yield f"assumed: all {own.config.unit} are as long as sequence_length allows, because {pairs.assumed}"
+        long = f"all {own.config.unit} are as long as sequence_length allows"
+        yield f"assumed: {long}, because {pairs.assumed}"
     else:
         yield f"run: {pairs.count} {own.config.unit} x {pairs.epochs:g} epochs = {pairs.steps} steps"
     if own.seconds:

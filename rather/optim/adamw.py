@@ -17,7 +17,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -103,24 +103,10 @@ class ParameterState:
             begin = weight.float() if start is None else start.detach().to(weight.device)
             self.rest = rounding.split(name, weight, begin)
             if rounding.kind == "nearest":
-                # torch rounds exact halves to even, and a reference is rounded by torch. The
-                # master of such a half starts one float32 step lower.
-                weight.copy_(begin.bfloat16())
-                upper = weight.bfloat16().view(torch.int16).int() << 16
-                bits = begin.contiguous().view(torch.int32) - upper
-                self.rest = bits.clamp_(-(1 << 15), (1 << 15) - 1).short()
-        home = weight.device
+                self.rest = _round_to_nearest(weight, begin)
         if on_host and self.rest is not None:
-            home = torch.device("cpu")
-            self.rest = self.rest.to(home)
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        for kind in ("exp_avg", "exp_avg_sq"):
-            dtype = torch.uint8 if self.form == "lean" else wide
-            moment = torch.zeros_like(weight, dtype=dtype, device=home)
-            self.moments[kind] = moment
-            if self.form == "lean":
-                blocks = ceil_div(weight.numel(), BLOCK)
-                self.moments[f"{kind}_base"] = weight.new_zeros(blocks, dtype=torch.int16)
+            self.rest = self.rest.cpu()
+        self._make_moments("cpu" if on_host and self.form == "split" else weight.device)
         self.sum: Tensor | None = None  # without what `sums` has not added yet
         self._sums = sums
         self.linear: SummingLinear | None = None  # sums the gradient by itself
@@ -135,7 +121,18 @@ class ParameterState:
                     state._sums.add(state, grad)
                     parameter.grad = None
 
-            self.hook = parameter.register_post_accumulate_grad_hook(add_to_sum)  # type: ignore[no-untyped-call]
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self.hook = register(add_to_sum)
+
+    def _make_moments(self, device: torch.device | str) -> None:
+        weight = self.local
+        wide = torch.promote_types(self.parameter.dtype, torch.float32)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            dtype = torch.uint8 if self.form == "lean" else wide
+            self.moments[kind] = torch.zeros_like(weight, dtype=dtype, device=device)
+            if self.form == "lean":
+                blocks = ceil_div(weight.numel(), BLOCK)
+                self.moments[f"{kind}_base"] = weight.new_zeros(blocks, dtype=torch.int16)
 
     @property
     def local(self) -> Tensor:
@@ -200,6 +197,18 @@ class ParameterState:
         self.steps = steps
         for kind, moment in self.moments.items():
             moment.copy_(moments[kind]) if kind in moments else moment.zero_()
+
+
+def _round_to_nearest(weight: Tensor, begin: Tensor) -> Tensor:
+    """Round float32 weights into `weight` as torch does, and return the bits that it lacks.
+
+    torch rounds exact halves to even, and a reference is rounded by torch. The master of such a
+    half starts one float32 step lower.
+    """
+    weight.copy_(begin.bfloat16())
+    upper = weight.bfloat16().view(torch.int16).int() << 16
+    bits = begin.contiguous().view(torch.int32) - upper
+    return bits.clamp_(-(1 << 15), (1 << 15) - 1).short()
 
 
 class GradientSums:

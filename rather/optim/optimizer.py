@@ -53,6 +53,8 @@ class Optimizer:
 
     stores_whole = False  # each rank stores its own shards
 
+    _host: HostState | None = None
+
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
@@ -78,7 +80,8 @@ class Optimizer:
             )
             for name, p in self.parameters.items()
         }  # fmt: skip
-        self._host = HostState(self._states.values(), on_host) if on_host is not None else None
+        if on_host is not None:
+            self._host = HostState(self._states.values(), on_host)
         self.masters: Mapping[str, Tensor] = _Masters(self._states, self._settle)
         self.updates = 0
         self._prepared: Callable[[float], None] | None = None

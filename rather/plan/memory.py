@@ -471,7 +471,7 @@ class MemoryForecast:
         return (2 * layer + outside) * compute + layer * 4
 
     def _summed_share(self, *, narrow: bool) -> float:
-        """Return the share of gradients that the products of linear layers add up (optim.summing)."""
+        """Return the share of gradients that the products of linear layers add up."""
         found, sizes = self.layout, self.sizes
         wide = self.kind == "cuda" and self.compute == 2 and found.dp * found.cp == 1
         if not wide or narrow or self.config.precision == "lean":
@@ -541,12 +541,10 @@ class MemoryForecast:
         """Return what `choose_budget` finds by rehearsals, computed here by the same rules."""
         tokens_set = self.config.actor_train.max_tokens_per_microbatch_in_train
         most, level = tokens_set or TOKENS[self.kind], self.layout.recompute
-        offload, on_gpu = self.config.reference.offload, self.kind == "cuda"
+        offload = self.config.reference.offload
         parked = offload == "on" and self._may_park
-        if not on_gpu or self.layout.devices > 1:
-            chosen = Chosen(most, level or ("full" if on_gpu else "none"), False, parked)
-            peak = self.peak(chosen, self.work(chosen, steps))
-            return replace(chosen, fits=peak.total <= SHARE * self.device.memory)
+        if self.kind != "cuda" or self.layout.devices > 1:
+            return self._without_rehearsal(most, parked, steps)
         needed = max(tokens_set or min(LEAST, most), largest_pair)
         real = sum(batch.real_tokens for batch in self.pack_forward(steps[0]))
         parks = parked or (real > PARKING_PAYS and offload == "auto" and self._may_park)
@@ -557,6 +555,15 @@ class MemoryForecast:
             if fitting >= needed:
                 return Chosen(min(most, fitting), recompute, narrow, host)
         return Chosen(needed, level or "full", narrow=may_narrow[-1], parked=parks, fits=False)
+
+    def _without_rehearsal(
+        self, tokens: int, parked: bool, steps: Sequence[Sequence[TokenPair]]
+    ) -> Chosen:
+        """Return what several devices, or a CPU, train with: they do not try what fits."""
+        usual: Recompute = "full" if self.kind == "cuda" else "none"
+        chosen = Chosen(tokens, self.layout.recompute or usual, narrow=False, parked=parked)
+        peak = self.peak(chosen, self.work(chosen, steps))
+        return replace(chosen, fits=peak.total <= SHARE * self.device.memory)
 
     @property
     def _may_park(self) -> bool:

@@ -109,7 +109,8 @@ def test_a_checkpoint_of_one_resumes_as_the_other() -> None:
     resident, offloaded = trainer_of("cpu", None), trainer_of("cpu", SMALLEST)
     resident.train_step(batches(0), reference())
     groups, numbers = resident.state()
-    offloaded.load_state({name: dict(group) for name, group in groups.items()}, numbers)  # type: ignore[arg-type]
+    loaded: Any = {name: dict(group) for name, group in groups.items()}
+    offloaded.load_state(loaded, numbers)
     for trainer in (resident, offloaded):
         trainer.train_step(batches(1), reference())
     assert_same(state_of(offloaded), state_of(resident))
