@@ -48,7 +48,7 @@ DATA_NAMES = ("file_name", "corrections")
 DATA_KEYS = (
     "template", "format", "columns", "label_threshold", "score", "overlong", "max_prompt_length",
     "separator", "special_tokens", "encoding", "max_samples", "default_system",
-    "chat_template_kwargs",
+    "chat_template_kwargs", "image_max_pixels", "image_min_pixels",
 )  # fmt: skip
 # Numbers, switches, words from a fixed list and names of columns. A key that is missing here is
 # not read from a found config: add one only if no value of it opens, writes or starts anything.

@@ -118,8 +118,7 @@ class Optimizer:
         """Yield `named_gradients` in parts: those on the device, then each that the host keeps."""
         chosen = set(self.parameters if names is None else names)
         summed_on_host = self._host.summing if self._host else ()
-        on_device = {name for name, state in self._states.items() if state not in summed_on_host}
-        yield self.named_gradients(chosen & on_device)
+        yield self.named_gradients(chosen - {state.name for state in summed_on_host})
         for states in self._host.gradients_in_turn() if self._host else ():
             yield self.named_gradients(chosen & {state.name for state in states})
 

@@ -244,6 +244,7 @@ def test_an_optimizer_of_the_user_is_asked_for_weights_that_it_does_not_hold() -
     own = TorchOptimizer(model.named_parameters(), held, max_grad_norm=1.0, compute=torch.float32)
     assert own.named_gradients(["0.bias", "1.bias"]).keys() == {"0.bias"}
     assert own.gradient("1.bias") is None
+    assert float(own.grad_norm()) == pytest.approx(6**0.5)  # of the weights that it holds
 
 
 @pytest.mark.defect("U14")

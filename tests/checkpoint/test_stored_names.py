@@ -36,7 +36,7 @@ STATE = {
     "identity.data", "identity.tokenizer", "identity.chat template", "identity.model",
     "identity.reference", "identity.model config", "identity.reference config", "identity.loss",
     "identity.reference weights",
-    "identity.synced reference", "identity.seed", "identity.global batch", "identity.adapter",
+    "identity.synced reference", "identity.engine", "identity.seed", "identity.global batch", "identity.adapter",
     "identity.grouped responses", "identity.rounding", "identity.data.pairs", "identity.data.parts",
     "identity.chat template.name", "identity.chat template.sha256",
     "identity.loss.losses", "identity.loss.rpo_alpha", "identity.loss.pref_ftx",
@@ -69,6 +69,7 @@ GUARDED = {
     ),
     "reference": ("reference", "reference config", "reference weights", "synced reference"),
     "loss": ("loss",),
+    "engine": ("engine",),
     "seed": ("seed",),
     "batch": ("global batch", "grouped responses"),
 }

@@ -39,7 +39,7 @@ NOT_READ = """
     tracker_kwargs.project tracker_kwargs.name tracker_kwargs.tags tracker_kwargs.notes
     tracker_kwargs.mode tracker_kwargs.uri pair_ledger report_html ray.address
     timeouts.connect timeouts.link timeouts.start timeouts.first_step timeouts.step timeouts.eval
-    timeouts.save max_failures failure_backoff ref_tp system_envs num_nodes
+    timeouts.save timeouts.prepare max_failures failure_backoff ref_tp system_envs num_nodes
     num_gpus_per_node actor_train.worker_cls actor_train.engine
     actor_train.model_args.trust_remote_code actor_train.model_args.freeze
     actor_train.model_args.vision_cache actor_train.model_args.vision_cache_gb
@@ -51,7 +51,8 @@ NOT_READ = """
     actor_train.infer_batch_size actor_train.max_tokens_per_microbatch_in_infer
     actor_train.max_tokens_per_microbatch_in_train actor_train.system_envs
     actor_train.data_args.dataset_dir actor_train.data_args.preprocessing_num_workers
-    actor_train.data_args.cache_dir reference.worker_cls reference.model_args.trust_remote_code
+    actor_train.data_args.cache_dir actor_train.data_args.image_dir
+    validation.data_args.image_dir reference.worker_cls reference.model_args.trust_remote_code
     reference.model_args.disable_gradient_checkpointing reference.strategy_args.strategy_name
     reference.strategy_args.strategy_config reference.strategy_args.tp_size
     reference.strategy_args.pp_size reference.strategy_args.cp_size
