@@ -87,8 +87,9 @@ def measure(engine: Ours, shape: Shape, steps: list[Any], row: dict[str, Any], k
     row["step_seconds"] = statistics.median(seconds)
     pairs = len(pairs_of(steps[0]))
     row["pairs_per_second"] = pairs / row["step_seconds"]
-    needed = [needed_by_step(shape, step, reference=known is None) for step in steps[WARM_UP:]]
-    row["mfu"] = statistics.median(n / s for n, s in zip(needed, seconds, strict=True)) / PEAK
+    if known is not None:  # all weights train; needed_by_step counts the gradients of all of them
+        needed = [needed_by_step(shape, step, reference=False) for step in steps[WARM_UP:]]
+        row["mfu"] = statistics.median(n / s for n, s in zip(needed, seconds, strict=True)) / PEAK
     row["peak_gib"], row["settings"] = peak_gib(), engine.settings
 
 
@@ -261,7 +262,7 @@ def cells(row: dict[str, Any]) -> tuple[Any, ...]:
         row["peak_gib"],
         f"{error:+.1%}",
         row["pairs_per_second"],
-        f"{row['mfu']:.1%}",
+        f"{row['mfu']:.1%}" if "mfu" in row else None,
         row["step_seconds"],
         row["settings"],
     )

@@ -121,7 +121,8 @@ def rate(row: dict[str, Any], shape: Shape, steps: list[Any], *, reference: bool
     seconds = sorted(row["seconds"])[len(row["seconds"]) // 2]
     row["step_seconds"] = seconds
     row["tokens_per_second"] = row["tokens"] / seconds
-    row["mfu"] = needed_by_step(shape, steps[0], reference=reference) / seconds / PEAK
+    if not reference:  # all weights train; needed_by_step counts the gradients of all of them
+        row["mfu"] = needed_by_step(shape, steps[0], reference=reference) / seconds / PEAK
 
 
 def forecast(args: argparse.Namespace, steps: list[Any]) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def cells(row: dict[str, Any]) -> tuple[Any, ...]:
         None if error is None else f"{error:+.1%}",
         row["step_seconds"],
         row["tokens_per_second"],
-        f"{row['mfu']:.1%}",
+        f"{row['mfu']:.1%}" if "mfu" in row else None,
         row["settings"],
     )
 
