@@ -8,7 +8,7 @@ So a command that was killed anywhere and repeated ends in the same file.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,18 +195,26 @@ def progress_bar(total: int, done: int) -> Progress:
     return bar
 
 
-def generate_answers(
+Answered = tuple[dict[int, list[Answer]], Journal, JsonObject]  # the last: more for meta.json
+
+
+def write_answers(
+    answer: Callable[[Weights, Prompts, JsonObject, Path], Answered],
+    source: JsonObject,
     model: str,
     file: Path,
     out: Path,
     request: Request,
     *,
-    batch: int | None = None,
     trust: Trust = NO_TRUST,
     force: bool = False,
     dry_run: bool = False,
 ) -> JsonObject:
-    """Write the answers of a model in this process, and return meta.json."""
+    """Write the answers that `answer` gives, and return meta.json.
+
+    `answer` gets the weights, the prompts, what the work is, and the path of its journal; `source`
+    says where answers come from.
+    """
     weights = weights_of(model, trust)
     if weights.is_reward:
         raise ConfigError(f"{model}: is a reward model, which writes no text; use `rather judge`.")
@@ -222,37 +230,49 @@ def generate_answers(
         "tokenizer": prompts.tokenizer_sha,
         "template": prompts.template_sha,
         "decoding": request.as_json(),
-        "server": None,
-        "device": here().partition(":")[0],
+        **source,
     }
     output = Output(out, force=force)
     if output.is_finished(work):
         output.part.unlink(missing_ok=True)
         echo(f"{out}: is already complete.", err=True)
         return dict(read_json(output.meta))
-    causal_lm = weights.load(here(), sees_images=prompts.has_images).causal_lm
-    sampler = Sampler(causal_lm, prompts, request, text_sha(strict_json(work)))
-    started = first_entry(output.part)
-    if batch is None and started and isinstance(started.get("batch"), int):
-        batch = started["batch"]
-    sampler.set_batch(batch)
-    journal = Journal(output.part, work | {"batch": sampler.batch})
-    answers: dict[int, list[Answer]] = {}
-    for entry in journal.entries:
-        for index, found in entry["answers"]:
-            answers[index] = [Answer(*each) for each in found]
-    with progress_bar(len(prompts.ids) * request.answers, len(answers) * request.answers) as bar:
-        for number, chunk in enumerate(sampler.chunks):
-            if all(index in answers for index in chunk):
-                continue
-            found = sampler.answer(number)
-            journal.append({"chunk": number, "answers": list(found.items())})
-            answers |= found
-            bar.advance(bar.task_ids[0], len(found) * request.answers)
-    meta = work | {"batch": sampler.batch, "tokens": token_counts(prompts, answers)}
+    answers, journal, facts = answer(weights, prompts, work, output.part)
+    tokens = token_counts(prompts, answers) | facts.pop("tokens", {})
+    meta = work | facts | {"tokens": tokens}
     rows = (prompts.written_row(index, answers[index]) for index in range(len(prompts.ids)))
     output.finish(rows, meta, journal)
     return meta
+
+
+def generate_answers(
+    model: str, file: Path, out: Path, request: Request, *, batch: int | None = None, **options: Any
+) -> JsonObject:
+    """Write the answers of a model in this process, and return meta.json."""
+
+    def answer(weights: Weights, prompts: Prompts, work: JsonObject, part: Path) -> Answered:
+        causal_lm = weights.load(here(), sees_images=prompts.has_images).causal_lm
+        sampler = Sampler(causal_lm, prompts, request, text_sha(strict_json(work)))
+        started = first_entry(part) or {}
+        sampler.set_batch(batch or started.get("batch"))
+        journal = Journal(part, work | {"batch": sampler.batch})
+        answers: dict[int, list[Answer]] = {}
+        for entry in journal.entries:
+            for index, found in entry["answers"]:
+                answers[index] = [Answer(*each) for each in found]
+        count = request.answers
+        with progress_bar(len(prompts.ids) * count, len(answers) * count) as bar:
+            for number, chunk in enumerate(sampler.chunks):
+                if all(index in answers for index in chunk):
+                    continue
+                found = sampler.answer(number)
+                journal.append({"chunk": number, "answers": list(found.items())})
+                answers |= found
+                bar.advance(bar.task_ids[0], len(found) * count)
+        return answers, journal, {"batch": sampler.batch}
+
+    source = {"server": None, "device": here().partition(":")[0]}
+    return write_answers(answer, source, model, file, out, request, **options)
 
 
 def token_counts(prompts: Prompts, answers: dict[int, list[Answer]]) -> JsonObject:

@@ -18,22 +18,19 @@ from typing import Any, NamedTuple
 
 from rather.commands.generate import (
     Answer,
-    Output,
+    Answered,
     Prompts,
     Request,
-    print_forecast,
     progress_bar,
-    token_counts,
+    write_answers,
 )
 from rather.commands.journal import Journal
 from rather.commands.openai_client import Server, first_choice, text_of_choice, tokens_of
-from rather.commands.terminal import echo
-from rather.config.found import NO_TRUST, Trust
 from rather.data.images import MOST_BYTES, PLACEHOLDER, data_url, open_image
 from rather.data.messages import as_turns
 from rather.errors import ConfigError, ServerError, ServerSilent
-from rather.files import JsonObject, read_bytes, read_json
-from rather.run_folder.model_source import weights_of
+from rather.files import JsonObject, read_bytes
+from rather.run_folder.model_source import Weights
 from rather.tracking.json_lines import strict_json
 
 # How a prompt is sent, best first; with logprobs, mlx-lm and others return ids. Some servers add
@@ -224,50 +221,23 @@ class Spending:
 
 
 def generate_by_server(
-    model: str,
-    file: Path,
-    out: Path,
-    request: Request,
-    options: ServerOptions,
-    *,
-    trust: Trust = NO_TRUST,
-    force: bool = False,
-    dry_run: bool = False,
+    model: str, file: Path, out: Path, request: Request, options: ServerOptions, **more: Any
 ) -> JsonObject:
     """Write the answers of a server that runs MODEL, and return meta.json."""
-    weights = weights_of(model, trust)
-    prompts = Prompts(weights, file, request)
-    if dry_run:
-        print_forecast(prompts, request)
-        return {}
-    work: JsonObject = {
-        "model": model,
-        "weights": weights.digest(),
-        "rows": len(prompts.rows),
-        "prompts": prompts.digest(),
-        "tokenizer": prompts.tokenizer_sha,
-        "template": prompts.template_sha,
-        "decoding": request.as_json(),
-        "server": {"url": options.url, "name": options.name},
-        "batch": None,
-    }
-    output = Output(out, force=force)
-    if output.is_finished(work):
-        output.part.unlink(missing_ok=True)
-        echo(f"{out}: is already complete.", err=True)
-        return dict(read_json(output.meta))
-    journal = Journal(output.part, work)
-    asking = Asking(ServedModel(options, prompts, request, model), journal, options)
-    asking.run()
-    answers = {
-        prompt: [asking.answers[prompt, k] for k in range(request.answers)]
-        for prompt in range(len(prompts.ids))
-    }
-    meta = work | {"requests": asking.counts(), "tokens": token_counts(prompts, answers)}
-    meta["tokens"]["spent"] = asking.tokens_before + asking.spending.spent
-    rows = (prompts.written_row(index, answers[index]) for index in range(len(prompts.ids)))
-    output.finish(rows, meta, journal)
-    return meta
+
+    def answer(_: Weights, prompts: Prompts, work: JsonObject, part: Path) -> Answered:
+        journal = Journal(part, work)
+        asking = Asking(ServedModel(options, prompts, request, model), journal, options)
+        asking.run()
+        answers = {
+            prompt: [asking.answers[prompt, k] for k in range(request.answers)]
+            for prompt in range(len(prompts.ids))
+        }
+        spent = asking.tokens_before + asking.spending.spent
+        return answers, journal, {"requests": asking.counts(), "tokens": {"spent": spent}}
+
+    source = {"server": {"url": options.url, "name": options.name}, "batch": None}
+    return write_answers(answer, source, model, file, out, request, **more)
 
 
 class Asking:
