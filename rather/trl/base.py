@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,12 @@ class PackedTrainer(Trainer):
     default_dtype = "float32"
     disables_lora_dropout = True  # by disable_dropout; else lora_dropout must be set to 0
     loss_is_scaled_for_ga = False  # each micro-batch has its own mean, as in TRL
+    prepared_sets: Sequence[Any] = ()  # the rows of train_dataset and eval_dataset as tokens
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         """Take the arguments of TRL's trainer, in its order."""
         given = {**dict(zip(self.positions.split(), positional, strict=False)), **named}
+        self.arguments = given
         self._refuse(given)
         model, ref_model = given.get("model"), given.get("ref_model")
         args = given.get("args") or self._default_args(model)
@@ -91,7 +93,10 @@ class PackedTrainer(Trainer):
         self._refuse_model(model, args)
         self.args, self.loss = args, self._loss(args)
         self.recipe = Recipe(self.tokenizer, args.max_length, args.dataset_num_proc)
-        prepared = self._prepared(given["train_dataset"], "train")
+        rows = self._prepared(given["train_dataset"], "train")
+        held_out = self._prepared(given.get("eval_dataset"), "eval")
+        sets = held_out.values() if isinstance(held_out, dict) else [held_out]
+        self.prepared_sets = [each for each in (rows, *sets) if each is not None]
         if args.device.type == "cpu":
             args.gradient_checkpointing = False  # memory is not short, and no number changes
         elif hasattr(model, "peft_config") and args.gradient_checkpointing:
@@ -100,8 +105,8 @@ class PackedTrainer(Trainer):
             model=model,
             args=args,
             data_collator=Packer(self.token_pairs, at_end=self.at_end, by_side=self.by_side),
-            train_dataset=prepared,
-            eval_dataset=self._prepared_sets(given.get("eval_dataset")),
+            train_dataset=rows,
+            eval_dataset=held_out,
             processing_class=self.tokenizer,
             callbacks=given.get("callbacks"),
             optimizers=given.get("optimizers") or (None, None),
@@ -279,6 +284,12 @@ class PackedTrainer(Trainer):
             check_length(model.config, args.max_length)
 
     def _prepared(self, dataset: Any, name: str) -> Any:
+        """Return the rows of one data set, or of each in a mapping, as tokens."""
+        if isinstance(dataset, dict):
+            return {key: self._prepared(each, key) for key, each in dataset.items()}
+        is_ready = any(dataset is each for each in self.prepared_sets)
+        if is_ready or dataset is None or isinstance(dataset, str):
+            return dataset
         first = next(iter(dataset))
         if "image" in first or "images" in first:
             raise ConfigError(
@@ -286,17 +297,10 @@ class PackedTrainer(Trainer):
             )
         with self.args.main_process_first(desc=f"tokenising {name}"):
             dataset = self._rows(dataset, name)
-        if not self.has_reference or not hasattr(dataset, "num_rows"):
-            return dataset
-        first_row, self._numbered_rows = self._numbered_rows, self._numbered_rows + len(dataset)
-        return dataset.add_column("row", list(range(first_row, self._numbered_rows)))
-
-    def _prepared_sets(self, dataset: Any) -> Any:
-        if dataset is None or isinstance(dataset, str):
-            return dataset
-        if isinstance(dataset, dict):
-            return {key: self._prepared(each, key) for key, each in dataset.items()}
-        return self._prepared(dataset, "eval")
+        if self.has_reference and hasattr(dataset, "num_rows"):
+            first_row, self._numbered_rows = self._numbered_rows, self._numbered_rows + len(dataset)
+            dataset = dataset.add_column("row", list(range(first_row, self._numbered_rows)))
+        return dataset
 
     def _set_signature_columns_if_needed(self) -> None:
         """Keep all columns: a row of tokens has nothing else."""
@@ -358,23 +362,9 @@ class PackedTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate; rows that are given here are tokenised first."""
-        if isinstance(eval_dataset, dict):
-            found: dict[str, float] = {}
-            for key, rows in eval_dataset.items():
-                found |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{key}")
-            return found
-        is_new = eval_dataset is not None and not isinstance(eval_dataset, str)
-        if is_new and not self._is_prepared(eval_dataset):
+        if not isinstance(eval_dataset, dict):  # else this is called for each of them
             eval_dataset = self._prepared(eval_dataset, "eval")
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-    def _is_prepared(self, dataset: Any) -> bool:
-        ready = (
-            self.eval_dataset.values()
-            if isinstance(self.eval_dataset, dict)
-            else [self.eval_dataset]
-        )
-        return any(dataset is each for each in ready)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return an estimate: 6 per weight and token, embeddings left out."""
@@ -443,19 +433,16 @@ class PackedTrainer(Trainer):
 
 def _public_settings(args: Any) -> dict[str, Any]:
     """Return the arguments that differ from TRL's defaults, without places and secrets."""
-    settings = {name: getattr(args, name) for name in changed_arguments(args)}
     return {
-        name: value
-        for name, value in settings.items()
+        name: getattr(args, name)
+        for name in changed_arguments(args)
         if not looks_secret(name) and not name.startswith("hub_") and not name.endswith("_dir")
     }
 
 
 def _last_numbers(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the newest value of each metric."""
-    newest: dict[str, Any] = {}
-    for entry in history:
-        newest |= entry
+    newest = ChainMap(*map(dict, reversed(history)))
     return {name: f"{value:.6g}" for name, value in newest.items() if isinstance(value, float)}
 
 

@@ -1,8 +1,8 @@
 """TRL 1.16's configs, and what becomes of each of their arguments.
 
 A config is a dataclass over transformers' TrainingArguments, as in TRL, so that TrlParser takes it.
-An argument either means what it means in TRL (OURS names Rather's key for it; transformers' Trainer
-reads its own ones), or a value other than the default is refused. None is ignored.
+An argument either means what it means in TRL, or a value other than the default is refused. None is
+ignored.
 """
 
 from __future__ import annotations
@@ -10,55 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import wraps
 from typing import Any
 
 from transformers import TrainingArguments
 
 from rather.errors import ConfigError
 
-# Arguments of TRL that Rather reads -> Rather's key, or what the argument does.
-OURS = {
-    "loss_type": "pref_loss",
-    "loss_weights": "loss_weights",
-    "beta": "beta",
-    "label_smoothing": "label_smoothing",
-    "f_divergence_type": "f_divergence_type",
-    "f_alpha_divergence_coef": "f_alpha_divergence_coef",
-    "discopop_tau": "discopop_tau",
-    "ld_alpha": "ld_alpha",
-    "use_weighting": "use_weighting",
-    "desirable_weight": "desirable_weight",
-    "undesirable_weight": "undesirable_weight",
-    "center_rewards_coefficient": "center_rewards_coefficient",
-    "cpo_alpha": "rpo_alpha; cpo_alpha for loss_type sigmoid",
-    "simpo_gamma": "gamma",
-    "alpha": "alphapo_alpha",
-    "max_length": "sequence_length",
-    "truncation_mode": "data_args.overlong",
-    "sync_ref_model": "sync_ref_model",
-    "ref_model_mixup_alpha": "ref_model_mixup_alpha",
-    "ref_model_sync_steps": "ref_model_sync_steps",
-    "model_init_kwargs": "model_args",
-    "trust_remote_code": "model_args.trust_remote_code",
-    "disable_dropout": "dropout is off; false is refused for a model that has dropout",
-    "router_aux_loss_coef": "0 for a mixture of experts; else model_args.moe_aux_loss_coef",
-    "precompute_ref_log_probs": "reference.cache",
-    "precompute_ref_batch_size": "reference.infer_batch_size",
-    "dataset_num_proc": "processes that tokenise",
-    "dataset_text_field": "column of plain text",
-    "completion_only_loss": "data_args.score",
-    "assistant_only_loss": "data_args.score: assistant; the chat template must mark the turns",
-    "chat_template_path": "data_args.template; a Jinja file",
-    "eos_token": "end token of the tokenizer",
-    "pad_token": "padding token of the tokenizer that is saved",
-    "shuffle_dataset": "shuffles the rows once",
-    "padding_free": "always: nothing is padded, which changes no number",
-    "pad_to_multiple_of": "nothing is padded, which changes no number",
-    "gradient_checkpointing": "recomputes activations on a GPU; changes no number",
-    "prediction_loss_only": "evaluation returns the loss and metrics only",
-    "eval_accumulation_steps": "evaluation returns the loss and metrics only",
-}  # fmt: skip
 SHARDING = "set strategy_args.strategy_name in a YAML and use `rather train`"
 COMPILED = "set compile: on in a YAML and use `rather train`"
 NO_LOGITS = (
@@ -127,13 +84,6 @@ def changed_arguments(settings: Any) -> Iterator[str]:
             yield argument.name
 
 
-def describe_argument(name: str) -> tuple[str, str]:
-    """Return "exact" or "refused", and Rather's key or the reason: a row of the docs' table."""
-    if name in REFUSED:
-        return "refused", REFUSED[name]
-    return "exact", OURS.get(name, "transformers' Trainer reads it, as in TRL")
-
-
 def refuse_launcher() -> None:
     """Refuse what a config file of accelerate asks for and this process would not do."""
     for variable, key in LAUNCHED.items():
@@ -141,24 +91,6 @@ def refuse_launcher() -> None:
             raise ConfigError(f"accelerate's config file: {key}: {SHARDING}, started by torchrun.")
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise ConfigError(f"accelerate's config file: dynamo_config: {COMPILED}.")
-
-
-def strict(cls: type[Any]) -> type[Any]:
-    """Name unknown arguments of a config: those of other versions of TRL, or misspelt ones."""
-    plain_init = cls.__init__
-
-    @wraps(plain_init)
-    def init(self: Any, *arguments: Any, **named: Any) -> None:
-        unknown = sorted(set(named) - {argument.name for argument in fields(self)})
-        if unknown:
-            raise ConfigError(
-                f"{type(self).__name__}: {', '.join(unknown)}: not an argument in TRL 1.16. "
-                "`rather migrate SCRIPT.py` converts the settings of older versions."
-            )
-        plain_init(self, *arguments, **named)
-
-    cls.__init__ = init
-    return cls
 
 
 @dataclass
@@ -176,6 +108,15 @@ class TrlConfig(TrainingArguments):
     trust_remote_code: bool = False
     dataset_num_proc: int | None = None
     max_length: int | None = 1024
+
+    def __new__(cls, *_: Any, **named: Any) -> Any:
+        """Name unknown arguments: those of other versions of TRL, or misspelt ones."""
+        if unknown := sorted(set(named) - {argument.name for argument in fields(cls)}):
+            raise ConfigError(
+                f"{cls.__name__}: {', '.join(unknown)}: not an argument in TRL 1.16. "
+                "`rather migrate SCRIPT.py` converts the settings of older versions."
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         refuse_launcher()
@@ -213,7 +154,6 @@ class WithReference(TrlConfig):
     ref_model_sync_steps: int = 512
 
 
-@strict
 @dataclass
 class DPOConfig(WithReference):
     """TRL's DPOConfig."""
@@ -236,7 +176,6 @@ class DPOConfig(WithReference):
         super().__post_init__()
 
 
-@strict
 @dataclass
 class KTOConfig(WithReference):
     """TRL's KTOConfig."""
@@ -247,7 +186,6 @@ class KTOConfig(WithReference):
     undesirable_weight: float = 1.0
 
 
-@strict
 @dataclass
 class RewardConfig(TrlConfig):
     """TRL's RewardConfig."""
@@ -262,7 +200,6 @@ class RewardConfig(TrlConfig):
     pad_token: str | None = None
 
 
-@strict
 @dataclass
 class SFTConfig(TrlConfig):
     """TRL's SFTConfig."""
@@ -300,7 +237,6 @@ class WithoutReference(TrlConfig):
     is_encoder_decoder: bool | None = None
 
 
-@strict
 @dataclass
 class ORPOConfig(WithoutReference):
     """TRL's ORPOConfig."""
@@ -308,7 +244,6 @@ class ORPOConfig(WithoutReference):
     padding_value: int | None = None
 
 
-@strict
 @dataclass
 class CPOConfig(WithoutReference):
     """TRL's CPOConfig."""

@@ -59,6 +59,13 @@ class Recipe(NamedTuple):
             messages, tokenize=True, return_dict=True, **options
         )
 
+    def kept_part(self, truncation_mode: str) -> slice:
+        """Return which tokens of a sequence are kept if it is longer than max_length."""
+        most = self.max_length
+        if most is None:
+            return slice(None)
+        return {"keep_start": slice(most), "keep_end": slice(-most, None)}[truncation_mode]
+
     def with_eos(self, text: Any) -> Any:
         end = self.tokenizer.eos_token
         return text + end if isinstance(text, str) and not text.endswith(end) else text
@@ -114,7 +121,9 @@ class Recipe(NamedTuple):
         most = self.max_length
         if most is None:
             return dataset
-        return dataset.filter(lambda row: max(map(len, _sides(row))) <= most)
+        return dataset.filter(
+            lambda row: len(row["chosen_ids"]) <= most and len(row["rejected_ids"]) <= most
+        )
 
     def concatenated(self, dataset: Any) -> Any:
         """Return whole sequences and their scored tokens, as TRL's ORPO and CPO make them.
@@ -171,10 +180,7 @@ class Recipe(NamedTuple):
     def language_modelling(self, dataset: Any, args: Any, *, completion_only: bool) -> Any:
         """Return input_ids and labels, which are -100 for tokens that are not scored."""
         options = {"return_assistant_tokens_mask": True} if args.assistant_only_loss else {}
-        is_cut = {"keep_start": slice(None, self.max_length), "keep_end": None}
-        if self.max_length:
-            is_cut["keep_end"] = slice(-self.max_length, None)
-        kept = is_cut[args.truncation_mode] or slice(None)
+        kept = self.kept_part(args.truncation_mode)
 
         def tokens(row: Row) -> Row:
             if "prompt" in row:
@@ -194,7 +200,8 @@ class Recipe(NamedTuple):
             else:
                 ids = self.ids(self.with_eos(row[args.dataset_text_field]), row)
                 scored = [1] * len(ids)
-            return {"input_ids": ids, "labels": _labels(ids, scored)}
+            labels = [token if counts else -100 for token, counts in zip(ids, scored, strict=True)]
+            return {"input_ids": ids, "labels": labels}
 
         def cut(row: Row) -> Row:
             labels = row.get("labels") or row["input_ids"]
@@ -231,23 +238,14 @@ def _extract_prompt(row: Row) -> Row:
 def _unpaired(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
     count = len(rows["chosen"])
     doubled = {name: cells + cells for name, cells in rows.items()}
-    labels = [True] * count + [False] * count
+    del doubled["chosen"], doubled["rejected"]
     answers = rows["chosen"] + rows["rejected"]
-    kept = {name: cells for name, cells in doubled.items() if name not in ("chosen", "rejected")}
-    return {**kept, "completion": answers, "label": labels}
+    return {**doubled, "completion": answers, "label": [True] * count + [False] * count}
 
 
 def _neighbours(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
     answers = rows["completion_ids"]
     return {**rows, "KL_completion_ids": [answers[-1], *answers[:-1]]}
-
-
-def _sides(row: Row) -> tuple[Ids, Ids]:
-    return row["chosen_ids"], row["rejected_ids"]
-
-
-def _labels(ids: Ids, scored: Sequence[int]) -> Ids:
-    return [token if counts else -100 for token, counts in zip(ids, scored, strict=True)]
 
 
 # --- rows of tokens -> packed micro-batches ---

@@ -108,9 +108,7 @@ class WithReference(PackedTrainer):
     def _precompute(self) -> None:
         """Compute the reference log-probs of all rows now, while the policy is the reference."""
         size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
-        sets = self.eval_dataset
-        sets = list(sets.values()) if isinstance(sets, dict) else [] if sets is None else [sets]
-        for dataset in [self.train_dataset, *sets]:
+        for dataset in self.prepared_sets:
             if not hasattr(dataset, "num_rows"):
                 raise ConfigError(
                     "precompute_ref_log_probs: not with a streamed dataset; remove it."
@@ -183,11 +181,7 @@ class DPOTrainer(WithReference, Pairwise):
         return self.recipe.preference(dataset, drops=self.args.truncation_mode == "keep_start")
 
     def token_pairs(self, row: Row) -> list[TokenPair]:
-        most = self.args.max_length
-        kept = slice(None, most)
-        if most is not None and self.args.truncation_mode == "keep_end":
-            kept = slice(-most, None)
-        prompt = row["prompt_ids"]
+        prompt, kept = row["prompt_ids"], self.recipe.kept_part(self.args.truncation_mode)
         sides = [cut_answer(prompt, row[f"{side}_ids"], kept) for side in ("chosen", "rejected")]
         return [token_pair(sides, len(prompt))]
 
@@ -234,8 +228,8 @@ class KTOTrainer(WithReference):
         return self.recipe.unpaired(dataset, size if self.with_kl else None)
 
     def token_pairs(self, row: Row) -> list[TokenPair]:
-        kept, prompt = slice(None, self.args.max_length), row["prompt_ids"]
-        names = ["completion_ids", *(["KL_completion_ids"] if self.with_kl else [])]
+        prompt, kept = row["prompt_ids"], self.recipe.kept_part("keep_start")
+        names = ("completion_ids", "KL_completion_ids") if self.with_kl else ("completion_ids",)
         sides = [cut_answer(prompt, row[name], kept) for name in names]
         return [token_pair(sides, len(prompt), soft_label=float(row["label"]))]
 
@@ -256,26 +250,20 @@ class KTOTrainer(WithReference):
 
     def _note(self, mode: str, x: Any, policy: Mapping[str, Tensor], kl: Tensor) -> None:
         self.note(mode, kl=kl)
-        ratios = log_ratios(x)[:, 0].detach()
-        length = x.length[:, 0]
+        length, label = x.length[:, 0], x.extra["soft_label"]
         self.note_ratio(mode, "entropy", policy["entropy"][:, 0].sum(), length.sum())
-        label = x.extra["soft_label"]
-        means = {"rewards": self.args.beta * ratios, "logps": x.policy[:, 0].detach()}
-        found = self._metrics[mode]
-        counts = {"chosen": label, "rejected": 1 - label}
-        present = {
-            side: self.accelerator.gather(mask.sum()).sum() > 0 for side, mask in counts.items()
-        }
-        for side, mask in counts.items():
-            if not present[side]:
+        rewards = self.args.beta * log_ratios(x)[:, 0]
+        mean_rewards = []
+        for side, mask in (("chosen", label), ("rejected", 1 - label)):
+            if not self.accelerator.gather(mask.sum()).any():
                 continue
-            sums = (policy["logits"][:, 0] * mask).sum(), (length * mask).sum()
-            self.note_ratio(mode, f"logits/{side}", *sums)
-            for name, values in means.items():
-                self.note_ratio(mode, f"{name}/{side}", (values * mask).sum(), mask.sum())
-        if all(present.values()):
-            margin = found["rewards/chosen"][-1] - found["rewards/rejected"][-1]
-            found["rewards/margins"].append(margin)
+            logits = (policy["logits"][:, 0] * mask).sum()
+            self.note_ratio(mode, f"logits/{side}", logits, (length * mask).sum())
+            self.note_ratio(mode, f"logps/{side}", (x.policy[:, 0] * mask).sum(), mask.sum())
+            self.note_ratio(mode, f"rewards/{side}", (rewards * mask).sum(), mask.sum())
+            mean_rewards.append(self._metrics[mode][f"rewards/{side}"][-1])
+        if len(mean_rewards) == 2:
+            self._metrics[mode]["rewards/margins"].append(mean_rewards[0] - mean_rewards[1])
 
 
 class RewardTrainer(PackedTrainer):
@@ -315,10 +303,10 @@ class RewardTrainer(PackedTrainer):
         x = self.logps(inputs["pairs"], model(pairs=inputs["pairs"]))
         scores = self.accelerator.gather(x.policy.detach())
         margin = gap(x.policy)
-        self._metrics[mode]["min_reward"].append(float(scores.min()))
-        self._metrics[mode]["mean_reward"].append(float(scores.mean()))
-        self._metrics[mode]["max_reward"].append(float(scores.max()))
-        self.note(mode, accuracy=(margin > 0).double().mean(), margin=margin.mean())
+        self.note(
+            mode, min_reward=scores.min(), mean_reward=scores.mean(), max_reward=scores.max(),
+            accuracy=(margin > 0).double().mean(), margin=margin.mean(),
+        )  # fmt: skip
         return self.loss(x).mean()
 
 
@@ -334,10 +322,6 @@ class SFTTrainer(PackedTrainer):
         "preprocess_logits_for_metrics quantization_config peft_config formatting_func"
     )
 
-    def __init__(self, *positional: Any, **named: Any) -> None:
-        self.formatting_func = named.get("formatting_func")
-        super().__init__(*positional, **named)
-
     def _loss(self, args: Any) -> PairLoss:
         if args.loss_type != "nll":
             raise ConfigError(f"loss_type: '{args.loss_type}' is not supported; take nll.")
@@ -350,8 +334,7 @@ class SFTTrainer(PackedTrainer):
                 "assistant_only_loss: the chat template does not mark the assistant's turns with "
                 "{% generation %}; add it, or set data_args.score: assistant in a YAML."
             )
-        if self.formatting_func is not None:
-            formatted = self.formatting_func
+        if formatted := self.arguments.get("formatting_func"):
             dataset = self.recipe.map(dataset, lambda row: {"text": formatted(row)})
         first = next(iter(dataset))
         only = args.completion_only_loss

@@ -16,11 +16,11 @@ from transformers import HfArgumentParser, TrainerCallback
 
 import rather.trl
 from rather.errors import ConfigError
-from rather.trl.configs import NEEDS, OURS, REFUSED, default_of, describe_argument
+from rather.trl.configs import NEEDS, REFUSED, default_of
 from rather.trl.trainers import dpo_loss
 from tests.golden.trl_run import make_model, make_rows
 from tests.trl.cases import PATHS, TRAINERS, Case, make_trainer
-from tests.trl.make_table import PAGE, with_table
+from tests.trl.make_table import OURS, PAGE, describe_argument, with_table
 
 ARGUMENTS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("expected_1_16.json").read_text(encoding="utf-8")
