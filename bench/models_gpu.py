@@ -8,7 +8,8 @@ Each row builds the model once. `packed = padded` are the mean and largest diffe
 log-probs and the model's own padded forward, both in bf16, and before that of two padded forwards with other padding, as
 the noise of bf16. Then the engine trains as bench/gpu_vs_trl.py does, on the same seeded UltraFeedback-like pairs, with the
 reference online, and TRL with it if `trl` and `liger_kernel` can be imported: after all our rows, because Liger replaces
-classes of transformers in the whole process. Both scan with flash-linear-attention's kernels if they are installed and
+classes of transformers in the whole process. flash-linear-attention tunes its norm of queries and keys anew for many
+lengths, many seconds each: TRL is given the norm in torch instead, as ours has, so that it is not measured. Both scan with flash-linear-attention's kernels if they are installed and
 right on the GPU, else with torch's functions; the settings say which. MFU counts matrix products and attention that are
 needed; the scan of linear attention is not counted. A row that would begin after --limit seconds is not run.
 """
@@ -20,7 +21,7 @@ import importlib.util
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,7 @@ def main() -> None:
     peer = "" if args.only == "ours" else peer_problem(args.device)
     if peer:
         print(f"TRL is not measured: {peer}", flush=True)
+    norm_in_torch()
     systems = {"ours": run_ours, "TRL, best": run_peer}
     if peer or args.only == "ours":
         del systems["TRL, best"]
@@ -206,6 +208,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after two others")
     parser.add_argument("--budget", type=int, help="tokens of a micro-batch; else by memory")
     parser.add_argument("--recompute", choices=("none", "half", "selective", "full"))
+    parser.add_argument("--profile", action="store_true", help="print ours kernels of one step")
     parser.add_argument("--limit", type=float, default=390, help="no row begins after seconds")
     parser.add_argument("--json", type=Path, default=RESULTS / "models_gpu.json")
     return parser.parse_args()
@@ -270,10 +273,20 @@ def run_ours(
             free()
             engine.halve()
     cell.settings, cell.peak_gib = engine.settings, peak_gib()
+    if args.profile:
+        print_kernels(engine, steps[:1])
     on_gpu = args.device.startswith("cuda")
     cell.settings += scan_of(shape, on_gpu and not fused_problem(torch.device(args.device)))
     cell.more["packed minus padded"] = found
     return found
+
+
+def print_kernels(engine: Any, steps: Sequence[Step]) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as kernels:
+        list(engine.run(steps))
+    print(kernels.key_averages().table(sort_by="cuda_time_total", row_limit=25), flush=True)
 
 
 @torch.no_grad()
@@ -350,6 +363,21 @@ def run_peer(args: argparse.Namespace, name: str, cell: Cell, steps: Sequence[St
         batch //= 2
     cell.seconds, cell.peak_gib = run.seconds[WARM_UP:], run.peak_gib
     cell.settings = run.settings + scan_of(shape, is_flash_linear_attention_available())
+
+
+@cache
+def norm_in_torch() -> None:
+    """Let padded forwards normalise queries and keys in torch, not in flash-linear-attention."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as family
+
+    rule = family.torch_chunk_gated_delta_rule
+
+    def normed_before(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.pop("use_qk_l2norm_in_kernel", False):
+            query, key = family.l2norm(query), family.l2norm(key)
+        return rule(query, key, *args, **kwargs)
+
+    family.torch_chunk_gated_delta_rule = normed_before
 
 
 def mean_and_largest(gaps: Sequence[float]) -> str:

@@ -50,12 +50,19 @@ class _Scan:
 def _delta_rule(
     paths: list[Tensor], cu: Tensor, *, g: Tensor, beta: Tensor, **options: Any
 ) -> Tensor:
-    normed = bool(options.get("use_qk_l2norm_in_kernel"))
+    query, key, value = paths
+    # The package's own norm is tuned anew, for many seconds, whenever the number of tokens changes.
+    if options.get("use_qk_l2norm_in_kernel"):
+        query, key = _unit(query), _unit(key)
     rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    mixed: Tensor = rule(
-        *paths, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, cu_seqlens=cu.long()
-    )[0]
+    mixed: Tensor = rule(query, key, value, g=g, beta=beta, cu_seqlens=cu.long())[0]
     return mixed
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """Return vectors of length one, as the family's own function in torch does."""
+    squares = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=torch.float32).square()
+    return vectors * torch.rsqrt(squares + 1e-6).to(vectors.dtype)
 
 
 SCANS = {
