@@ -83,6 +83,33 @@ def sum_by_key(
 
 
 @triton.jit
+def _sum_of_choices_kernel(
+    rows, place, out, WIDTH: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(CHOICES):
+        row = tl.load(place + token * CHOICES + choice).to(tl.int64)
+        total += tl.load(rows + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * WIDTH + columns, total, mask=inside)
+
+
+def sum_of_choices(rows_SD: Tensor, place_NK: Tensor) -> Tensor:
+    """Return for each token the float32 sum of its rows, in the order of its choices."""
+    rows_SD, place_NK = rows_SD.contiguous(), place_NK.contiguous()
+    (tokens, choices), width = place_NK.shape, rows_SD.shape[1]
+    out_ND = rows_SD.new_empty((tokens, width))
+    block = min(1024, triton.next_power_of_2(width))
+    if tokens:
+        _sum_of_choices_kernel[(tokens, triton.cdiv(width, block))](
+            rows_SD, place_NK, out_ND, WIDTH=width, CHOICES=choices, BLOCK=block, num_warps=4
+        )
+    return out_ND
+
+
+@triton.jit
 def _row_statistics_kernel(
     logits,
     targets,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rather.data.batch import PairBatch
 from rather.model.collectives import Group, enter, gather, gather_same, leave
+from rather.model.experts import use_sorted_experts
 from rather.model.head import Words, token_logps
 from rather.model.mixers import mix_over_paths
 from rather.model.towers import decoder_of
@@ -39,6 +40,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         mix_over_paths(causal_lm)
+        use_sorted_experts(causal_lm)
         self.exact: dict[str, Tensor] = {}  # float32 source weights, if this model rounds them
         self.rounding = Rounding()
         # The part of the whole model on this rank. For parameters sharded over tp: the dimension,

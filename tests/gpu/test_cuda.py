@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import FalconConfig, FalconForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION, flash_attention_4, segment_attention
+from rather.model.check import expert_blocks
+from rather.model.experts import sorted_experts
 from rather.model.policy import PolicyModel, pair_columns
 from rather.parallel.load import load_policy
 from rather.pipeline.pipeline import DPOPipeline
@@ -153,6 +157,22 @@ def test_keys_and_values_are_gathered_as_torch_does(heads: int, size: int, place
             for got, whole in zip(found, (keys, values), strict=True):
                 assert torch.equal(got, whole[index])
                 assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_sorted_experts_are_as_good_as_those_of_transformers(compiled: bool) -> None:
+    model = experts.tiny("qwen3_moe", hidden_size=128, moe_intermediate_size=64)
+    whole = next(expert_blocks(model))[1].experts.cuda()
+    inputs = [x.cuda() for x in experts.chosen_experts(whole, 3000, 128)]
+    exact = experts.expert_numbers(whole, ALL_EXPERTS_FUNCTIONS["grouped_mm"], *inputs)
+    half = copy.deepcopy(whole).bfloat16()
+    inputs[0], inputs[2] = inputs[0].bfloat16(), inputs[2].bfloat16()
+    function = torch.compile(sorted_experts, dynamic=True) if compiled else sorted_experts
+    ours, again = (experts.expert_numbers(half, function, *inputs) for _ in range(2))
+    theirs = experts.expert_numbers(half, ALL_EXPERTS_FUNCTIONS["grouped_mm"], *inputs)
+    for true, own, other, repeated in zip(exact, ours, theirs, again, strict=True):
+        assert torch.equal(own, repeated)
+        assert (own - true).norm() <= 1.1 * (other - true).norm() + 1e-3 * true.norm()
 
 
 def test_falcon_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rather.config.schema import TrainingArgs
@@ -21,7 +22,8 @@ from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.losses.objective import configure
 from rather.model.attention import IMPLEMENTATION
-from rather.model.check import check_family, routers_of, twin_of
+from rather.model.check import check_family, expert_blocks, routers_of, twin_of
+from rather.model.experts import sorted_experts
 from rather.model.files import ModelFiles
 from rather.model.layers import arrange_layers
 from rather.model.policy import PolicyModel, pair_columns
@@ -310,3 +312,32 @@ def test_an_expert_of_one_dimension_is_refused(tmp_path: Path) -> None:
     save_file({name: torch.ones(8)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"has the shape \(8,\); the matrix of an expert has two"):
         ModelFiles([tmp_path / "model.safetensors"])
+
+
+def expert_numbers(
+    experts: Any, function: Any, hidden: Tensor, chosen: Tensor, scores: Tensor
+) -> list[Tensor]:
+    """The output of an experts function, and the gradients of states, scores and weights."""
+    hidden, scores = (x.detach().clone().requires_grad_() for x in (hidden, scores))
+    output = function(experts, hidden, chosen, scores)
+    slope = torch.linspace(-1, 1, output.numel(), device=output.device).view_as(output)
+    gradients = torch.autograd.grad((output * slope).sum(), [hidden, scores, *experts.parameters()])
+    return [output.detach(), *gradients]
+
+
+def chosen_experts(experts: Any, tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """States, two choices of each token, none of them the last expert, and their scores."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(tokens, width, generator=generator)
+    scores, chosen = torch.rand(tokens, experts.num_experts - 1, generator=generator).topk(2, dim=1)
+    return hidden, chosen, scores
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sorted_experts_equal_those_of_transformers(family: str) -> None:
+    experts = next(expert_blocks(tiny(family)))[1].experts
+    inputs = chosen_experts(experts, 30, SMALL["hidden_size"])
+    expected = expert_numbers(experts, ALL_EXPERTS_FUNCTIONS["grouped_mm"], *inputs)
+    found = expert_numbers(experts, sorted_experts, *inputs)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
