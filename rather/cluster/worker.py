@@ -343,6 +343,8 @@ class ActorWorker:
         other = self.neighbour.vision if self.neighbour else None
         if other and other.store:  # only one of the roles needs the pixels of an image
             loader = other.loader
+            if store and store.folder == other.store.folder:
+                store = other.store  # features that are not yet on the disk are in its memory
         else:
             loader = make_loader(actor, sum(map(len, self.named.pairs.sets.values())))
         is_summed = self.mesh.sums_gradients

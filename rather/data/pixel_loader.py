@@ -82,6 +82,7 @@ class PixelLoader:
     def close(self) -> None:
         if self._threads:
             self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads, self._begun = None, {}
 
 
 class _Child:

@@ -1,9 +1,10 @@
 """Pairs with images: the tower stays in the model, and its features join the packed tokens.
 
-An image's features are computed once for each micro-batch, one image at a time, so that they do not
-depend on its neighbours. They replace the embeddings of the image's tokens. Everything after that
-sees packed tokens as ever: segments, layers, head. Positions in three dimensions come from the
-model's own function, for each prompt once.
+An image's features are computed once for each micro-batch, one image at a time: a product of more
+rows rounds differently, and a feature must not depend on the neighbours of its image, or a run
+whose cache was filled in another order would not repeat to the bit. They replace the embeddings of
+the image's tokens. Everything after that sees packed tokens as ever: segments, layers, head.
+Positions in three dimensions come from the model's own function, for each prompt once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from rather.data.batch import PairBatch, PromptImage
 from rather.data.pixel_loader import Maker, PixelLoader, Pixels
 from rather.errors import ConfigError, DataError
 from rather.model.image_features import FeatureStore
+from rather.model.image_tower import arrange_tower, tower_layout
 
 PARTS = ("vision", "projector")  # of a model outside its language model; frozen by default
 
@@ -90,7 +93,11 @@ def family_of(config: PretrainedConfig) -> Family:
 def keep_tower(causal_lm: Any, frozen: Collection[str]) -> None:
     """Prepare a model for images; the `frozen` parts, "vision" or "projector", do not train."""
     family = family_of(causal_lm.config)
-    getattr(causal_lm.model, family.tower).set_attn_implementation("sdpa")
+    tower = getattr(causal_lm.model, family.tower)
+    if family.in_space:
+        arrange_tower(tower)
+    else:
+        tower.set_attn_implementation("sdpa")
     for name, module in causal_lm.named_modules():
         if family.outside_language.search(name):
             module.outside_language = True
@@ -154,6 +161,9 @@ class Vision:
         self.family = family_of(causal_lm.config)
         self.image_token: int = causal_lm.config.image_token_id
         self.computed = 0  # images that went through the tower
+        self.hits = 0  # images whose features were stored
+        tower = getattr(self.base, self.family.tower)
+        self.layout = lru_cache(maxsize=256)(partial(tower_layout, tower))
 
     def parameters(self) -> list[nn.Parameter]:
         """Return those of tower and projector; sharding and loading replace them."""
@@ -254,6 +264,7 @@ class Vision:
         stored = self.store.read(image)
         if stored is not None:
             self.loader.drop(image)
+            self.hits += 1
             return stored.to(device, non_blocking=True)
         with torch.no_grad():
             computed = self.compute(image, device)
@@ -261,8 +272,15 @@ class Vision:
         return computed
 
     def compute(self, image: PromptImage, device: torch.device) -> Tensor:
-        pixels = {name: tensor.to(device) for name, tensor in self.loader.take(image).items()}
-        output = self.base.get_image_features(**pixels)
+        made = self.loader.take(image)
+        if self.family.in_space:
+            pixels = _to_device(made["pixel_values"], device)
+            grid = made["image_grid_thw"]  # its lengths are read: on the device, that would wait
+            layout = self.layout(image.grid, device)
+            output = self.base.get_image_features(pixels, grid, **layout)
+        else:
+            tensors = {name: _to_device(tensor, device) for name, tensor in made.items()}
+            output = self.base.get_image_features(**tensors)
         self.computed += 1
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         rows_LTD = torch.stack([torch.cat(list(layer)) for layer in layers])
@@ -275,4 +293,17 @@ class Vision:
 
     def counts(self) -> tuple[int, int]:
         """Return how often features of an image came from the cache, and how often they did not."""
-        return self.store.hits if self.store else 0, self.computed
+        return self.hits, self.computed
+
+    def close(self) -> None:
+        """End the processes that make pixels, and wait until the features are on the disk."""
+        self.loader.close()
+        if self.store:
+            self.store.flush()
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor without waiting for what the device has still to do."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

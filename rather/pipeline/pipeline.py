@@ -423,6 +423,7 @@ class DPOPipeline(Run):
             if isinstance(worker, ActorWorker) and worker.vision:
                 text = "%s: features of images: %d from the cache, %d computed"
                 log.info(text, worker.role, *worker.vision.counts())
+                worker.vision.close()
         super()._end()
 
     def _export_result(self) -> None:

@@ -42,7 +42,7 @@ def qwen2_5_vl(vocabulary: int, marks: dict[str, int]) -> Any:
             "vocab_size": vocabulary,
             "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]},
         },
-        vision_config={**BLOCKS, "fullatt_block_indexes": [0]},
+        vision_config={**BLOCKS, "depth": 2, "fullatt_block_indexes": [1]},
         **marks,
     )
     return Qwen2_5_VLForConditionalGeneration(config)

@@ -17,7 +17,15 @@ from rather.model.generate import Decoding, generate
 from rather.model.policy import PolicyModel, pair_columns
 from rather.model.vision import family_of
 from tests.cells import cells
-from tests.model.images import IMAGE, SEEING, image_pairs, make_seeing, padded_image_logps
+from tests.model.images import (
+    IMAGE,
+    SEEING,
+    image_pairs,
+    make_seeing,
+    padded_image_logps,
+    tiny_model,
+)
+from tests.model.towers import MARKS, TEXT
 
 
 def gradients(policy: PolicyModel) -> dict[str, torch.Tensor]:
@@ -100,3 +108,18 @@ def test_other_families_are_refused(kind: str, reason: str) -> None:
     config = AutoConfig.for_model(kind)
     with pytest.raises(ConfigError, match=f"'{kind}' cannot be trained .*{reason}.*qwen2_5_vl"):
         family_of(config)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_tower_computes_what_it_would_by_itself(family: str) -> None:
+    """Windows in one call and patches by a product change rounding alone."""
+    policy, maker = make_seeing(family)
+    assert policy.vision
+    own = tiny_model(family, TEXT["vocab_size"], MARKS).model
+    for grid in ((1, 4, 4), (1, 12, 40), (1, 30, 14)):  # one window of 8 x 8 patches, and several
+        image = PromptImage(f"{grid[1]:x}", "", grid, grid[1] * grid[2] // 4)
+        expected = own.get_image_features(**maker.pixels([image]))
+        layers = [expected.pooler_output, *getattr(expected, "deepstack_features", ())]
+        rows = torch.stack([torch.cat(list(layer)) for layer in layers])
+        computed = policy.vision.compute(image, torch.device("cpu"))
+        assert torch.allclose(computed, rows, atol=1e-5)
