@@ -9,8 +9,9 @@ each step, keys of log_history) and a Llama of 15M parameters (CPU seconds of a 
 from git directories MIRROR/owner+name/repo. None of these scripts is part of this repository.
 
 A script runs in its own checkout, unchanged except for its imports, with fixtures for what this
-machine lacks: hub names are answered by a tiny local model, data sets by a few rows, CUDA by the
-CPU, and a public script ends after two steps. The same fixtures serve TRL and Rather.
+machine lacks: hub names are answered by a tiny local model (a GPT-2 where the name says so), data
+sets by a few rows, CUDA by the CPU, packages that do not train by stand-ins, and a public script
+ends after two steps. The same fixtures serve TRL and Rather.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import ast
 import importlib
 import importlib.machinery
+import importlib.util
 import json
 import os
 import runpy
@@ -42,7 +44,14 @@ OURS = {
     for kind in ("Config", "Trainer")
 }
 SECONDS = 200  # a script may take
+LARGEST_FILE = 5_000_000  # bytes that are copied from a repository
+# Packages that scripts import and that are not installed here. None of them trains anything.
+STAND_INS = (
+    *("wandb", "dotenv", "flash_attn", "mlflow", "loguru", "evaluate", "unsloth", "bs4", "nltk"),
+    *("sklearn", "modelscope", "matplotlib", "seaborn", "bitsandbytes", "openai", "trackio"),
+)
 WORDS = [f"w{i}" for i in range(60)]
+SCRIPT = "door_script.py"  # the name of a script's copy
 LARGE = [False]  # which model and rows the fixtures answer with
 
 
@@ -106,7 +115,8 @@ def rows_of(name: str, count: int) -> list[dict[str, Any]]:
             rows.append({
                 "prompt": prompt, "question": prompt, "instruction": prompt, "query": prompt,
                 "input": "", "context": "", "system": "w1", "chosen": yes, "rejected": no,
-                "output": yes, "response": yes, "answer": yes, "completion": yes,
+                "output": yes, "response": yes, "answer": yes, "completion": yes, "code": yes,
+                "input_text": prompt, "output_text": yes, "target_text": yes,
                 "text": f"{prompt} {yes}", "label": i % 2 == 0,
                 "messages": [turn("user", prompt), turn("assistant", yes)],
                 "conversations": [turn("user", prompt), turn("assistant", yes)],
@@ -153,14 +163,26 @@ def make_model(folder: Path, *, large: bool = False) -> Path:
     return folder
 
 
-def answer_hub_names(models: dict[bool, Path]) -> None:
-    """Let every name that is not a folder here mean the local model."""
+def make_gpt2(folder: Path, like: Path) -> Path:
+    """Return a tiny GPT-2 with the tokenizer of another model."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    tokenizer = AutoTokenizer.from_pretrained(like)
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    size = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 1024}
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **size, **ends)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def answer_hub_names(models: dict[bool, Path], gpt2: Path) -> None:
+    """Let every name that is not a folder here mean a local model."""
     import transformers
 
     classes = (
         "AutoConfig AutoTokenizer AutoProcessor AutoModelForCausalLM PreTrainedConfig AutoModel "
         "AutoModelForSequenceClassification PreTrainedModel PreTrainedTokenizerBase "
-        "LlamaForCausalLM GenerationConfig"
+        "LlamaForCausalLM GPT2LMHeadModel GPT2Tokenizer GenerationConfig"
     )
     for name in classes.split():
         cls = getattr(transformers, name)
@@ -173,7 +195,8 @@ def answer_hub_names(models: dict[bool, Path]) -> None:
             if str(named.get("attn_implementation", "")).startswith("flash"):
                 named.pop("attn_implementation")
             named.pop("use_flash_attention_2", None)
-            return _own(kind, path if is_here else str(models[LARGE[0]]), *args, **named)
+            local = gpt2 if "gpt" in str(path).lower() else models[LARGE[0]]
+            return _own(kind, path if is_here else str(local), *args, **named)
 
         cls.from_pretrained = classmethod(from_pretrained)
 
@@ -185,7 +208,7 @@ def answer_data_sets() -> None:
 
     def load_dataset(path: Any = "", *args: Any, split: Any = None, **named: Any) -> Any:
         files = named.get("data_files")
-        if isinstance(files, str) and Path(files).exists():
+        if isinstance(files, str) and Path(files).is_file():
             return read_files(path, *args, split=split, **named)
         found = long_rows(16) if LARGE[0] else rows_of(str(path), 24)
         whole = datasets.Dataset.from_list(found)
@@ -201,6 +224,7 @@ def answer_data_sets() -> None:
             "test_prefs",
             "train_sft",
             "test_sft",
+            "eval",
         )
         kind = datasets.IterableDatasetDict if named.get("streaming") else datasets.DatasetDict
         return whole if split else kind(dict.fromkeys(names, whole))
@@ -251,9 +275,32 @@ def replace_cuda() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.cuda.get_device_capability = lambda *_: (8, 0)
     torch.cuda.set_device = lambda *_: None
-    for name in ("wandb", "dotenv", "flash_attn", "mlflow", "loguru", "evaluate", "unsloth"):
-        spec = importlib.machinery.ModuleSpec(name, None)
-        sys.modules.setdefault(name, MagicMock(__spec__=spec, __version__="9.9"))
+    torch.cuda.get_device_name = lambda *_: "none"
+    is_available = torch.cuda.is_available
+
+    def only_for_scripts() -> bool:
+        """Return True to the script itself, which would end; libraries get the truth."""
+        caller = sys._getframe(1).f_code.co_filename
+        return Path(caller).name == SCRIPT or is_available()
+
+    torch.cuda.is_available = only_for_scripts
+
+
+class StandIns:
+    """Imports a stand-in for a package that is not installed, and for each of its modules."""
+
+    missing = frozenset(name for name in STAND_INS if importlib.util.find_spec(name) is None)
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        if name.split(".")[0] not in self.missing:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> Any:
+        return MagicMock(__spec__=spec, __path__=[], __version__="9.9")
+
+    def exec_module(self, module: Any) -> None:
+        """Leave it as it is."""
 
 
 def record_training() -> list[Any]:
@@ -284,7 +331,13 @@ class Runner:
 
     def __init__(self, trl: Path, folder: Path, *, public: bool) -> None:
         self.folder = folder
-        os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        os.environ |= {
+            "HF_HUB_OFFLINE": "1",
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+            "PYTHONBREAKPOINT": "0",
+            "MPLBACKEND": "agg",
+            "HF_TOKEN": "none",
+        }
         sys.path.insert(0, str(trl))
         sys.path.insert(0, str(HERE.parent))
         signal.signal(signal.SIGALRM, too_slow)
@@ -292,35 +345,45 @@ class Runner:
         self.models = {
             large: make_model(folder / str(large), large=large) for large in (False, True)
         }
-        answer_hub_names(self.models)
+        answer_hub_names(self.models, make_gpt2(folder / "gpt2", self.models[False]))
         answer_data_sets()
         if public:
             for name in OWN:  # before modules are replaced that TRL looks for
                 importlib.import_module(f"trl.trainer.{name}_trainer")
             shorten_runs(folder, 2)
             replace_cuda()
+            sys.meta_path.append(StandIns())
 
     def run(self, script: Path, package: str, arguments: list[str], *, large: bool = False) -> Any:
         """Return what a script trained with `trl` or `rather.trl`, or why it did not."""
-        source = script.read_text(encoding="utf-8")
-        text = with_other_imports(source) if package == "rather.trl" else source
-        copy = script.with_name("door_script.py")
-        copy.write_text(text, encoding="utf-8")
+        import transformers
+
+        copy = script.with_name(SCRIPT)
         LARGE[0], found = large, {}
         self.trained.clear()
         sys.argv = [str(copy), *arguments]
         before = os.getcwd()
-        sys.path.insert(0, str(script.parent))
+        checkout = Path(before)
+        paths, modules = list(sys.path), set(sys.modules)
+        sys.path[:0] = [str(script.parent), str(checkout), str(checkout / "src")]
         signal.alarm(SECONDS)
         try:
+            transformers.set_seed(7)  # a new head of a reward model is drawn
+            source = script.read_text(encoding="utf-8")
+            text = with_other_imports(source) if package == "rather.trl" else source
+            copy.write_text(text, encoding="utf-8")
             runpy.run_path(str(copy), run_name="__main__")
         except BaseException as error:
             found["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
             found["refused"] = type(error).__module__.startswith("rather")
         finally:
             signal.alarm(0)
-            sys.path.remove(str(script.parent))
+            sys.path[:] = paths
             os.chdir(before)
+            for name in set(sys.modules) - modules:  # another script has other modules of this name
+                file = getattr(sys.modules[name], "__file__", None) or ""
+                if str(file).startswith(before):
+                    del sys.modules[name]
         if self.trained:
             found["history"] = self.trained[-1].state.log_history
             found["seconds"] = self.trained[-1].seconds
@@ -415,6 +478,21 @@ def outcome(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[str, str]:
     return "same losses", f"to {difference(theirs, ours):.1g}"
 
 
+def copy_files(git: list[str], commit: str, checkout: Path) -> None:
+    """Copy the files of a commit that are small and that the mirror holds."""
+    listing = subprocess.run([*git, "ls-tree", "-rz", commit], capture_output=True, check=True)
+    for line in filter(None, listing.stdout.decode().split("\0")):
+        (mode, kind, blob), path = line.split("\t")[0].split(), line.split("\t")[1]
+        if kind != "blob" or mode == "120000":
+            continue
+        size = subprocess.run([*git, "cat-file", "-s", blob], capture_output=True, check=False)
+        if size.returncode or int(size.stdout) > LARGEST_FILE:
+            continue
+        content = subprocess.run([*git, "cat-file", "blob", blob], capture_output=True, check=True)
+        (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / path).write_bytes(content.stdout)
+
+
 def public_scripts(args: Any, folder: Path, content: dict[str, Any]) -> None:
     runner = Runner(args.trl, folder, public=True)
     lines = LIST.read_text(encoding="utf-8").splitlines()
@@ -426,14 +504,9 @@ def public_scripts(args: Any, folder: Path, content: dict[str, Any]) -> None:
         checkout = folder / str(number)
         checkout.mkdir()
         git = ["git", "--git-dir", str(args.scripts / name.replace("/", "+") / "repo")]
-        # A mirror may lack large files; the script itself must be there.
-        files = subprocess.run([*git, "archive", commit], capture_output=True, check=False).stdout
-        unpack = ["tar", "-x", "-C", str(checkout)]
-        subprocess.run(unpack, input=files, capture_output=True, check=False)
-        (checkout / path).parent.mkdir(parents=True, exist_ok=True)
-        show = [*git, "show", f"{commit}:{path}"]
-        text = subprocess.run(show, capture_output=True, check=True).stdout
-        (checkout / path).write_bytes(text)
+        copy_files(git, commit, checkout)
+        if not (checkout / path).is_file():
+            raise SystemExit(f"{address}: not in the mirror")
         os.chdir(checkout)
         ours = runner.run(checkout / path, "rather.trl", arguments.split())
         theirs = {}

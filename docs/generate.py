@@ -1,6 +1,9 @@
 """Writes the pages that are made from the code: `python -m docs.generate`.
 
-The table of other tools' keys comes from rather/tools/migrate. The pages of the losses come from the docstrings in rather/losses. A docstring has a first line
+The table of other tools' keys comes from rather/tools/migrate. Tables of keys come from the schema,
+tables of commands, exit codes and findings from the code that runs, prints or raises them.
+
+The pages of the losses come from the docstrings in rather/losses. A docstring has a first line
 `Title (paper): when to use it.`, a description, the formula (indented), and paragraphs that begin
 with `When:`, `Start with:` and `NAME:` for a number that does not have its usual meaning.
 """
@@ -10,14 +13,20 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import typer
 import yaml
 
+from rather import errors
+from rather.cli import app
+from rather.config.keys import table as all_keys
+from rather.config.schema import Section
+from rather.data.findings import RULES as DATA_FINDINGS
 from rather.data.report import CHANGES, MEANINGS
 from rather.losses.losses import LOSSES, LossRule
 from rather.losses.objective import TAKES
@@ -25,9 +34,11 @@ from rather.recipes import list_recipes
 from rather.tools.migrate.engine import Peer
 from rather.tools.migrate.peers import PEERS
 from rather.tools.migrate.rules import full
+from rather.tools.rounds.settings import RoundsKeys, ServerKeys
+from rather.tracking.health.rules import RULES as HEALTH_RULES
 
 DOCS = Path(__file__).resolve().parent
-BEGIN, END = "<!-- begin: docs/generate.py -->", "<!-- end: docs/generate.py -->"
+BEGIN, END = "<!-- begin: docs/generate.py {name} -->", "<!-- end: docs/generate.py -->"
 # Reasons that neither drop nor change a pair; special_token_text drops it with special_tokens: drop.
 WARNINGS = (
     "answer_lost", "contradictory_label", "contradictory_pair", "control_characters",
@@ -71,6 +82,15 @@ TASKS = {
 }
 
 
+FIELD = re.compile(r"\{\w+(?:[:!][^}]*)?\}")  # of a message
+ADAPTERS = (
+    *("lora_rank", "lora_alpha", "lora_target", "modules_to_save", "use_rslora", "use_dora"),
+    *("init_lora_weights", "adapter_name_or_path", "quantization", "lora_config", "lora_dropout"),
+)
+VISION = (
+    *(f"actor_train.data_args.image_{name}" for name in ("dir", "max_pixels", "min_pixels")),
+    *(f"actor_train.model_args.{name}" for name in ("freeze", "vision_cache", "vision_cache_gb")),
+)
 # What the rules of `rather migrate` are asked with, to see which key of Rather each key sets.
 PROBES: tuple[Any, ...] = (
     *(1, 2, 0.5, True, "1", "x", ["x"], {"a": 1}),
@@ -282,21 +302,119 @@ def reason_tables() -> str:
     return "\n\n".join(tables)
 
 
-def between_markers(page: Path, text: str) -> str:
-    """Return a hand-written page with a new text between its markers."""
-    head, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    return f"{head}{BEGIN}\n\n{text}\n{END}{rest.split(END)[1]}"
+def markdown_table(head: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; `head` has its titles, separated by `|`."""
+    lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
+    for row in rows:
+        cells = [" ".join(cell.split()).replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def key_rows(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield name, default and meaning of the keys of a section that is not part of a run's config."""
+    for name, field in section.model_fields.items():
+        default = "required" if field.is_required() else as_yaml_text(field.default)
+        yield f"`{prefix}{name}`", default, field.description or ""
+
+
+def key_table(*paths: str) -> str:
+    """Return keys of a run's config; a path that ends with a dot names all keys below it."""
+    rows = []
+    for path in paths:
+        found = [
+            key for key in all_keys().values() if key.path.startswith(path) and not key.section
+        ]
+        for key in found if path.endswith(".") else [all_keys()[path]]:
+            rows.append((f"`{key.name}`", as_yaml_text(key.default), key.meaning))
+    return markdown_table("key | default | meaning", rows)
+
+
+def as_yaml_text(value: Any) -> str:
+    """Return a default on one line, nothing for null."""
+    if value is None:
+        return ""
+    text = f"{value:g}" if isinstance(value, float) else yaml.safe_dump(value).split("\n")[0]
+    return f"`{text}`"
+
+
+def rounds_keys() -> str:
+    """Return the keys of `rounds`."""
+    rows = [row for row in key_rows(RoundsKeys) if row[0] != "`server`"]
+    return markdown_table("key | default | meaning", [*rows, *key_rows(ServerKeys, "server.")])
+
+
+def command_table() -> str:
+    """Return every command with its help and an example, in the groups of `rather --help`."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name, command in typer.main.get_group(app).commands.items():
+        help_text = (command.help or "").split("\n\n")[0]
+        example = (command.epilog or "").removeprefix("Example: ") or f"`rather {name} --help`"
+        panel = getattr(command, "rich_help_panel", "")
+        groups.setdefault(panel, []).append((example, help_text))
+    return "\n".join(markdown_table(f"{panel} | ", rows) for panel, rows in groups.items())
+
+
+def exit_codes() -> str:
+    """Return the exit codes of errors, each with the docstring of its class."""
+    rows = {1: ("1", "a bug in Rather")}
+    for value in vars(errors).values():
+        if isinstance(value, type) and issubclass(value, errors.RatherError):
+            code = value.exit_code
+            if code == vars(value).get("exit_code") and code > 1:
+                rows[code] = (f"{code}", (inspect.getdoc(value) or "").split("\n\n")[0])
+    return markdown_table("code | meaning", [rows[code] for code in sorted(rows)])
+
+
+def health_table() -> str:
+    """Return the findings about runs: when each appears, and what to do."""
+    rows = []
+    for name, rule in HEALTH_RULES.items():
+        condition = inspect.getdoc(rule.find) or ""
+        rows.append((f"`{name}`", rule.severity, condition, rule.advice))
+    order = ("serious", "warning", "info")
+    rows.sort(key=lambda row: order.index(row[1]))
+    return markdown_table("finding | severity | when | advice", rows)
+
+
+def data_findings() -> str:
+    """Return the findings about pairs, as the report words them."""
+    rows = []
+    for name, (_, _, _, text, advice) in DATA_FINDINGS.items():
+        sentence = re.sub(r" ?\(\{\w+\}\)", "", text).replace("{percent}", "N %")
+        sentence = sentence.replace("{unit}", "pairs").replace("{set}", "a set")
+        rows.append((f"`{name}`", FIELD.sub("...", sentence), advice.replace(" {help}.", "")))
+    return markdown_table("finding | what it says | advice", rows)
+
+
+def between_markers(page: Path, blocks: Mapping[str, str]) -> str:
+    """Return a hand-written page with new texts between its markers."""
+    text = page.read_text(encoding="utf-8")
+    for name, block in blocks.items():
+        begin = BEGIN.format(name=name)
+        head, rest = text.split(begin)
+        text = f"{head}{begin}\n\n{block}\n{END}{rest.split(END, 1)[1]}"
+    return text
 
 
 @cache
 def pages() -> dict[Path, str]:
     """Return all generated pages with their text."""
-    index = DOCS / "losses" / "index.md"
     made = {DOCS / "losses" / f"{task}.md": loss_page(task) for task in TASKS}
     made[DOCS / "coming_from" / "keys.md"] = keys_page()
-    data = DOCS / "data.md"
-    made[data] = between_markers(data, f"{reason_tables()}\n")
-    return {**made, index: between_markers(index, loss_tables())}
+    blocks: dict[str, dict[str, str]] = {
+        "losses/index.md": {"losses": loss_tables()},
+        "data.md": {"reasons": f"{reason_tables()}\n", "findings": data_findings()},
+        "commands.md": {"commands": command_table(), "exit codes": exit_codes()},
+        "health.md": {"findings": health_table()},
+        "rounds.md": {"keys": rounds_keys()},
+        "reliability.md": {"timeouts": key_table("timeouts.")},
+        "adapters.md": {"keys": key_table(*(f"actor_train.model_args.{key}" for key in ADAPTERS))},
+        "vision.md": {"keys": key_table(*VISION)},
+    }
+    for name, texts in blocks.items():
+        made[DOCS / name] = between_markers(DOCS / name, texts)
+    return made
 
 
 if __name__ == "__main__":

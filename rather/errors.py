@@ -30,7 +30,7 @@ class RatherError(Exception):
 
 
 class ConfigError(RatherError):
-    """The configuration cannot be used. Holds every problem found, not only the first."""
+    """The config or the command line cannot be used; every problem of a config is listed."""
 
     exit_code = 2
 
@@ -40,19 +40,22 @@ class ConfigError(RatherError):
 
 
 class DataError(RatherError):
-    """The pairs cannot be used: files missing, too many bad rows, a template that fails."""
+    """The data cannot be used: a missing file, too many bad rows, or only pairs of weight 0."""
 
     exit_code = 3
 
 
 class CheckpointError(RatherError):
-    """A checkpoint is damaged or does not belong to this run."""
+    """A checkpoint is damaged or belongs to another run."""
 
     exit_code = 4
 
 
 class WorkerError(RatherError):
-    """A worker failed, died or did not answer; names role, rank, machine and the first cause."""
+    """Workers failed more often than `max_failures` allows; the first cause is named.
+
+    The message has role, rank and machine.
+    """
 
     exit_code = 5
 
@@ -74,13 +77,13 @@ class ServerSilent(ServerError):
 
 
 class NonFiniteError(RatherError):
-    """The loss or the gradient stopped being a number."""
+    """Loss or gradient became NaN or Inf, or every step was skipped; the weights are unchanged."""
 
     exit_code = 6
 
 
 class MemoryShortage(RatherError):
-    """A device has too little memory; the message lists its use and what needs less."""
+    """Out of memory; during training the message lists what uses it and three ways to need less."""
 
     exit_code = 8
 
@@ -90,13 +93,13 @@ class BatchTooLarge(MemoryShortage):
 
 
 class HangError(RatherError):
-    """A worker did not answer before the deadline; the message names the rank to blame."""
+    """A call to the workers missed its deadline; the rank that blocked the others is named."""
 
     exit_code = 7
 
 
 class DiskError(RatherError):
-    """The disk is full, or a path is not writable."""
+    """The disk is full, a path is not writable, or the last upload to an object store failed."""
 
     exit_code = 9
 

@@ -10,7 +10,7 @@ from tests.house.source import ROOT
 
 DOCS = ROOT / "docs"
 MOST_PAGES = 38  # 36, images and engines
-MOST_WORDS = 43_700  # only goes down; the goal is 36,000 and the pages on images and engines
+MOST_WORDS = 40_500  # only goes down; the goal is 36,000
 MOST_LONG_LINES = 3  # of prose above WIDTH; only goes down
 WIDTH = 110
 BY_COMMANDS = {

@@ -109,6 +109,11 @@ RULES: dict[str, HealthRule] = {}
     "tenth or less.",
 )
 def model_wrecked(h: RunState) -> Found:
+    """Chosen answers fell by 2 nats per token, or policy and reference differ by 3.
+
+    Healthy runs of bench/health_runs.py stay below 0.2 and 0.5. Two training lines with 16 pairs
+    are enough, the last line of a run, or one evaluation.
+    """
     for known in h.evaluations.values():
         for line in list(known.last)[-1:]:
             fall = line.get("sft_loss", 0.0) - known.first.get("sft_loss", math.inf)
@@ -159,6 +164,7 @@ def _drift(line: Line) -> float:
     "prints the tokens.",
 )
 def answers_unlikely(h: RunState) -> Found:
+    """Before training, chosen answers cost 7 nats per token or more."""
     costs = [line.get("sft_loss", 0.0) for line in (h.first, *h.last_few)]
     if len(costs) < 2 or min(costs) < UNLIKELY:
         return {}
@@ -173,6 +179,10 @@ def answers_unlikely(h: RunState) -> Found:
     "them.",
 )
 def labels_reversed(h: RunState) -> Found:
+    """Fewer held-out pairs are right than by chance and at the start, by 3 standard deviations.
+
+    It needs a third of the run, and a model that ranks more than half of its training pairs right.
+    """
     train = right_share(h.recent)
     is_learning = train > 0.5 and "model_wrecked" not in h.known
     if h.unit != "pairs" or h.step < GRACE * h.total_steps or not is_learning:
@@ -194,6 +204,10 @@ def labels_reversed(h: RunState) -> Found:
     "steps away.",
 )
 def nothing_learned(h: RunState) -> Found:
+    """Both answers of 99 % of the pairs have the same reward.
+
+    At the end of a run, its last four lines or its last evaluation are enough.
+    """
     for ties, pairs in _ties(h):
         if ties >= ALL:
             return {"number": ties, "pairs": pairs}
@@ -223,6 +237,10 @@ def _ties(h: RunState) -> Iterator[tuple[float, int]]:
     "Lower learning_rate to a third or less, or lengthen the warm-up.",
 )
 def learning_rate_too_high(h: RunState) -> Found:
+    """The loss is 1.5 times that of the first line, or the gradient norm 30 times.
+
+    Medians of four lines are compared; with fewer than 128 pairs the factor is larger.
+    """
     limits = (("loss", "loss", DIVERGED), ("grad_norm", "gradient norm", STORMY))
     for name, what, limit in limits:
         start, now = h.first.get(name), h.recent.latest(name)
@@ -241,6 +259,7 @@ def learning_rate_too_high(h: RunState) -> Found:
     "like desirable ones cause this most.",
 )
 def chosen_falling(h: RunState) -> Found:
+    """`sft_loss` rose by 0.3 nats per token, and 80 % of chosen answers are below the reference."""
     is_sft = "nll_loss" in h.first and "rewards/accuracies" not in h.first  # nothing else to fall
     for then, now, _ in () if is_sft else h.changes("sft_loss", least=1):
         falling = now.get("logps/chosen_below_reference")  # None without a reference
@@ -263,6 +282,7 @@ def chosen_falling(h: RunState) -> Found:
     "closer to its reference, harder data gives it something to learn.",
 )
 def margin_saturated(h: RunState) -> Found:
+    """99 % of the pairs are right, and the loss is 2 % of the first one."""
     names = ("loss", "rewards/accuracies", "rewards/margins")
     loss, right, margin = (h.recent.get(name, math.nan) for name in names)
     saturated = loss <= SATURATED * h.first.get("loss", 0.0) and right >= ALL
@@ -279,6 +299,7 @@ def margin_saturated(h: RunState) -> Found:
     "similar length; watch eval/answers/policy/tokens (eval_prompts).",
 )
 def length_exploitation(h: RunState) -> Found:
+    """`rewards/length_correlation` is 0.8 or more, and not less than at the start."""
     name = "rewards/length_correlation"
     for then, now, _ in h.changes(name):
         found = now.get(name, 0.0)
@@ -294,6 +315,7 @@ def length_exploitation(h: RunState) -> Found:
     "files, or random? If they are good, raise learning_rate.",
 )
 def accuracy_stuck(h: RunState) -> Found:
+    """After a third of the run, at most 55 % of the pairs are right."""
     is_explained = not h.known.isdisjoint(("labels_reversed", "model_wrecked"))
     if h.step < GRACE * h.total_steps or is_explained:
         return {}
@@ -313,6 +335,11 @@ def accuracy_stuck(h: RunState) -> Found:
     "data.",
 )
 def overfitting(h: RunState) -> Found:
+    """The held-out loss is a tenth of its first value above its best, twice in a row.
+
+    Meanwhile the training loss falls, and `calibrated_loss` has lost a quarter of its gain: margins
+    that are only too large are not overfitting.
+    """
     for name, known in h.evaluations.items():
         best, step, before = known.best
         least, train = best + RISEN * abs(known.first["loss"]), h.recent.get("loss", math.inf)
@@ -340,6 +367,7 @@ def _gave_back(history: EvaluationHistory) -> bool:
     "learning_rate.",
 )
 def optimum_passed(h: RunState) -> Found:
+    """At the end, the held-out loss is 2 % of its first value above its lowest."""
     if not h.is_over or "overfitting" in h.known:
         return {}
     for name, known in h.evaluations.items():
@@ -358,6 +386,10 @@ def optimum_passed(h: RunState) -> Found:
     "Lower learning_rate, raise beta, or train fewer epochs; `rather tune` compares settings by both.",
 )
 def drift_without_gain(h: RunState) -> Found:
+    """At the end, the held-out `drift` exceeds 0.5 nats per token and what its accuracy allows.
+
+    It allows 5 times the share of pairs that are right beyond a half: 1.0 with 70 % right.
+    """
     if not h.is_over or "model_wrecked" in h.known:
         return {}
     for known in h.evaluations.values():
@@ -377,6 +409,7 @@ def drift_without_gain(h: RunState) -> Found:
     "forgetting_limit.",
 )
 def forgetting(h: RunState) -> Found:
+    """The loss on neutral texts rose by 5 %, or 5 % of the base's right answers are lost."""
     if len(h.forgetting) < 2:
         return {}
     before, now = (line.get("loss", math.nan) for line in h.forgetting)
@@ -398,6 +431,7 @@ def forgetting(h: RunState) -> Found:
     "experts are used.",
 )
 def experts_collapse(h: RunState) -> Found:
+    """A tenth more of the experts get no token than at first, or `router_loss` is 1.5 times it."""
     for then, now, _ in h.changes("router_loss"):
         before, loss = then["router_loss"], now.get("router_loss", 0.0)
         idle, number = then.get("experts/idle", 0.0), now.get("experts/idle", 0.0)
@@ -413,6 +447,7 @@ def experts_collapse(h: RunState) -> Found:
     "Shorten the warm-up (warmup_steps, warmup_ratio), or train for more steps.",
 )
 def warmup_never_ends(h: RunState) -> Found:
+    """The learning rate rises in every line up to the last step."""
     rates = [line["lr"] for line in h.recent.lines if "lr" in line] if h.is_over else []
     if len(rates) < LATEST or h.first.get("lr", math.inf) > rates[0]:
         return {}
@@ -437,6 +472,7 @@ def _answers(h: RunState, name: str, found: Callable[[float, float], bool]) -> F
     "Use answers of similar length, or lower learning_rate.",
 )
 def answers_longer(h: RunState) -> Found:
+    """Answers to `eval_prompts` are 1.5 times as long as the reference's."""
     return _answers(h, "tokens", lambda own, ref: own >= max(LONGER * ref, ref + LONGER_TOKENS))
 
 
@@ -449,6 +485,7 @@ def answers_longer(h: RunState) -> Found:
     "The policy has lost its language: use an earlier checkpoint, or lower learning_rate.",
 )
 def answers_repeat(h: RunState) -> Found:
+    """A quarter more of the answers' 4-grams are repeated than of the reference's."""
     return _answers(h, "repetition", lambda own, ref: own - ref >= REPEATED)
 
 
@@ -459,6 +496,7 @@ def answers_repeat(h: RunState) -> Found:
     "and whether length is rewarded; lower learning_rate.",
 )
 def answers_do_not_end(h: RunState) -> Found:
+    """A quarter fewer answers end than of the reference's."""
     return _answers(h, "ended", lambda own, ref: ref - own >= UNENDED)
 
 
