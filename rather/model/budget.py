@@ -58,6 +58,19 @@ class Budget:
     bytes_of_token: float | None = None  # measured: activations and logits
 
 
+def default_tokens(device: str, router_loss: float) -> int:
+    """Return the tokens of a micro-batch if none are set.
+
+    A router loss needs the choices of a whole step: with several micro-batches a pass of its own
+    counts them, so one large micro-batch is faster.
+    """
+    return TOKENS[device] * (2 if router_loss and device == "cuda" else 1)
+
+
+def _router_loss(policy: PolicyModel) -> float:
+    return policy.balance.coefficient if policy.balance else 0.0
+
+
 def choose_budget(
     policy: PolicyModel,
     trainer: Any,
@@ -77,7 +90,7 @@ def choose_budget(
     `make_room` frees memory at a lower cost than recomputing, and returns whether it did.
     """
     device = policy.causal_lm.device.type
-    most_tokens = tokens or TOKENS[device]
+    most_tokens = tokens or default_tokens(device, _router_loss(policy))
     if device == "cpu":
         arrange_layers(policy, recompute=recompute or "none", offload=offload, compiled=compiled)
         return Budget(most_tokens, recompute or "none")
@@ -114,7 +127,7 @@ def agree_on_budget(
     A rank that ran out of memory would leave the others waiting. So the level that needs least is
     measured first, and the others only if it leaves room for their trial passes.
     """
-    most_tokens = tokens or TOKENS["cuda"]
+    most_tokens = tokens or default_tokens("cuda", _router_loss(policy))
     needed = max(tokens or min(LEAST, most_tokens), largest_pair)
 
     def measure(level: Recompute, *, compiled: bool) -> tuple[int, float | None]:

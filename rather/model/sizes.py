@@ -46,6 +46,7 @@ class Sizes:
     shapes: Shapes
     experts: int = 0  # of a layer with experts
     chosen: int = 0  # of these by a token
+    router_loss: float = 0.0  # its weight if none is set
     tower: Shapes = field(default_factory=dict)  # what only images or sounds reach
 
     @property
@@ -154,6 +155,7 @@ def _sizes_of(name: str, revision: str | None, trusted: bool, _written: int) -> 
             shapes=shapes,
             experts=experts,
             chosen=chosen,
+            router_loss=float(getattr(text, "router_aux_loss_coef", None) or 0) if experts else 0.0,
             tower={key: shape for key, shape in whole.items() if key not in shapes},
         )
     except Exception as error:  # a config.json may be anything

@@ -36,6 +36,7 @@ from rather.model.budget import (
     REHEARSED,
     SHARE,
     TOKENS,
+    default_tokens,
     tokens_in,
 )
 from rather.model.head import CHUNK_BYTES, KEEP_BYTES
@@ -540,7 +541,11 @@ class MemoryForecast:
     def chosen(self, steps: Sequence[Sequence[TokenPair]], largest_pair: int) -> Chosen:
         """Return what `choose_budget` finds by rehearsals, computed here by the same rules."""
         tokens_set = self.config.actor_train.max_tokens_per_microbatch_in_train
-        most, level = tokens_set or TOKENS[self.kind], self.layout.recompute
+        router_loss = self.args.moe_aux_loss_coef
+        if router_loss is None:
+            router_loss = self.sizes.router_loss
+        most = tokens_set or default_tokens(self.kind, router_loss)
+        level = self.layout.recompute
         offload = self.config.reference.offload
         parked = offload == "on" and self._may_park
         if self.kind != "cuda" or self.layout.devices > 1:
