@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from rich.console import Console
-from rich.progress import track
 
-from rather.commands.score import settings_for
+from rather.commands.score import forward, settings_for
+from rather.config.run_config import DPOConfig
 from rather.data.batch import TokenPair
 from rather.data.formats import TextPair
 from rather.data.json_rows import DropReason
@@ -20,14 +18,12 @@ from rather.data.messages import as_turns
 from rather.data.pool import encoder_of
 from rather.data.prepare import recipe_of
 from rather.data.prompts import prompt_row
-from rather.errors import DataError, MemoryShortage
+from rather.errors import DataError
 from rather.files import JsonObject
-from rather.losses.objective import from_config
-from rather.pipeline.steps import Packing
+from rather.model.policy import PolicyModel
+from rather.pipeline.steps import EVALUATION_CHUNK
 from rather.run_folder.model_source import Weights, here
-from rather.train.rank_trainer import RankTrainer
 
-AT_ONCE = 64  # answers that are packed together
 NO_LIMIT = 1 << 30
 
 
@@ -36,8 +32,7 @@ def reward_scores(
 ) -> list[float]:
     """Return the score of each (row with the prompt, answer, place of the row)."""
     config = settings_for(weights, file, [])
-    device = here()
-    policy = weights.load(device)
+    policy = weights.load(here())
     data_args = config.actor_train.data_args
     recipe = recipe_of(weights.tokenizer(), data_args, config.sequence_length, config.parity)
     positions = getattr(policy.causal_lm.config.get_text_config(), "max_position_embeddings", None)
@@ -48,17 +43,17 @@ def reward_scores(
             pairs.append(_token_pair(encoder, row, answer))
         except DropReason as reason:
             raise DataError(f"{place}: {weights.name} cannot score it: {reason.detail}") from None
-    trainer = RankTrainer(policy, from_config(config))
-    packing = Packing(config, device.partition(":")[0])
-    scores: list[float] = []
-    starts = range(0, len(pairs), AT_ONCE)
-    for first in track(starts, weights.name, console=Console(stderr=True), transient=True):
-        batches = packing.pack(pairs[first : first + AT_ONCE], "actor_train")
-        try:
-            scores += trainer.log_probs(batches)["sum"][:, 0].tolist()
-        except torch.OutOfMemoryError as error:
-            raise MemoryShortage(f"{error} The answers are too long for this device.") from None
-    return scores
+    return answer_sums(policy, config, pairs, weights.name)
+
+
+def answer_sums(
+    policy: PolicyModel, config: DPOConfig, pairs: Sequence[TokenPair], name: str
+) -> list[float]:
+    """Return the score or the log-prob of each single answer."""
+    chunks = (pairs[i : i + EVALUATION_CHUNK] for i in range(0, len(pairs), EVALUATION_CHUNK))
+    _, columns = forward(policy, config, chunks, len(pairs), name)
+    sums: list[float] = columns["sum"][:, 0].tolist()
+    return sums
 
 
 def _token_pair(encoder: Any, row: JsonObject, answer: str) -> TokenPair:

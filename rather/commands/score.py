@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from rather.arithmetic import ceil_div
 from rather.commands.terminal import echo, print_table, settings
 from rather.config.found import NO_TRUST, Trust
 from rather.config.run_config import DPOConfig
 from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS
-from rather.data.batch import Columns, PairFacts, PairLogps
+from rather.data.batch import Columns, PairFacts, PairLogps, TokenPair
 from rather.data.pairs import PairDataset
 from rather.data.prepare import prepare
 from rather.data.read import chunks, find_sources, parsed_rows
@@ -31,8 +32,10 @@ from rather.losses.losses import gap
 from rather.losses.metrics import Scored, Window, Z, weighted_sums, wilson
 from rather.losses.objective import PairLoss, from_config
 from rather.model.check import check_length
+from rather.model.policy import PolicyModel
 from rather.pipeline.checks import refuse_missing_columns
 from rather.pipeline.steps import EVALUATION_CHUNK, Packing
+from rather.pipeline.steps import chunks as chunks_of_pairs
 from rather.run_folder.model_source import Weights, here, weights_of
 from rather.tracking.json_lines import strict_json
 from rather.train.rank_trainer import RankTrainer
@@ -51,8 +54,6 @@ ALLOWED = (  # keys that influence tokens, rewards or speed here
     *(f"actor_train.data_args.{key}" for key in DATA_KEYS),
 )  # fmt: skip
 MOST_SLICES = 40  # printed; --json has all
-
-Rows = tuple[PairDataset, Sequence[int]]  # some pairs of a set
 
 
 class LogProbs(NamedTuple):
@@ -103,9 +104,10 @@ def score(
     slices = {column: _values(config, places, column) for column in by}
     # The reference gets the same dtype: rewards are differences.
     dtype = config.actor_train.model_args.dtype or policy.args.dtype
-    firsts = range(0, len(pair_set), EVALUATION_CHUNK)
-    parts = [(pair_set, range(i, min(i + EVALUATION_CHUNK, len(pair_set)))) for i in firsts]
-    x = log_probs(policy, other, dtype, config, parts)
+    facts, own_columns = _forward(policy, dtype, config, pair_set)
+    # One model at a time is in memory.
+    other_columns = _forward(other, dtype, config, pair_set)[1] if other else None
+    x = LogProbs(facts, own_columns, other_columns)
     if out:
         files = [entry["path"] for entry in data.report["train"]["files"]]
         temporary = out.with_name(f".tmp-{out.name}")
@@ -193,41 +195,36 @@ def _values(config: DPOConfig, places: Sequence[tuple[int, int]], column: str) -
 # --- log-probs ---
 
 
-def log_probs(
-    policy: Weights,
-    reference: Weights | None,
-    dtype: str | None,
-    config: DPOConfig,
-    parts: Sequence[Rows],
-) -> LogProbs:
-    """Return the log-probs of the pairs under both models, of which one is loaded at a time."""
-    facts, columns = _forward(policy, dtype, config, parts)
-    other = _forward(reference, dtype, config, parts)[1] if reference else None
-    return LogProbs(facts, columns, other)
-
-
 def _forward(
-    weights: Weights, dtype: str | None, config: DPOConfig, parts: Sequence[Rows]
+    weights: Weights, dtype: str | None, config: DPOConfig, pairs: PairDataset
 ) -> tuple[PairFacts, Columns]:
-    device = here()
-    policy = weights.load(device, dtype)
+    policy = weights.load(here(), dtype)
     check_length(policy.causal_lm.config, config.sequence_length)
-    largest = max(pairs.largest_id for pairs, _ in parts)
-    if largest >= policy.vocabulary_size:
+    if pairs.largest_id >= policy.vocabulary_size:
         raise ConfigError(
-            f"{weights.name}: the pairs have token ids up to {largest}, but the model has "
+            f"{weights.name}: the pairs have token ids up to {pairs.largest_id}, but the model has "
             f"{policy.vocabulary_size} embeddings; the tokenizer belongs to another model."
         )
+    return forward(policy, config, chunks_of_pairs(pairs), len(pairs), weights.name)
+
+
+def forward(
+    policy: PolicyModel, config: DPOConfig, chunks: Iterable[Sequence[TokenPair]], count: int,
+    name: str,
+) -> tuple[PairFacts, Columns]:  # fmt: skip
+    """Return what a forward pass yields for all pairs; a bar on stderr shows `name`."""
     trainer = RankTrainer(policy, from_config(config))
-    packing = Packing(config, device.partition(":")[0])
+    packing = Packing(config, here().partition(":")[0])
     facts, columns = [], []
-    for pairs, rows in track(parts, weights.name, console=Console(stderr=True), transient=True):
-        batches = packing.pack(pairs.take(rows), "actor_train")
+    console, total = Console(stderr=True), ceil_div(count, EVALUATION_CHUNK)
+    for pairs in track(chunks, name, total, console=console, transient=True):
+        batches = packing.pack(pairs, "actor_train")
         try:
             columns.append(trainer.log_probs(batches))
         except torch.OutOfMemoryError as error:
             raise MemoryShortage(
-                f"{error} Lower actor_train.max_tokens_per_microbatch_in_infer or sequence_length."
+                f"{error} The answers are too long for this device; `rather score` takes lower "
+                "values of actor_train.max_tokens_per_microbatch_in_infer and sequence_length."
             ) from None
         facts.append(PairFacts.of_step(batches))
     joined = {name: torch.cat([part[name].cpu() for part in columns]) for name in columns[0]}

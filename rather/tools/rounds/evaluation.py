@@ -21,17 +21,12 @@ from rather.commands.judge import (
     read_answers,
     win_rates,
 )
+from rather.commands.reward_scores import answer_sums
 from rather.config.run_config import DPOConfig
 from rather.data.batch import TokenPair
-from rather.data.shares import Batches
 from rather.files import JsonObject
-from rather.losses.objective import from_config
-from rather.model.budget import LADDER, TOKENS
 from rather.outcome.forgetting import Forgotten, forgetting_of
 from rather.run_folder.model_source import here, weights_of
-from rather.train.rank_trainer import RankTrainer
-
-AT_ONCE = 256  # answers whose log-probs are computed together
 
 
 def evaluate(model: str, first_model: str, answers: Path, base: Evaluated | None) -> JsonObject:
@@ -145,16 +140,9 @@ def _token_pair(prompt: Sequence[int], answer: Sequence[int]) -> TokenPair:
 
 def log_probs(model: str, pairs: Sequence[TokenPair]) -> Any:
     """Return the log-probs of single answers under a model."""
-    kind = here().partition(":")[0]
-    trainer = RankTrainer(weights_of(model).load(here()), from_config(DPOConfig()))
-    sums = []
-    for first in range(0, len(pairs), AT_ONCE):
-        chunk = pairs[first : first + AT_ONCE]
-        batches = Batches(chunk, TOKENS[kind], None, LADDER[kind], 1)
-        sums.append(trainer.log_probs(batches)["sum"][:, 0].cpu().numpy())
-    del trainer
+    sums = answer_sums(weights_of(model).load(here()), DPOConfig(), pairs, model)
     release_memory()
-    return np.concatenate(sums)
+    return np.array(sums)
 
 
 def release_memory() -> None:
