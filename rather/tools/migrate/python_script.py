@@ -8,8 +8,9 @@ function argument may have changed it. Everything else is only known when the sc
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from rather.config.redaction import looks_secret
@@ -78,11 +79,7 @@ IN_PLACE = ("set_transform", "set_format")  # what changes the rows of a data se
 def read_script(path: Path) -> SourceSettings:
     """Read the settings of the one trainer that a script calls."""
     try:
-        tree = ast.parse(yaml_text(path))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"{path}: cannot be read as Python ({error}).") from None
-    try:
-        return Script(tree, path).settings()
+        return _parsed(path).settings()
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deeply to be read.") from None
 
@@ -90,10 +87,18 @@ def read_script(path: Path) -> SourceSettings:
 def trainer_in(path: Path) -> str:
     """Return the trainer of TRL that a script calls, such as `dpo`; empty if not exactly one."""
     try:
-        calls = Script(ast.parse(yaml_text(path)), path).trainers()
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        calls = _parsed(path).trainers()
+    except (ConfigError, RecursionError):
         return ""
     return TRAINERS[calls[0][0]] if len(calls) == 1 else ""
+
+
+def _parsed(path: Path) -> Script:
+    try:
+        tree = ast.parse(yaml_text(path))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{path}: cannot be read as Python ({error}).") from None
+    return Script(tree, path)
 
 
 class Script(Module):
@@ -173,9 +178,18 @@ class Script(Module):
         except NotKnown:
             return node
 
-    def _is_changed_object(self, node: ast.expr) -> bool:
-        """Return whether attributes are assigned to an object after it was made."""
-        return isinstance(node, ast.Name) and any(map(is_stored, self.uses(node.id)))
+    def _unchanged_call(self, node: ast.expr) -> ast.Call | None:
+        """Return the call that makes an object; None if that is not known, or it is changed."""
+        is_changed = isinstance(node, ast.Name) and any(map(is_stored, self.uses(node.id)))
+        made = self._made(node)
+        return made if isinstance(made, ast.Call) and not is_changed else None
+
+    def _followed(self, node: ast.expr, check: Callable[[str], None]) -> ast.expr:
+        """Return the expression behind names, each of which is checked for changes."""
+        while isinstance(node, ast.Name):
+            check(node.id)
+            node = self.assigned(node)
+        return node
 
     # ---- the trainer and its config
 
@@ -248,12 +262,8 @@ class Script(Module):
 
     def _later_changes(self, trainer: ast.Call) -> None:
         """Note what a script does to a trainer that it has made."""
-        for name, expression in self.value_of.items():
-            if expression is trainer:
-                self._note_changes(ast.unparse(name))
-
-    def _note_changes(self, name: str) -> None:
-        for use in self.uses(name):
+        names = [ast.unparse(name) for name, made in self.value_of.items() if made is trainer]
+        for use in chain.from_iterable(map(self.uses, names)):
             if isinstance(use, ast.Attribute) and (is_stored(use) or use.attr in CHANGES_TRAINER):
                 self.unknown[ast.unparse(use)] = self.note(use, "it changes the trainer")
 
@@ -277,9 +287,7 @@ class Script(Module):
 
     def _loaded(self, node: ast.expr, adapters: list[ast.expr]) -> None:
         """Read how a model is loaded: its name, dtype, rounding; get_peft_model adds an adapter."""
-        while isinstance(node, ast.Name):
-            self._check_uses(node.id)
-            node = self.assigned(node)
+        node = self._followed(node, self._check_uses)
         if isinstance(node, ast.Constant):
             self.values["model_name_or_path"] = node.value
             return
@@ -319,10 +327,8 @@ class Script(Module):
     def _rounding(self, node: ast.expr) -> None:
         if is_none(node):
             return
-        constructor = self._made(node)
-        if not isinstance(constructor, ast.Call) or self._is_changed_object(node):
-            raise NotKnown(node)
-        if last_name(constructor.func) != "BitsAndBytesConfig":
+        constructor = self._unchanged_call(node)
+        if constructor is None or last_name(constructor.func) != "BitsAndBytesConfig":
             raise NotKnown(node)
         for key, expression in self._keywords(constructor).items():
             if key in ROUNDED:
@@ -333,10 +339,8 @@ class Script(Module):
             self.values["use_peft"] = False
             return
         node = adapters[-1]
-        constructor = self._made(node)
-        is_one = len(adapters) == 1 and not self._is_changed_object(node)
-        if not (is_one and isinstance(constructor, ast.Call)
-                and self.origin(constructor.func).endswith("LoraConfig")):  # fmt: skip
+        constructor = self._unchanged_call(node) if len(adapters) == 1 else None
+        if constructor is None or not self.origin(constructor.func).endswith("LoraConfig"):
             self.unknown["(adapter)"] = self.note(node)
             return
         self.values |= {"use_peft": True, **LORA_DEFAULTS}
@@ -359,9 +363,7 @@ class Script(Module):
         self._set_if_other("(reference)", reference_script.values.get("model_name_or_path"))
 
     def _tokenizer(self, node: ast.expr) -> None:
-        if isinstance(node, ast.Name):
-            self._check_uses(node.id)
-            node = self.assigned(node)
+        node = self._followed(node, self._check_uses)
         if not isinstance(node, ast.Call) or not node.args:
             raise NotKnown(node)
         if ast.unparse(node.func) != "AutoTokenizer.from_pretrained":
@@ -406,9 +408,7 @@ class Script(Module):
 
     def _rows(self, node: ast.expr, *, test: bool = False) -> JsonObject:
         """Return the data set that rows are from, its split, and how many of them are held out."""
-        while isinstance(node, ast.Name):
-            self._check_rows(node.id)
-            node = self.assigned(node)
+        node = self._followed(node, self._check_rows)
         match node:
             case ast.Subscript():
                 return self._part(self._rows(node.value, test=test), node, test=test)

@@ -78,18 +78,10 @@ def read_line(
 def _flags_and_config(
     words: list[str], folder: Path, name: str, *, has_program: bool
 ) -> tuple[JsonObject, Path | None]:
-    """Return the settings of a command line, and the config file that it names."""
-    flags, other_words = _flags(words, has_program=has_program)
-    config = _config_file(flags, other_words, folder, name)
-    if has_program:  # a typing error such as -lr for --lr
-        flags |= {word: True for word in other_words if not word.endswith(FILES)}
-    if config:
-        flags = {key: setting for key, setting in flags.items() if key not in CONFIG_FLAGS}
-    return flags, config
+    """Return the settings of a command line, and the config file that it names.
 
-
-def _flags(words: list[str], *, has_program: bool) -> tuple[JsonObject, list[str]]:
-    """Return settings by key, and other words; without a program, launchers' flags are none."""
+    Without a program, the flags of launchers are not settings.
+    """
     flags: JsonObject = {}
     other_words = []
     for key, setting in _written(words):
@@ -97,7 +89,12 @@ def _flags(words: list[str], *, has_program: bool) -> tuple[JsonObject, list[str
             other_words.append(str(setting))
         elif has_program or key not in LAUNCHED:
             flags[key] = setting
-    return flags, other_words
+    config = _config_file(flags, other_words, folder, name)
+    if has_program:  # a typing error such as -lr for --lr
+        flags |= {word: True for word in other_words if not word.endswith(FILES)}
+    if config:
+        flags = {key: setting for key, setting in flags.items() if key not in CONFIG_FLAGS}
+    return flags, config
 
 
 def _training(

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rather.errors import ConfigError
 from rather.tools.migrate.engine import NOT_READ, PROGRAM, Peer
 from rather.tools.migrate.peers import trl_versions
 from rather.tools.migrate.peers.shared import (
@@ -47,7 +46,6 @@ from rather.tools.migrate.rules import (
     facts,
     gives,
     names_of,
-    rounds_instead,
 )
 
 TRAINER, VERSIONS, OLD, UNCERTAIN = "(trainer)", "(versions)", "(old)", "(defaults)"
@@ -173,16 +171,6 @@ def differ(value: Any, given: Given) -> Outcome:
         f"its default differs between TRL {first} and {last}, which have this file's keys; set it"
     )
     return Outcome(MISSING, note=note)
-
-
-def trains(value: Any, given: Given) -> Outcome:
-    """Set what a trainer trains."""
-    if value not in TRAINS:
-        raise ConfigError(
-            f"{value} is not a training that Rather offers; it converts {', '.join(TRAINS)}."
-            f"{rounds_instead(value)}"
-        )
-    return algorithm(TRAINS)(value, given)
 
 
 def label_smoothing(value: Any, given: Given) -> Outcome:
@@ -417,7 +405,7 @@ RULES: Rules = {
     """
         + TRL_LOSS
     ),
-    TRAINER: trains,
+    TRAINER: algorithm(TRAINS),
     UNCERTAIN: differ,
     "(eval_dataset)": held_out_rows,
     "(loss)": lambda value, given: Outcome(MISSING, note=HOW),
