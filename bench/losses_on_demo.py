@@ -1,6 +1,6 @@
 """Every loss on the demo's task: one base model and one set of pairs, then a run for each loss, as a table.
 
-    python bench/losses_on_demo.py [LOSS ...] [--out DIR] [--max-steps N] [--write docs/losses/results.md]
+    python bench/losses_on_demo.py [LOSS ...] [--out DIR] [--max-steps N] [--write docs/losses/index.md]
 
 Model, pairs, learning rate and steps are those of `rather demo`; the loss and its numbers are those of its recipe. Each
 run must put the chosen answer first on more than 85 % of the held-out pairs, or the script ends with exit code 1. For
@@ -86,7 +86,7 @@ def main() -> int:
         "--max-steps", type=int, help="end each run early, to try the script out: 8 or more"
     )
     parser.add_argument(
-        "--write", type=Path, help="a page with the markers, such as docs/losses/results.md"
+        "--write", type=Path, help="a page with the markers, such as docs/losses/index.md"
     )
     args = parser.parse_args()
     unknown = [name for name in args.losses if name not in RECIPES]

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import typer
 import yaml
 
+from docs import results
 from rather import errors
 from rather.cli import app
 from rather.config.keys import table as all_keys
@@ -82,6 +83,18 @@ TASKS = {
 }
 
 
+LAYOUT_HEAD = (
+    "layout | weights GiB | with gradients and optimizer | activations GiB | `rather plan` | "
+    "collectives GiB"
+)
+MERGE_HEAD = (
+    "training | learning rate | rounding | share kept | log-probs: change by training | "
+    "log-probs: error of the file | margin in float32 | margin of the file"
+)
+FLIPS_HEAD = (
+    "dtype | scale of the router | choices | choices that flip | log-prob per token, at most | "
+    "margin of a pair (rms)"
+)
 FIELD = re.compile(r"\{\w+(?:[:!][^}]*)?\}")  # of a message
 ADAPTERS = (
     *("lora_rank", "lora_alpha", "lora_target", "modules_to_save", "use_rslora", "use_dora"),
@@ -411,6 +424,12 @@ def pages() -> dict[Path, str]:
         "reliability.md": {"timeouts": key_table("timeouts.")},
         "adapters.md": {"keys": key_table(*(f"actor_train.model_args.{key}" for key in ADAPTERS))},
         "vision.md": {"keys": key_table(*VISION)},
+        "clusters.md": {"layouts": markdown_table(LAYOUT_HEAD, results.layout_rows())},
+        "speed.md": {
+            "large": markdown_table("what | GiB (forecast) | speed", results.large_rows())
+        },
+        "precision.md": {"merge": markdown_table(MERGE_HEAD, results.merge_rows())},
+        "experts.md": {"flips": markdown_table(FLIPS_HEAD, results.flip_rows())},
     }
     for name, texts in blocks.items():
         made[DOCS / name] = between_markers(DOCS / name, texts)

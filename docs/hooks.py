@@ -15,6 +15,7 @@ LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)\s#]+)")
 
 MOVED = {  # old page -> page and heading that hold its text now
     "losses/{name}.html": "losses/{task}.html#{name}",  # each loss
+    "losses/results.html": "losses/index.html#every-loss-on-the-demos-task",
     "unpaired.html": "tasks.html#thumbs-up-and-down",
     "reward.html": "tasks.html#reward-models",
     "sft.html": "tasks.html#sft",

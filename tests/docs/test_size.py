@@ -9,8 +9,8 @@ from docs.generate import pages
 from tests.house.source import ROOT
 
 DOCS = ROOT / "docs"
-MOST_PAGES = 38  # 36, images and engines
-MOST_WORDS = 40_500  # only goes down; the goal is 36,000
+MOST_PAGES = 36
+MOST_WORDS = 37_300  # only goes down; the goal is 36,000
 MOST_LONG_LINES = 3  # of prose above WIDTH; only goes down
 WIDTH = 110
 BY_COMMANDS = {

@@ -1,0 +1,88 @@
+"""Tables of docs/generate.py that come from the measurements in bench/results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+GIB = 2**30
+SHORT = {
+    "tp_size": "tp",
+    "cp_size": "cp",
+    "pp_size": "pp",
+    "ep_size": "ep",
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "shard_size": "shards of ",
+    "sequence_parallel": ", sequence parallel",
+    "use_distributed_optimizer": ", stage 1",
+}
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def layout_rows() -> Iterator[list[str]]:
+    """Yield memory and traffic of one rank in some layouts of large models."""
+    shown: set[str] = set()
+    for row in read("layouts_steps")["results"]:
+        strategy = row["strategy_args"]["strategy_name"]
+        degrees = [strategy]
+        for key, value in row["strategy_args"]["strategy_config"].items():
+            degrees.append(SHORT[key] if value is True else f"{SHORT[key]}{value}")
+        state = row["weights"] + row["gradients"] + row["optimizer"]
+        planned = row["planned"]["activations"] / row["activations"] - 1
+        calls = row["collectives"].items()
+        traffic = sum(size for name, (_, size) in calls if name != "wait_tensor")
+        layout = f"{row['model']} on {row['devices']}: {' '.join(degrees).replace(' ,', ',')}"
+        if layout in shown:  # further stages of a pipeline
+            continue
+        shown.add(layout)
+        yield [
+            layout,
+            f"{row['weights'] / GIB:.2f}",
+            f"{state / GIB:.2f}",
+            f"{row['activations'] / GIB:.1f}",
+            f"{planned:+.1%}",
+            f"{traffic / GIB:.1f}",
+        ]
+
+
+def large_rows() -> Iterator[list[str]]:
+    """Yield what long pairs and large models need on one H200."""
+    for cell in read("long_gpu")["cells"]:
+        attention = ", torch's attention" if "torch's" in cell["settings"] else ""
+        what = f"7B, LoRA, a pair of {cell['tokens']:,} tokens{attention}"
+        yield [what, _memory(cell), f"{cell['tokens_per_second']:,.0f} tokens/s"]
+    for file, what in (
+        ("large_gpu_4bit", "32B, LoRA on 4-bit weights, 32 pairs like UltraFeedback"),
+        ("large_gpu_host", "8B, all weights, state on the host, 32 such pairs, reference cached"),
+    ):
+        cell = read(file)["cells"][-1]
+        host = f", and {cell['host_gib']:.0f} of host memory" if "host_gib" in cell else ""
+        yield [what, f"{_memory(cell)}{host}", f"{cell['pairs_per_second']:.2f} pairs/s"]
+
+
+def _memory(cell: Any) -> str:
+    return f"{cell['peak_gib']:.1f} ({cell['forecast_gib']:.1f})"
+
+
+def merge_rows() -> Iterator[list[str]]:
+    """Yield what a bf16 file keeps of an update."""
+    for row in read("merge")["rows"]:
+        numbers = (f"{row['kept']:.3f}", f"{row['change']:.2e}", f"{row['error']:.2e}")
+        margins = (f"{row['true_margin']:.4f}", f"{row['margin']:.4f}")
+        yield [row["training"], f"{row['rate']:g}", row["rounding"], *numbers, *margins]
+
+
+def flip_rows() -> Iterator[list[str]]:
+    """Yield how often routers choose other experts in another layout."""
+    for row in read("router_flips")["results"]:
+        for how in ("free", "replayed") if row["flips"] else ("free",):
+            flips = row["flips"] if how == "free" else 0.0
+            numbers = (f"{row[f'token_{how}']:.2g}", f"{row[f'margin_{how}']:.2g}")
+            yield [row["dtype"], f"{row['router_scale']:g}", how, f"{flips:.1%}", *numbers]
