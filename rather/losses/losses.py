@@ -209,8 +209,8 @@ def robust(x: PairLogps, *, beta: float = 0.1, label_smoothing: float = 0.1) -> 
     label_smoothing: share of flipped labels; 0 is DPO.
     """
     margin = beta * gap(log_ratios(x))
-    kept = -(1 - label_smoothing) * logsigmoid(margin)
-    return (kept + label_smoothing * logsigmoid(-margin)) / (1 - 2 * label_smoothing)
+    unflipped = -(1 - label_smoothing) * logsigmoid(margin)
+    return (unflipped + label_smoothing * logsigmoid(-margin)) / (1 - 2 * label_smoothing)
 
 
 @loss(divergence=True)
@@ -633,12 +633,12 @@ def _by_label(
     margin: Tensor,
     desirable: float,
     undesirable: float,
-    of: Callable[[Tensor], Tensor] = torch.sigmoid,
+    loss_fn: Callable[[Tensor], Tensor] = torch.sigmoid,
 ) -> Tensor:
-    """Return the weighted loss `of` minus the margin; an undesirable answer has the opposite one."""
+    """Apply `loss_fn` to -margin for desirable answers and +margin for undesirable ones, weighted."""
     label = x.extra["soft_label"]
     weight = desirable * label + undesirable * (1 - label)
-    return weight * of(torch.where(label > 0.5, -margin, margin))
+    return weight * loss_fn(torch.where(label > 0.5, -margin, margin))
 
 
 @loss(task="unpaired", extra=("soft_label",), baseline="kl")
@@ -737,10 +737,10 @@ def in_groups(x: PairLogps, function: Callable[[GroupLogps], Tensor]) -> Tensor:
         of_size = first[sizes == size]
         rows = by_group[of_size[:, None] + torch.arange(size, device=first.device)]
         columns = (x.policy[:, 0], x.reference[:, 0], x.length[:, 0], x.extra["margin"])
-        result = function(GroupLogps(*(column[rows] for column in columns)))
-        if result.ndim == 1:
-            result = result[:, None].expand(rows.shape)
-        values = values.index_put((rows,), result)
+        per_answer = function(GroupLogps(*(column[rows] for column in columns)))
+        if per_answer.ndim == 1:  # one value per group
+            per_answer = per_answer[:, None].expand(rows.shape)
+        values = values.index_put((rows,), per_answer)
     return values
 
 

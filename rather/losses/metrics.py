@@ -67,10 +67,10 @@ OF_A_LOSS: Metrics = {
 }
 # Of a reward model on pairs, and on scored answers.
 OF_REWARDS = {
-    name: PER_PAIR[name]
-    for name in ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/ties",
-                 "rewards/margins", "lengths/chosen", "lengths/rejected")
-}  # fmt: skip
+    name: metric
+    for name, metric in PER_PAIR.items()
+    if name not in ("logps/chosen", "logps/rejected", "sft_loss")
+}
 OF_SCORES: Metrics = {
     "loss": lambda s: s.losses,
     "scores/mean": lambda s: s.rewards[:, 0],
@@ -91,6 +91,10 @@ def order_agreement(x: GroupLogps) -> Tensor:
     return torch.where(differ > 0, agree / differ.clamp(min=1), 0.5)
 
 
+OF_DESIRABLE: Metrics = {
+    "sft_loss": PER_PAIR["sft_loss"],
+    "logps/chosen_below_reference": WITH_REFERENCE["logps/chosen_below_reference"],
+}
 OF_GROUPS: Metrics = {
     **OF_ANSWERS,
     "rewards/accuracies": lambda s: in_groups(s.x, order_agreement),
@@ -112,22 +116,26 @@ def of_labelled(scored: Scored, loss: PairLoss) -> dict[str, Tensor]:
     Those of desirable answers have "chosen" in their name, and count no others; likewise
     "rejected". An answer is right if its reward is on its label's side of the baseline.
     """
-    x, reward = scored.x, scored.rewards[:, 0]
-    good, threshold = x.extra["soft_label"], torch.zeros_like(reward)
-    own: dict[str, Tensor] = {"loss": scored.losses}
+    x = scored.x
+    reward = scored.rewards[:, 0]
+    good = x.extra["soft_label"]
+    threshold = torch.zeros_like(reward)
+    columns: dict[str, Tensor] = {"loss": scored.losses}
     if loss.baseline_kind:
-        own["baseline"] = x.extra["baseline"].expand_as(reward)
-        threshold = own["baseline"] * (loss.terms[0].beta if loss.baseline_kind == "kl" else 1.0)
+        columns["baseline"] = x.extra["baseline"].expand_as(reward)
+        beta = loss.terms[0].beta if loss.baseline_kind == "kl" else 1.0
+        threshold = beta * columns["baseline"]
     tied = (reward == threshold) | ~differs(x)[:, 0]
-    below = (differs(x) & (log_ratios(x) < 0))[:, 0].double()
-    own["rewards/accuracies"] = (~tied & ((reward > threshold) == (good > 0.5))).double()
-    own["rewards/ties"] = tied.double()
-    each = {"rewards": reward, "logps": x.policy[:, 0], "lengths": x.length[:, 0]}
+    columns["rewards/accuracies"] = (~tied & ((reward > threshold) == (good > 0.5))).double()
+    columns["rewards/ties"] = tied.double()
     for side, share in (("chosen", good), ("rejected", 1 - good)):
-        own |= {f"{name}/{side}": value * share for name, value in each.items()}
-        own[f"_{side}"] = share
-    own["sft_loss"] = -x.policy[:, 0] / x.length[:, 0] * good
-    return own | {"logps/chosen_below_reference": below * good}
+        columns[f"rewards/{side}"] = reward * share
+        columns[f"logps/{side}"] = x.policy[:, 0] * share
+        columns[f"lengths/{side}"] = x.length[:, 0] * share
+        columns[f"_{side}"] = share
+    for name, metric in OF_DESIRABLE.items():
+        columns[name] = metric(scored) * good
+    return columns
 
 
 @cache
@@ -140,8 +148,10 @@ def _metrics_of(task: str, loss: str, has_reference: bool) -> tuple[Metrics, boo
         "unpaired": {},
         "scored": OF_GROUPS,
     }
-    own = (OF_REWARDS if task == "reward" else PER_PAIR) if is_paired else single[task]
-    return {**own, **(WITH_REFERENCE if has_reference and is_paired else {})}, is_paired
+    if not is_paired:
+        return single[task], False
+    metrics = OF_REWARDS if task == "reward" else PER_PAIR
+    return {**metrics, **(WITH_REFERENCE if has_reference else {})}, True
 
 
 def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str, Tensor]:
@@ -169,8 +179,8 @@ class Window:
     skipped: int = 0
 
     def add(self, sums: Mapping[str, float], *, pairs: int, tokens: int, skipped: int = 0) -> None:
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, total in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + total
         self.pairs += pairs
         self.tokens += tokens
         self.skipped += skipped
@@ -181,7 +191,7 @@ class Window:
         if not weight:
             return {}
         mean = {name: total / weight for name, total in self.sums.items() if name != "weight"}
-        shown = {name: value for name, value in mean.items() if not name.startswith("_")}
+        shown = {name: mean[name] for name in mean if not name.startswith("_")}
         if "_chosen" in mean:
             return _by_label(shown, {side: mean[f"_{side}"] for side in ("chosen", "rejected")})
         return shown | ({"rewards/length_correlation": _correlation(mean)} if "_m" in mean else {})
@@ -206,12 +216,12 @@ def _by_label(mean: Mapping[str, float], share: Mapping[str, float]) -> dict[str
     A label without answers has no mean.
     """
     means: dict[str, float] = {}
-    for name, value in mean.items():
+    for name, mean_of_all in mean.items():
         side = SIDE.get(name)
         if side is None:
-            means[name] = value
+            means[name] = mean_of_all
         elif share[side]:
-            means[name] = value / share[side]
+            means[name] = mean_of_all / share[side]
     if share["chosen"] and share["rejected"]:
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     return means
@@ -232,19 +242,22 @@ def whole_set_metrics(
     `policy` and `reference` are summed log-probs, [P, 2]. Length-controlled accuracy is that of the
     margins minus the part that is linear in the difference of lengths.
     """
-    share, found = facts.weight / facts.weight.sum(), dict[str, float]()
+    share = facts.weight / facts.weight.sum()
+    metrics: dict[str, float] = {}
     values = policy / facts.length if reference is None else policy - reference
     tied = torch.zeros_like(share, dtype=torch.bool)
     if reference is not None:
-        found["drift"] = float((values / facts.length).abs().mean(dim=1) @ share)
+        metrics["drift"] = float((values / facts.length).abs().mean(dim=1) @ share)
         tied = (values.abs() <= ROUNDING * policy.abs()).all(dim=1)
-    margin, longer = gap(values), gap(facts.length)
+    margin = gap(values)
+    longer = gap(facts.length)
     apart = longer - longer @ share
     spread = float(apart.square() @ share)
     slope = float((apart * margin) @ share) / spread if spread > 0 else 0.0
     right = ~tied & (margin - slope * longer > 0)
-    found["calibrated_loss"] = calibrated_loss(margin, share)
-    return found | {"rewards/accuracies_length_controlled": float(right.double() @ share)}
+    metrics["calibrated_loss"] = calibrated_loss(margin, share)
+    metrics["rewards/accuracies_length_controlled"] = float(right.double() @ share)
+    return metrics
 
 
 def calibrated_loss(margin: Tensor, share: Tensor) -> float:

@@ -110,10 +110,10 @@ class PairLoss:
         self, policy: Columns, reference: Columns, running: Running
     ) -> tuple[Columns, Running]:
         """Return the reference's columns with the baseline of all these rows."""
-        own = policy["sum"].to(reference["sum"].device)
-        x = PairLogps(own, reference["sum"], torch.ones_like(own))
+        sums = policy["sum"].to(reference["sum"].device)
+        x = PairLogps(sums, reference["sum"], torch.ones_like(sums))
         baseline, running = self.baseline(x, running)
-        return {**reference, "baseline": baseline.expand_as(own).clone()}, running
+        return {**reference, "baseline": baseline.expand_as(sums).clone()}, running
 
     def baseline(self, x: PairLogps, running: Running) -> tuple[Tensor, Running]:
         """Return the number that each row of a step is compared with, and the next running mean.
@@ -123,7 +123,8 @@ class PairLoss:
         """
         if self.baseline_kind == "kl":
             return log_ratios(x)[:, 1].mean().clamp(min=0), running
-        rewards, (rows, mean) = self.rewards(x)[:, 0], running
+        rewards = self.rewards(x)[:, 0]
+        rows, mean = running
         rows += len(rewards)
         mean += float((rewards - mean).sum()) / rows
         return rewards.new_tensor(mean), [rows, mean]
@@ -131,8 +132,12 @@ class PairLoss:
     @cached_property
     def token_columns(self) -> frozenset[str]:
         """Name columns besides the sums: log-probs within the shared length, log sum of squares."""
-        wanted = {"shared": self.modifiers.ld_alpha != 1, "squares": self.modifiers.use_weighting}
-        return frozenset(name for name, on in wanted.items() if on)
+        names = set()
+        if self.modifiers.ld_alpha != 1:
+            names.add("shared")
+        if self.modifiers.use_weighting:
+            names.add("squares")
+        return frozenset(names)
 
     @property
     def pair_columns(self) -> frozenset[str]:
@@ -143,12 +148,13 @@ class PairLoss:
     @cached_property
     def own_metrics(self) -> frozenset[str]:
         """Return the names of metrics that only these losses have."""
-        names = {term.name for term in self.terms}
-        wanted = {
-            "odds_ratio": "orpo" in names,
-            "nll_loss": self.modifiers.rpo_alpha or names & {"sft", "cpo"},
-        }
-        return frozenset(name for name, on in wanted.items() if on)
+        losses = {term.name for term in self.terms}
+        names = set()
+        if "orpo" in losses:
+            names.add("odds_ratio")
+        if self.modifiers.rpo_alpha or losses & {"sft", "cpo"}:
+            names.add("nll_loss")
+        return frozenset(names)
 
     def description(self) -> dict[str, Any]:
         """Return names, weights and effective numbers; equal for equal objectives."""
@@ -159,16 +165,21 @@ class PairLoss:
         imported = {
             name: sha256(text.encode()).hexdigest() for name, text in sources.items() if text
         }
-        own = {"imported": imported} if imported else {}  # a changed file is another loss
-        return {"losses": terms, **asdict(self.modifiers), **own}
+        description = {"losses": terms, **asdict(self.modifiers)}
+        if imported:  # a changed file is another loss
+            description["imported"] = imported
+        return description
 
     def of(self, term: Term, x: PairLogps) -> Tensor:
         """Return one term of the sum, without its weight: one loss per pair."""
         if not self.modifiers.soft_labels and self.task == "preference":
             x = x._replace(extra={name: x.extra[name] for name in x.extra if name != "soft_label"})
         function = partial(term.rule.function, **term.numbers)
-        seen = self._seen(term.rule, x)
-        return in_groups(seen, function) if term.rule.groups else function(seen)
+        if term.rule.reference:  # only comparisons with a reference are modified
+            x = self.effective(x)
+            if term.rule.divergence and self.modifiers.f_divergence_type != "reverse_kl":
+                x = self._bent(x)
+        return in_groups(x, function) if term.rule.groups else function(x)
 
     def __call__(self, x: PairLogps) -> Tensor:
         modifiers = self.modifiers
@@ -186,13 +197,6 @@ class PairLoss:
         """Return [P, 2] implicit rewards of the first preference loss."""
         term = next((t for t in self.terms if t.name != "sft"), self.terms[0])
         return term.beta * term.rule.rewards(self.effective(x))
-
-    def _seen(self, rule: LossRule, x: PairLogps) -> PairLogps:
-        """Return x as a loss sees it: only comparisons with a reference are modified."""
-        if not rule.reference:
-            return x
-        bends = rule.divergence and self.modifiers.f_divergence_type != "reverse_kl"
-        return self._bent(self.effective(x)) if bends else self.effective(x)
 
     def _bent(self, x: PairLogps) -> PairLogps:
         """Return x with its log-ratios bent by the f-divergence."""
@@ -235,14 +239,14 @@ def configure(
     Numbers go to every loss that takes them. Numbers that no loss takes, and modifiers that a loss
     does not support, are reported together in one ConfigError.
     """
-    given = {name: value for name, value in numbers.items() if value is not None}
-    terms = [
-        Term(name, each, {k: v for k, v in given.items() if k in each.numbers}, weight)
-        for name, weight in zip(names, weights or [1.0] * len(names), strict=True)
-        for each in [LOSSES.find(name, "pref_loss")]
-    ]
+    set_numbers = {name: number for name, number in numbers.items() if number is not None}
+    terms = []
+    for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
+        rule = LOSSES.find(name, "pref_loss")
+        numbers_of_loss = {key: set_numbers[key] for key in set_numbers if key in rule.numbers}
+        terms.append(Term(name, rule, numbers_of_loss, weight))
     chosen = Modifiers(**{k: v for k, v in (modifiers or {}).items() if v is not None})
-    if problems := _number_problems(terms, given) + _modifier_problems(terms, chosen):
+    if problems := _number_problems(terms, set_numbers) + _modifier_problems(terms, chosen):
         raise ConfigError(problems)
     return PairLoss(tuple(terms), chosen, terms[0].rule.task)
 
@@ -259,18 +263,18 @@ def from_config(config: LossConfig) -> PairLoss:
     )
     _check_task(config.task, objective.terms)
     objective = replace(objective, task=config.task)
-    loss, needs = f"loss '{' + '.join(config.loss_names)}'", objective.needs_reference
+    loss = f"loss '{' + '.join(config.loss_names)}'"
     disabled = config.disable_reference_model
     stated = {
         "use_ref_model": config.use_ref_model,
         "disable_reference_model": None if disabled is None else not disabled,
         "sync_ref_model": config.sync_ref_model or None,
     }
-    for key, wanted in stated.items():
-        if wanted and not needs:
+    for key, has_reference in stated.items():
+        if has_reference and not objective.needs_reference:
             raise ConfigError(f"{key}: {loss} compares with no reference; remove the key.")
-        if wanted is False and needs:
-            without = ", ".join(name for name, each in LOSSES.items() if not each.reference)
+        if has_reference is False and objective.needs_reference:
+            without = _names_of(lambda rule: not rule.reference)
             raise ConfigError(
                 f"{key}: {loss} needs a reference model. Leave it on, set reference_free: true for "
                 f"a uniform reference, or take a loss without one ({without})."
@@ -278,34 +282,38 @@ def from_config(config: LossConfig) -> PairLoss:
     return objective
 
 
+def _names_of(fits: Callable[[LossRule], bool]) -> str:
+    """Return the names of the losses that fit, for a message."""
+    return ", ".join(name for name, rule in LOSSES.items() if fits(rule))
+
+
 def _check_task(task: str, terms: Sequence[Term]) -> None:
     """Check that the losses belong to the task. `sft` trains on the chosen answers of pairs, too."""
     for term in terms:
         is_sft = term.name == "sft" and task in ("preference", "sft")
         if not is_sft and term.rule.task != task:
-            known = ", ".join(name for name, each in LOSSES.items() if each.task == task) or "sft"
+            losses_of_task = _names_of(lambda rule: rule.task == task) or "sft"
             raise ConfigError(
                 f"pref_loss: loss '{term.name}' is for task: {term.rule.task}, and task is {task}; "
-                f"set that task, or take one of its losses ({known})."
+                f"set that task, or take one of its losses ({losses_of_task})."
             )
     if task != "preference" and len(terms) > 1:
         raise ConfigError(f"pref_loss: task: {task} takes one loss; name one of them.")
 
 
-def _number_problems(terms: Sequence[Term], given: Mapping[str, Any]) -> list[str]:
+def _number_problems(terms: Sequence[Term], numbers: Mapping[str, Any]) -> list[str]:
     names = [term.name for term in terms]
     listed = "; ".join(
         f"loss '{term.name}' takes {', '.join(term.rule.numbers) or 'no numbers'}" for term in terms
     )
-    problems = [
-        f"{key}: {listed}; it has no {key}."
-        for key, value in given.items()
-        if not any(key in term.rule.numbers for term in terms)
-        and not _is_neutral(key, value, names)
-    ]
-    if "gamma" in given and "gamma_beta_ratio" in given:
+    problems = []
+    for key, number in numbers.items():
+        is_read = any(key in term.rule.numbers for term in terms)
+        if not is_read and not _is_neutral(key, number, names):
+            problems.append(f"{key}: {listed}; it has no {key}.")
+    if "gamma" in numbers and "gamma_beta_ratio" in numbers:
         problems.append("gamma, gamma_beta_ratio: two ways to set the same margin; keep one.")
-    if "exo_pair" in names and given.get("label_smoothing") == 0:
+    if "exo_pair" in names and numbers.get("label_smoothing") == 0:
         problems.append("label_smoothing: loss 'exo_pair' takes its logarithm; set it above 0.")
     return problems
 
@@ -317,17 +325,20 @@ def _is_neutral(key: str, value: Any, names: Sequence[str]) -> bool:
     return not value
 
 
+def _takes(modifier: str, rule: LossRule) -> bool:
+    return rule.task == "preference" and TAKES[modifier](rule)
+
+
 def _modifier_problems(terms: Sequence[Term], chosen: Modifiers) -> list[str]:
     problems = []
-    for key, takes in TAKES.items():
-        takers = ", ".join(
-            name for name, each in LOSSES.items() if takes(each) and each.task == "preference"
-        )
-        for term in terms if getattr(chosen, key) != getattr(Modifiers, key) else ():
+    for key in TAKES:
+        if getattr(chosen, key) == getattr(Modifiers, key):
+            continue
+        takers = _names_of(partial(_takes, key))
+        for term in terms:
             # `sft` in a mixture stays as it is; alone it would leave the modifier without effect.
-            allowed = takes(term.rule) and term.rule.task == "preference"
-            if not allowed and (term.name != "sft" or len(terms) == 1):
-                text = f"loss '{term.name}' cannot take it; those that can take it: {takers}."
+            if not _takes(key, term.rule) and (term.name != "sft" or len(terms) == 1):
+                text = f"not supported by loss '{term.name}'; supported by: {takers}."
                 problems.append(f"{key}: {text}")
     if chosen.f_alpha_divergence_coef is not None and chosen.f_divergence_type != "alpha":
         problems.append("f_alpha_divergence_coef: only f_divergence_type: alpha has a coefficient.")

@@ -30,11 +30,11 @@ def try_own_losses(objective: PairLoss) -> None:
         if not LOSSES.is_own(term.name):
             continue
         x = made_up_pairs(with_reference=objective.needs_reference)
-        what = f"pref_loss: loss '{term.name}'"
-        losses = _one_value_per_pair(what, "loss", partial(objective.of, term, x))
+        subject = f"pref_loss: loss '{term.name}'"
+        losses = _one_value_per_pair(subject, "loss", partial(objective.of, term, x))
         if not losses.requires_grad:
             raise ConfigError(
-                f"{what} has no gradient: it must be computed from x.policy with torch, without "
+                f"{subject} has no gradient: it must be computed from x.policy with torch, without "
                 ".detach(), .item() or torch.no_grad()."
             )
 
@@ -66,20 +66,20 @@ def made_up_pairs(*, with_reference: bool) -> PairLogps:
     return PairLogps(policy, -21 - count.flip(1) if with_reference else None, 10 + count, extra)
 
 
-def _one_value_per_pair(what: str, kind: str, call: Callable[[], Tensor]) -> Tensor:
+def _one_value_per_pair(subject: str, kind: str, call: Callable[[], Tensor]) -> Tensor:
     try:
         with torch.random.fork_rng(devices=[]):
             values = call()
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})"
         raise ConfigError(
-            f"{what} failed in a trial call with {PAIRS} pairs: {' '.join(text.split())}"
+            f"{subject} failed in a trial call with {PAIRS} pairs: {' '.join(text.split())}"
         ) from error
     shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
     if shape != [PAIRS]:
         raise ConfigError(
-            f"{what} must return one {kind} per pair: a tensor of shape [{PAIRS}] for {PAIRS} "
+            f"{subject} must return one {kind} per pair: a tensor of shape [{PAIRS}] for {PAIRS} "
             f"pairs, got {shape}; leave out .mean() or .sum()."
         )
     return values
