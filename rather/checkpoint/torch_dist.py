@@ -130,32 +130,33 @@ class TorchDistFiles(ShardedFiles):
 
     def _add_tensors(self, metadata: dict[str, Any]) -> None:
         stored: dict[tuple[str, Numbers], dict[str, Any]] = {}
-        for index, info in metadata["storage_data"].items():
+        for index, storage in metadata["storage_data"].items():
             if index.state.get("offset") is not None:
-                stored[index.state["fqn"], _numbers(index.state["offset"])] = info.state
+                stored[index.state["fqn"], _numbers(index.state["offset"])] = storage.state
         for key, entry in metadata["state_dict_metadata"].items():
             if not (isinstance(key, str) and key.isprintable()):
                 raise ValueError(f"a tensor is named {str(key)[:80]!r}")
             if "chunks" not in entry.state:
                 continue
-            whole = _numbers(entry.state["size"])
+            shape = _numbers(entry.state["size"])
             dtype = entry.state["properties"].state[0]
             shards = {}
             for chunk in entry.state["chunks"]:
                 offsets, sizes = (_numbers(chunk.state[name]) for name in ("offsets", "sizes"))
-                place = self._place(stored[key, offsets], dtype, sizes)
-                shards[offsets] = (place, ShardSpec(whole, offsets, sizes))
-            if not _fills([spec for _, spec in shards.values()], whole):
-                raise ValueError(f"the chunks of {key} do not make up its shape {whole}")
+                stored_chunk = self._chunk(stored[key, offsets], dtype, sizes)
+                shards[offsets] = (stored_chunk, ShardSpec(shape, offsets, sizes))
+            if not _fills([spec for _, spec in shards.values()], shape):
+                raise ValueError(f"the chunks of {key} do not make up its shape {shape}")
             self._shards[key] = shards
 
-    def _place(self, info: dict[str, Any], dtype: Any, sizes: Numbers) -> _Chunk:
-        name, (offset, length) = info["relative_path"], _numbers((info["offset"], info["length"]))
+    def _chunk(self, storage: dict[str, Any], dtype: Any, sizes: Numbers) -> _Chunk:
+        name = storage["relative_path"]
+        offset, length = _numbers((storage["offset"], storage["length"]))
         if not dtype.is_floating_point:
             raise ValueError(f"a tensor of {dtype} is not a weight")
         if Path(name).name != name or not name.endswith(".distcp"):
             raise ValueError(f"it names the file {name!r}; only .distcp files next to it are read")
-        if info.get("transform_descriptors") or length > prod(sizes) * dtype.itemsize + HEADER:
+        if storage.get("transform_descriptors") or length > prod(sizes) * dtype.itemsize + HEADER:
             raise ValueError(f"{name}: a tensor of {sizes} in {length} bytes is not plain")
         refuse_outside(self.folder, self.folder / name)
         return _Chunk(self.folder / name, offset, length, dtype, sizes)

@@ -245,9 +245,10 @@ def _value(worker: ActorWorker, kind: str, method: str, args: Sequence[Any]) -> 
         return gather_objects(Room.here(worker.member.rank, kind, Process.this().kernel))
     if method == "compute_log_probs":
         [batches] = args
-        assert worker.named is not None
-        named = worker.named.find(batches) if isinstance(batches, Batches) else batches
-        return _arrays(worker.compute_log_probs(named))
+        if isinstance(batches, Batches):
+            assert worker.pairs is not None
+            batches = batches.of(worker.pairs)
+        return _arrays(worker.compute_log_probs(batches))
     value = getattr(worker, method)(*args)
     return gather_objects(value) if method == "folder_problem" else value
 

@@ -46,7 +46,7 @@ from rather.config.schema import ModelArgs, RoleConfig
 from rather.config.strategies import keeps_state_on_host, layout, refuse_host_offload
 from rather.config.values import worker_class
 from rather.data.batch import Columns, PairBatch, PairFacts, PairLogps
-from rather.data.shares import Batches, NamedSteps, RunPairs, Share, share_of
+from rather.data.shares import RunPairs, Share, share_of
 from rather.errors import ConfigError, DiskError, MemoryShortage
 from rather.losses.objective import PairLoss, from_config, own_loss
 from rather.model.budget import TOKENS, Budget, NoRoom, agree_on_budget, choose_budget
@@ -121,7 +121,7 @@ class ActorWorker:
         self.engine: Engine | None = None  # not Rather's own; only of a policy
         self.unused: Any = {} if config.pair_ledger else {"ratios": None, "pull": None}
         self.vision: Vision | None = None  # of a model that sees images
-        self.named: NamedSteps | None = None  # of the run, whose pairs calls name by numbers
+        self.pairs: RunPairs | None = None  # of the run; calls name them by numbers
 
     def build_loss(self) -> PairLoss | Callable[[PairLogps], Tensor]:
         """Return a PairLoss, or a plain function from PairLogps to one loss per pair."""
@@ -329,11 +329,11 @@ class ActorWorker:
 
     @property
     def _sees_images(self) -> bool:
-        return self.named is not None and has_images(self.named.pairs)
+        return self.pairs is not None and has_images(self.pairs)
 
     def _see_images(self, policy: PolicyModel, frozen: Collection[str]) -> None:
         """Give the model the images of the run."""
-        assert self.named is not None
+        assert self.pairs is not None
         config, actor = self.config, self.config.actor_train
         store: FeatureStore | None = None
         if actor.model_args.vision_cache == "auto" and set(frozen) == set(PARTS):
@@ -346,7 +346,7 @@ class ActorWorker:
             if store and store.folder == other.store.folder:
                 store = other.store  # features that are not yet on the disk are in its memory
         else:
-            loader = make_loader(actor, sum(map(len, self.named.pairs.sets.values())))
+            loader = make_loader(actor, sum(map(len, self.pairs.sets.values())))
         is_summed = self.mesh.sums_gradients
         self.vision = Vision(policy.causal_lm, loader, store, sums_gradients=is_summed)
         policy.vision = self.vision
@@ -440,7 +440,8 @@ class ActorWorker:
 
     def open_pairs(self, pairs: RunPairs) -> None:
         """Open the tokenised data, of which later calls name the pairs by their numbers."""
-        self.named = NamedSteps(pairs, self.place)
+        pairs.check_files()
+        self.pairs = pairs
 
     def pack(self, batches: Sequence[PairBatch]) -> None:
         """Pack this rank's share of a step before it is needed, and begin to read its images."""
@@ -449,8 +450,6 @@ class ActorWorker:
             self.vision.ahead(share.batches)
 
     def _share(self, batches: Sequence[PairBatch]) -> Share:
-        if isinstance(batches, Batches) and (packed := batches.shares.get(self.place)):
-            return packed
         return share_of(batches, *self.place)
 
     # --- work ---

@@ -1,14 +1,13 @@
 """Micro-batches that are named by numbers: each rank reads and packs its own share of a step.
 
-What a step consists of follows from its number, the data files and the sizes of a micro-batch. So a
-driver sends a few numbers, however many pairs, tokens and ranks there are.
+What a step consists of follows from its number, the data files and the sizes of a micro-batch. So
+the ranks of a reference apart are sent a few numbers, however many pairs and tokens there are.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,6 +33,18 @@ class RunPairs:
 
     sets: Mapping[str, PairDataset]
     order: Order
+
+    def check_files(self) -> None:
+        """Raise ConfigError if this machine cannot read the files."""
+        for dataset in self.sets.values():
+            try:
+                len(dataset.file)
+            except OSError as error:
+                raise ConfigError(
+                    f"data_args.cache_dir: {socket.gethostname()} cannot read {dataset.file.path} "
+                    f"({error.strerror or error}), and every rank reads its own pairs. Name a "
+                    "folder of a network file system that is mounted on all machines."
+                ) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,11 +140,6 @@ class Batches(PicklesFields, Sequence[PairBatch]):
     wanted: Flags | None = None
     shared: bool = False
 
-    @cached_property
-    def shares(self) -> dict[tuple[int, int], Share]:
-        """What is packed already, by rank and number of ranks."""
-        return {}
-
     def only(self, wanted: Flags, *, shared: bool = False) -> Batches:
         """Return the micro-batches that have at least one of these pairs."""
         if wanted.all() and not shared:
@@ -152,33 +158,21 @@ class Batches(PicklesFields, Sequence[PairBatch]):
         which = self.pairs.which if isinstance(self.pairs, PairRows) else None
         return which if isinstance(which, int) else None
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Return what distinguishes packed steps from one another, if nothing is left out."""
-        how = self.budget, self.most_pairs, self.side, self.shared, self.wanted is None
-        return self.number, *how
-
-    @property
-    def following(self) -> Batches | None:
-        """Return those of the next training step, which is likely to be packed the same way."""
-        if self.number is None or self.wanted is not None:
-            return None
-        assert isinstance(self.pairs, PairRows)
-        return replace(self, pairs=replace(self.pairs, which=self.number + 1))
-
-    def own_pairs(self) -> list[TokenPair]:
-        if self.side is None:
-            return list(self.pairs)
-        return [pair.only(self.side) for pair in self.pairs]
+    @cached_property
+    def _shares(self) -> dict[tuple[int, int], Share]:
+        """What is packed already, by rank and number of ranks."""
+        return {}
 
     def share(self, rank: int, ranks: int) -> Share:
         """Return the micro-batches of one rank. All ranks have equally many, or they would hang."""
-        if (rank, ranks) not in self.shares:
-            self.shares[rank, ranks] = self._pack(rank, ranks)
-        return self.shares[rank, ranks]
+        if (rank, ranks) not in self._shares:
+            self._shares[rank, ranks] = self._pack(rank, ranks)
+        return self._shares[rank, ranks]
 
     def _pack(self, rank: int, ranks: int) -> Share:
-        pairs = self.own_pairs()
+        pairs = list(self.pairs)
+        if self.side is not None:
+            pairs = [pair.only(self.side) for pair in pairs]
         count = len(self.pairs)
         computed: Tensor | None = None  # None: all pairs
         bins = plan_bins(pairs, self.budget, self.most_pairs, ladder=self.ladder, ranks=self.ranks)
@@ -205,50 +199,6 @@ class Batches(PicklesFields, Sequence[PairBatch]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.share(0, 1).batches[index]
-
-
-class NamedSteps:
-    """Finds the batches that a driver has named, and packs a rank's share of the next step."""
-
-    def __init__(self, pairs: RunPairs, place: tuple[int, int]) -> None:
-        for dataset in pairs.sets.values():
-            try:
-                len(dataset.file)
-            except OSError as error:
-                raise ConfigError(
-                    f"data_args.cache_dir: {socket.gethostname()} cannot read {dataset.file.path} "
-                    f"({error.strerror or error}), and every rank reads its own pairs. Name a "
-                    "folder of a network file system that is mounted on all machines."
-                ) from error
-        self.pairs = pairs
-        self.place = place
-        self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
-        # Batches that are packed ahead.
-        self._following: dict[tuple[Any, ...], tuple[Batches, Future[Share]]] = {}
-
-    def find(self, batches: Batches) -> Batches:
-        """Return the batches with their pairs, and begin to pack those of the next step."""
-        ahead = self._following.pop(batches.key, None)
-        if ahead:
-            with_pairs, packed = ahead
-            packed.result()
-        else:
-            with_pairs = batches.of(self.pairs)
-        following = with_pairs.following
-        if following:
-            for key in list(self._following):
-                if key[0] < with_pairs.number:
-                    del self._following[key]
-            packed = self._packer.submit(following.share, *self.place)
-            self._following[following.key] = following, packed
-        return with_pairs
-
-
-def tokens_of(batches: Sequence[PairBatch]) -> int:
-    """Return the tokens of all pairs; if they are only named, each with its whole prompt."""
-    if isinstance(batches, Batches) and isinstance(batches.pairs, PairRows):
-        return batches.pairs.tokens
-    return sum(batch.real_tokens for batch in batches)
 
 
 def share_of(batches: Sequence[PairBatch], rank: int, ranks: int) -> Share:

@@ -41,8 +41,8 @@ def pinned(size: int, owner: object) -> Tensor:
     """
     buffer = torch.empty(size, dtype=torch.uint8)
     if torch.cuda.is_available():
-        result = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-        torch.cuda.check_error(result)
+        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+        torch.cuda.check_error(status)
         weakref.finalize(owner, _unpin, buffer)  # freed while pinned, it could not be used again
     return buffer
 
@@ -76,10 +76,10 @@ class Shelf:
 
     def use(self, buffer: Tensor) -> None:
         """Let the states use what is in a buffer laid out like `kept`."""
-        for place, (state, name, first, tensor) in enumerate(self.places):
+        for i, (state, name, first, tensor) in enumerate(self.places):
             view = _view(buffer, first, tensor)
             state.store(name, view)
-            self.places[place] = (state, name, first, view)  # the first tensors can be freed
+            self.places[i] = (state, name, first, view)  # the first tensors can be freed
 
     @property
     def linears(self) -> list[SummingLinear]:
@@ -91,17 +91,22 @@ def _view(buffer: Tensor, first: int, like: Tensor) -> Tensor:
 
 
 class HostState:
-    """The shelves of an optimizer, and the copies between them and the device."""
+    """The shelves of an optimizer, and the copies between them and the device.
 
-    def __init__(self, states: Iterable[ParameterState], least: int = LEAST) -> None:
+    Parameters of at least `least` weights have a shelf; None: there are no shelves.
+    """
+
+    def __init__(self, states: Iterable[ParameterState] = (), least: int | None = None) -> None:
         groups: dict[str, list[ParameterState]] = {}
         for state in states:
-            if state.form == "split" and state.parameter.numel() >= least:
+            is_large = least is not None and state.parameter.numel() >= least
+            if state.form == "split" and is_large:
                 layer = _LAYER.match(state.name)
                 groups.setdefault(layer[1] if layer else state.name, []).append(state)
         self.shelves = [Shelf(group, number) for number, group in enumerate(groups.values())]
         self.states = {state for shelf in self.shelves for state in shelf.states}
-        self.device = self.shelves[0].states[0].parameter.device
+        devices = [state.parameter.device for state in self.states]
+        self.device = devices[0] if devices else torch.device("cpu")
         self.inward = self.outward = None
         if self.device.type == "cuda":
             self.inward, self.outward = (torch.cuda.Stream(self.device) for _ in range(2))
@@ -162,9 +167,9 @@ class HostState:
         shelf.is_here = True
 
     def _neighbour(self, shelf: Shelf, step: int) -> Shelf | None:
-        place = shelf.number + step
+        number = shelf.number + step
         summing = self._summing
-        return summing[place] if 0 <= place < len(summing) else None
+        return summing[number] if 0 <= number < len(summing) else None
 
     def _bring(self, shelf: Shelf) -> None:
         if shelf.totals is None:
@@ -197,32 +202,32 @@ class HostState:
 
     def in_turn(self) -> Iterator[Sequence[ParameterState]]:
         """Yield the states of each shelf while everything of them is on the device."""
-        largest = max(shelf.kept.nbytes for shelf in self.shelves)
+        largest = max((shelf.kept.nbytes for shelf in self.shelves), default=0)
         lots = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in range(LOTS)]
         lot_free: list[Any] = [self._now()] * LOTS
         arrived: dict[int, Any] = {}
 
-        def fetch(place: int) -> None:
-            shelf, lot = self.shelves[place], place % LOTS
-            here = lots[lot][: shelf.kept.nbytes]
+        def fetch(number: int) -> None:
+            shelf, lot = self.shelves[number], number % LOTS
             after = (lot_free[lot], shelf.kept_stored)
-            arrived[place] = _copy(here, shelf.kept, self.inward, after)
+            target = lots[lot][: shelf.kept.nbytes]
+            arrived[number] = _copy(target, shelf.kept, self.inward, after)
             if shelf.totals is not None:
                 self._fetch(shelf)
 
-        for place, shelf in enumerate(self.shelves):
-            if place not in arrived:
-                fetch(place)
-            if place + 1 < len(self.shelves):
-                fetch(place + 1)
-            _wait(arrived[place])
+        for number, shelf in enumerate(self.shelves):
+            if number not in arrived:
+                fetch(number)
+            if number + 1 < len(self.shelves):
+                fetch(number + 1)
+            _wait(arrived[number])
             _wait(shelf.sums_arrived)
-            here = lots[place % LOTS][: shelf.kept.nbytes]
-            shelf.use(here)
+            on_device = lots[number % LOTS][: shelf.kept.nbytes]
+            shelf.use(on_device)
             yield shelf.states
             shelf.use(shelf.kept)
-            shelf.kept_stored = _copy(shelf.kept, here, self.outward, (self._now(),))
-            lot_free[place % LOTS] = shelf.kept_stored
+            shelf.kept_stored = _copy(shelf.kept, on_device, self.outward, (self._now(),))
+            lot_free[number % LOTS] = shelf.kept_stored
             if shelf.totals is not None:
                 self.slot_free[shelf.number % SLOTS] = self._now()
                 shelf.is_here = False

@@ -53,7 +53,7 @@ class Optimizer:
 
     stores_whole = False  # each rank stores its own shards
 
-    _host: HostState | None = None
+    _host = HostState()  # nothing is on the host
 
     def __init__(
         self,
@@ -80,9 +80,8 @@ class Optimizer:
             )
             for name, p in self.parameters.items()
         }  # fmt: skip
-        if on_host is not None:
-            self._host = HostState(self._states.values(), on_host)
-        self.masters: Mapping[str, Tensor] = _Masters(self._states, self._settle)
+        self._host = HostState(self._states.values(), on_host)
+        self.masters: Mapping[str, Tensor] = _Masters(self._states, self._host.settle)
         self.updates = 0
         self._prepared: Callable[[float], None] | None = None
         self._totals: Totals | None = None  # of linear layers that sum their gradients
@@ -117,9 +116,8 @@ class Optimizer:
     ) -> Iterator[dict[str, Tensor]]:
         """Yield `named_gradients` in parts: those on the device, then each that the host keeps."""
         chosen = set(self.parameters if names is None else names)
-        summed_on_host = self._host.summing if self._host else ()
-        yield self.named_gradients(chosen - {state.name for state in summed_on_host})
-        for states in self._host.gradients_in_turn() if self._host else ():
+        yield self.named_gradients(chosen - {state.name for state in self._host.summing})
+        for states in self._host.gradients_in_turn():
             yield self.named_gradients(chosen & {state.name for state in states})
 
     def _norms(self, names: Collection[str] | None) -> dict[str, Tensor]:
@@ -127,8 +125,8 @@ class Optimizer:
         norms: dict[str, Tensor] = {}
         for gradients in self.gradients_in_turn(names):
             if gradients:
-                each = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float64)
-                norms |= zip(gradients, each, strict=True)
+                in_order = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float64)
+                norms |= zip(gradients, in_order, strict=True)
         return {name: norms[name] for name in self.parameters if name in norms}
 
     def norms(self, names: Collection[str] | None = None) -> dict[str, float]:
@@ -143,12 +141,21 @@ class Optimizer:
 
     def prepare(self) -> None:
         """Do what an update can do before the norm of the gradient is known."""
-        if self._on_cuda:
-            from rather.optim import kernels
+        self._prepared = self._launch(self._states_here(), self._update(1.0))
 
-            on_host = self._host.states if self._host else ()
-            resident = [state for state in self._states.values() if state not in on_host]
-            self._prepared = kernels.prepare(resident, self._update(1.0))
+    def _launch(
+        self, states: Sequence[ParameterState], update: Update
+    ) -> Callable[[float], None] | None:
+        """Return what updates parameters in half precision on CUDA; None on other devices."""
+        if not self._on_cuda:
+            return None
+        from rather.optim import kernels
+
+        return kernels.prepare(states, update)
+
+    def _states_here(self) -> list[ParameterState]:
+        """Return the states that are not in host memory."""
+        return [state for state in self._states.values() if state not in self._host.states]
 
     def _update(self, clip: float) -> Update:
         numbers = (self.args.adam_beta1, self.args.adam_beta2, self.args.adam_epsilon)
@@ -162,28 +169,15 @@ class Optimizer:
             self.prepare()
         moved = [state for state in self._states.values() if state.gradient is not None]
         update = self._update(clip)
-        on_host = self._host.states if self._host else ()
-        update_parameters([s for s in moved if s not in on_host], update, self._prepared)
-        for states in self._host.in_turn() if self._host else ():
-            self._update_here([s for s in states if s.gradient is not None], update)
+        resident = [state for state in self._states_here() if state.gradient is not None]
+        update_parameters(resident, update, self._prepared)
+        for shelf in self._host.in_turn():
+            states = [state for state in shelf if state.gradient is not None]
+            update_parameters(states, update, self._launch(states, update))
         self._prepared = None
         for state in moved:
             state.steps += 1
         self.updates += 1
-
-    def _update_here(self, states: Sequence[ParameterState], update: Update) -> None:
-        """Update parameters whose state was brought from the host."""
-        prepared = None
-        if self._on_cuda:
-            from rather.optim import kernels
-
-            prepared = kernels.prepare(states, update)
-        update_parameters(states, update, prepared)
-
-    def _settle(self) -> None:
-        """Wait until everything that is copied to the host is there."""
-        if self._host:
-            self._host.settle()
 
     def narrow_gradients(self) -> bool:
         """Sum micro-batches in the parameters' own dtype from now on; return whether that changed.
@@ -191,7 +185,7 @@ class Optimizer:
         Float16 stays as it is: the sum of scaled gradients would leave its range.
         """
         wide = [state for state in self._states.values() if state.sums_wide]
-        if self.loss_scale is not None or self._host:
+        if self.loss_scale is not None or self._host.shelves:
             return False
         for state in wide:
             state.hook.remove()
@@ -207,15 +201,12 @@ class Optimizer:
 
     def carry_sums(self, layers: Iterable[nn.Module]) -> None:
         """Let decoder layers have the sums of their gradients only in their backward pass."""
-        if self._host:
-            self._host.watch(layers)
+        self._host.watch(layers)
 
     def begin_sums(self) -> None:
         """Give totals of zeros to the linear layers that sum gradients; `zero_grad` frees them."""
-        if self._host:
-            self._host.begin()
-        summed = self._host.summing if self._host else ()
-        states = [state for state in self._states.values() if state not in summed]
+        self._host.begin()
+        states = [state for state in self._states.values() if state not in self._host.summing]
         linears = [s.linear for s in states if s.linear and s.sums_wide]
         if linears and self._totals is None:
             self._totals = Totals(linears)
@@ -227,7 +218,7 @@ class Optimizer:
         total = 0
         for state in self._states.values():
             shard = local(state.parameter)
-            if not self._host or state not in self._host.summing:
+            if state not in self._host.summing:
                 total += shard.numel() * 4 if state.sums_wide else shard.nbytes
         return total
 
@@ -236,10 +227,8 @@ class Optimizer:
 
         Without those in host memory.
         """
-        on_host = self._host.states if self._host else ()
-        states = [state for state in self._states.values() if state not in on_host]
-        stored = [tensor for state in states for tensor in (state.rest, *state.moments.values())]
-        return sum(local(tensor).nbytes for tensor in stored if tensor is not None)
+        stored = [tensor for state in self._states_here() for tensor in state.stored().values()]
+        return sum(local(tensor).nbytes for tensor in stored)
 
     def zero_grad(self) -> None:
         self._prepared = None
@@ -247,8 +236,7 @@ class Optimizer:
             state.zero_grad()
         if self._totals:
             self._totals.free()
-        if self._host:
-            self._host.end()
+        self._host.end()
 
     def moments(self) -> dict[str, Tensor]:
         """Return `<parameter>.exp_avg` and so on: with the masters, all that an update depends on.
@@ -256,7 +244,7 @@ class Optimizer:
         A weight that never had a gradient has none. One that missed updates also has
         `<parameter>.step`, the number of its own updates.
         """
-        self._settle()
+        self._host.settle()
         moments: dict[str, Tensor] = {}
         for name, state in self._states.items():
             if state.steps:
@@ -280,7 +268,7 @@ class Optimizer:
                 "--overwrite or another exp_name"
             )
         self.updates = updates
-        self._settle()
+        self._host.settle()
         for name, state in self._states.items():
             keys = {kind: f"{name}.{kind}" for kind in state.moments}
             moments_of_state = {kind: moments[key] for kind, key in keys.items() if key in moments}

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -75,6 +75,15 @@ class _Ranks(NamedTuple):
     def end(self, x: Tensor) -> Tensor:
         return scatter_sum(x, TOKENS, self.group) if self.sequence else leave(x, self.group)
 
+    def enter(self, x: Tensor) -> Tensor:
+        return enter(x, self.group)
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        return gather_same(x, TOKENS, self.group)
+
+    def own_columns(self, x: Tensor) -> Tensor:
+        return own_part(x, x.ndim - 1, self.group)
+
     def own(self, whole: Tensor, dim: int) -> Tensor:
         rows = part(whole.shape[dim], self.rank, self.of)
         return whole.narrow(dim, *rows).clone()  # the whole can go
@@ -116,7 +125,7 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
         else:
             _run_rows(ranks, region, name, style)
     for region in regions:
-        region.register_forward_pre_hook(partial(_begin, ranks), with_kwargs=True)
+        _change_input(region, ranks.begin)
     if whole_regions:
         _report_whole(causal_lm.config.model_type, type(next(iter(whole_regions))).__name__)
     cutter.cut_vocabulary()
@@ -127,7 +136,7 @@ def split_model(policy: PolicyModel, mesh: Mesh, *, sequence_parallel: bool = Fa
 def _run_columns(ranks: _Ranks, module: nn.Module, style: str, *, is_whole: bool) -> None:
     """Let a linear layer give its own columns, or gather all of them."""
     if is_whole:
-        module.register_forward_pre_hook(partial(_enter, ranks))
+        _change_input(module, ranks.enter)
     if style == "colwise_gather_output":
         module.register_forward_hook(partial(_gather_columns, ranks))
 
@@ -142,7 +151,7 @@ def _run_rows(ranks: _Ranks, region: nn.Module, name: str, style: str) -> None:
         row = module = _RowLinear(module)
         setattr(region, child, row)
     if style == "rowwise_split_input":
-        module.register_forward_pre_hook(partial(_take_own_columns, ranks))
+        _change_input(module, ranks.own_columns)
     module.register_forward_hook(partial(_sum, ranks, row))
 
 
@@ -151,7 +160,7 @@ def _divide_tokens(
 ) -> None:
     """Divide the tokens outside regions, and name the parameters whose gradients are then sums."""
     for region in whole_regions:
-        region.register_forward_pre_hook(partial(_take_all_tokens, ranks), with_kwargs=True)
+        _change_input(region, ranks.all_tokens)
         region.register_forward_hook(partial(_keep_own_tokens, ranks))
     # Whole here, but seeing only this rank's tokens: all outside regions, and what a region's
     # last linear adds to its sum.
@@ -350,24 +359,15 @@ class _Cutter:
 # --- how the parts run ---
 
 
-def _begin(ranks: _Ranks, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Enter a region: hidden states are the first argument, or a keyword."""
-    if args:
-        return (ranks.begin(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": ranks.begin(kwargs["hidden_states"])}
+def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Let a module see changed hidden states: its first argument, or a keyword."""
 
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
-def _enter(ranks: _Ranks, _module: nn.Module, args: tuple[Any, ...]) -> Any:
-    return (enter(args[0], ranks.group), *args[1:])
-
-
-def _take_all_tokens(
-    ranks: _Ranks, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if args:
-        return (gather_same(args[0], TOKENS, ranks.group), *args[1:]), kwargs
-    hidden = gather_same(kwargs["hidden_states"], TOKENS, ranks.group)
-    return args, {**kwargs, "hidden_states": hidden}
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _keep_own_tokens(ranks: _Ranks, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -385,10 +385,6 @@ def _take_own_head(
     heads = causal_lm.config.get_text_config().num_key_value_heads
     width = output.shape[-1] // heads
     return output.narrow(-1, ranks.rank * heads // ranks.of * width, width)
-
-
-def _take_own_columns(ranks: _Ranks, _module: nn.Module, args: tuple[Any, ...]) -> Any:
-    return (own_part(args[0], args[0].ndim - 1, ranks.group), *args[1:])
 
 
 class _RowLinear(nn.Linear):

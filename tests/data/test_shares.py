@@ -85,22 +85,18 @@ def test_what_the_ledger_needs_of_pairs_is_known_without_reading_them(steps: Any
     assert some.scored[3].tolist() == flipped.tolist()
 
 
-def test_a_step_travels_as_a_few_bytes_and_the_next_one_is_packed_meanwhile(steps: Any) -> None:
+def test_a_step_travels_as_a_few_bytes(steps: Any) -> None:
     config, source = steps
-    first, second = list(source.steps(0))[:2]
+    first = next(source.steps(0))
     sent = pickle.dumps(first.policy)
     assert len(first.policy) > 1  # packed here, and left out of what is sent
     assert len(pickle.dumps(first.policy)) == len(sent) < 600
     worker = ActorWorker(config, "actor_train", RankInfo(0, 1, "cpu"))
     worker.open_pairs(pickle.loads(pickle.dumps(source.pairs)))
-    found = worker.named.find(pickle.loads(sent))
+    found = pickle.loads(sent).of(worker.pairs)
     for one, other in zip(first.policy, found, strict=True):
         assert_equal(one, other)
-    ((ahead, packed),) = worker.named._following.values()
-    packed.result()
-    assert worker.named.find(pickle.loads(pickle.dumps(second.policy))) is ahead
-    for one, other in zip(second.policy, ahead, strict=True):
-        assert_equal(one, other)
+    assert found.share(0, 1) is found.share(0, 1)  # packed once
 
 
 def test_evaluation_sets_and_rows_are_named_too(steps: Any) -> None:
