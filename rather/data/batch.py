@@ -163,6 +163,11 @@ class PairBatch:
         """Return the batch in pinned memory, from which a GPU copies while it computes."""
         return self._each(Tensor.pin_memory) if torch.cuda.is_available() else self
 
+    def without_pairs(self) -> PairBatch:
+        """Return the tokens alone: the head has nothing to do."""
+        names = [name for name in vars(self) if name.endswith(("_U", "_T", "_P", "_P2"))]
+        return replace(self, **{name: getattr(self, name)[:0] for name in names})
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> PairBatch:
         def changed(item: object) -> dict[str, Any]:
             fields = vars(item).items()
@@ -171,12 +176,6 @@ class PairBatch:
         segments = replace(self.segments, **changed(self.segments))
         return replace(self, segments=segments, **changed(self))
 
-
-# The fields of a batch that are about its scored tokens and pairs.
-SCORED = (
-    *("rows_U", "targets_U", "token_T", "cell_T", "shared_T"),
-    *("length_P2", "weight_P", "margin_P", "soft_label_P", "group_P", "pair_P"),
-)
 
 # Name -> [P, 2]: the "sum" of log-probs, and further columns that a loss asks for. Roles exchange
 # these. Next to those of a reference, "baseline" may hold the number that a step is compared with.

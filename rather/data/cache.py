@@ -33,6 +33,10 @@ from rather.files import (
 log = logging.getLogger(__name__)
 
 BATCH_ROWS = 8192
+# What reading a damaged or crafted file may raise.
+DAMAGE = (
+    OSError, LookupError, ValueError, TypeError, AttributeError, MemoryError, pa.ArrowException,
+)  # fmt: skip
 MAPPED = 256 << 20  # bytes to map a file and to check it by parts
 
 
@@ -140,9 +144,7 @@ def _find(path: Path) -> tuple[PairFile, Json] | None:
         reason = "it has another checksum"
     except FileNotFoundError:
         return None
-    except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
-        reason = str(error)
-    except (MemoryError, pa.ArrowException) as error:
+    except DAMAGE as error:
         reason = str(error)
     text = "%s: the tokenised pairs or their report are damaged; building them again (%s)"
     log.warning(text, path, reason.partition("\n")[0][:200])

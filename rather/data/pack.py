@@ -361,6 +361,11 @@ class Bin(NamedTuple):
         )
 
 
+def empty_batch(tokens: int) -> PairBatch:
+    """Return a micro-batch of fillers, for a rank or a schedule that needs one more."""
+    return Bin(tokens, []).pack([])
+
+
 def _count_once(counted: NDArray[np.float32], unit: _Unit, paths: Sequence[Places]) -> None:
     """Do not count the tokens that an earlier unit of the step has as well."""
     if not unit.earlier:

@@ -80,6 +80,11 @@ def spans_of(scored: Any) -> tuple[tuple[int, int], ...]:
     return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
+def predicted_spans(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the spans that are not empty, without token 0, which nothing predicts."""
+    return tuple((max(first, 1), end) for first, end in spans if end > max(first, 1))
+
+
 class _Batch:
     """A record batch as numpy views: row i of a list is values[offsets[i]:offsets[i + 1]]."""
 
@@ -182,7 +187,7 @@ def _joined(pair: TokenPair, other: TokenPair, limit: int) -> TokenPair:
     start = len(pair.prompt)
     shift = start - len(other.prompt)
     spans = [(max(a + shift, start), min(b + shift, limit)) for a, b in other.chosen_scored]
-    scored = tuple((max(a, 1), b) for a, b in spans if b > max(a, 1))
+    scored = predicted_spans(spans)
     return replace(pair, rejected=other.chosen[: limit - start], rejected_scored=scored)
 
 

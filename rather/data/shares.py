@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rather.data.batch import SCORED, Columns, PairBatch, PairFacts, TokenPair
-from rather.data.pack import plan_bins
+from rather.arithmetic import ceil_div
+from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
+from rather.data.pack import empty_batch, plan_bins
 from rather.data.pairs import PairDataset
 from rather.data.sampler import Order, PicklesFields
 from rather.errors import ConfigError
@@ -180,11 +181,9 @@ class Batches(PicklesFields, Sequence[PairBatch]):
             bins = [planned for planned in bins if self.wanted[planned.places].any()]
             pairs_in_bins = np.concatenate([planned.places for planned in bins])
             computed = torch.from_numpy(np.sort(pairs_in_bins))
-        smallest = min(bins, key=lambda planned: planned.tokens)
-        missing = -len(bins) % ranks
         batches = [planned.pack(pairs, at_end=self.at_end) for planned in bins[rank::ranks]]
-        if rank >= ranks - missing:
-            batches.append(empty(smallest.pack(pairs, at_end=self.at_end)))
+        if len(batches) < ceil_div(len(bins), ranks):
+            batches.append(empty_batch(min(planned.tokens for planned in bins)))
         if self.shared:
             batches = list(map(with_shared, batches))
             count *= 2
@@ -206,18 +205,10 @@ def share_of(batches: Sequence[PairBatch], rank: int, ranks: int) -> Share:
     if isinstance(batches, Batches):
         return batches.share(rank, ranks)
     facts = PairFacts.of_step(batches)
-    missing = -len(batches) % ranks
-    if missing:
-        smallest = min(batches, key=lambda batch: len(batch.ids_N))
-        batches = [*batches, *[empty(smallest)] * missing]
-    return Share(batches[rank::ranks], facts, len(facts.weight))
-
-
-def empty(batch: PairBatch) -> PairBatch:
-    """Return a batch of the same size without pairs, for a rank that has no other."""
-    none = {name: getattr(batch, name)[:0] for name in SCORED}
-    none["counted_N"] = torch.zeros_like(batch.counted_N)
-    return replace(batch, real_tokens=0, **none)
+    own_batches = list(batches[rank::ranks])
+    if len(own_batches) < ceil_div(len(batches), ranks):
+        own_batches.append(empty_batch(min(len(batch.ids_N) for batch in batches)))
+    return Share(own_batches, facts, len(facts.weight))
 
 
 def with_shared(batch: PairBatch) -> PairBatch:

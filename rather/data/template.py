@@ -244,21 +244,8 @@ def choose_template(
 
     `kwargs` are variables of the template, beside the tokenizer's special tokens.
     """
-    chosen = _choose_template(wanted, tokenizer)
-    if chosen is None and kwargs:
-        raise DataError(
-            "data_args.chat_template_kwargs: there is no chat template that could use them; set "
-            "data_args.template, or use a tokenizer that has one."
-        )
-    if chosen and kwargs:
-        chosen = replace(chosen, variables={**chosen.variables, **kwargs})
-    return chosen
-
-
-def _choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
     name = ALIASES.get(wanted or "", wanted or "")
-    if name == "none":
-        return None
+    chosen: ChatTemplate | None = None
     if name in ("", "native"):
         chosen = own_template(tokenizer)
         if chosen is None and name:
@@ -267,7 +254,7 @@ def _choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> 
                 f"chat template; choose one of {', '.join(TEMPLATES)}, a .jinja file, or none for "
                 "plain text."
             )
-    else:
+    elif name != "none":
         path = Path(name).expanduser().absolute()
         if name not in TEMPLATES and not path.is_file():
             raise DataError(
@@ -278,7 +265,13 @@ def _choose_template(wanted: str | None, tokenizer: PreTrainedTokenizerBase) -> 
         chosen = ChatTemplate(name, text, _variables(tokenizer), end=end)
     if chosen:
         chosen.check()
-    return chosen
+        return replace(chosen, variables={**chosen.variables, **(kwargs or {})})
+    if kwargs:
+        raise DataError(
+            "data_args.chat_template_kwargs: there is no chat template that could use them; set "
+            "data_args.template, or use a tokenizer that has one."
+        )
+    return None
 
 
 def read_template(path: Path) -> tuple[str, str | None]:

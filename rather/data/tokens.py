@@ -36,7 +36,7 @@ from rather.data.image_tokens import ImageFacts, ImageReader, ImageRecipe
 from rather.data.images import PLACEHOLDER, bad_image
 from rather.data.json_rows import DropReason
 from rather.data.messages import Content, Json, Turns, as_turns, common_length, wrong_type
-from rather.data.pairs import spans_of
+from rather.data.pairs import predicted_spans, spans_of
 from rather.data.read import HALF_CHARACTER
 from rather.data.template import RESERVED, ChatTemplate
 from rather.errors import DataError
@@ -79,9 +79,9 @@ class Encoded:
 
     prompt: Ids
     chosen: Ids
-    rejected: Ids
-    chosen_scored: Spans
-    rejected_scored: Spans
+    rejected: Ids = field(default_factory=list)  # empty for a single answer
+    chosen_scored: Spans = ()
+    rejected_scored: Spans = ()
     notes: dict[str, str] = field(default_factory=dict)  # kind of a change or warning -> detail
     images: tuple[ImageFacts, ...] = ()  # of the prompt
 
@@ -139,7 +139,7 @@ class Encoder:
         """Return the tokens of a pair."""
         pair = self._with_system(pair)
         self._begin(pair)
-        control = _search(_CONTROL, pair)
+        control = _search(_CONTROL, texts(pair))
         if control:
             detail = f"U+{ord(control[0]):04X} at character {control.start()}"
             self._note("control_characters", detail)
@@ -160,18 +160,11 @@ class Encoder:
             changed = self.tokenizer.decode(prompt[length:], skip_special_tokens=False)
             detail = f"the prompt's end {changed!r} becomes other tokens before the answer"
             self._note("boundary_moved", detail)
-        scored = []
-        for answer, ids in zip(pair.answers, sequences, strict=True):
-            scored.append(self._scored(answer, ids, length))
-        has_two_answers = len(sequences) > 1
-        encoded = Encoded(
-            prompt=sequences[0][:length],
-            chosen=sequences[0][length:],
-            rejected=sequences[1][length:] if has_two_answers else [],
-            chosen_scored=scored[0],
-            rejected_scored=scored[1] if has_two_answers else (),
-            notes=self.notes,
-        )
+        columns: dict[str, Any] = {}
+        for side, answer, ids in zip(SIDES, pair.answers, sequences, strict=False):
+            columns[side] = ids[length:]
+            columns[f"{side}_scored"] = self._scored(answer, ids, length)
+        encoded = Encoded(sequences[0][:length], notes=self.notes, **columns)
         if self.recipe.images:
             encoded = self._with_images(encoded, images)
             prompt = self._expand(prompt, images)[0]
@@ -198,21 +191,15 @@ class Encoder:
             self._note("tokens_changed", "the text becomes other tokens than the model wrote")
             return encoded
         self._note("own_tokens", "the model wrote other tokens than its text becomes")
-        spans = [((len(prompt), len(prompt) + len(ids)),) for ids in written]
-        rejected = written[1] if len(written) > 1 else []
-        rejected_scored = spans[1] if len(written) > 1 else ()
-        return replace(
-            encoded,
-            prompt=prompt,
-            chosen=written[0],
-            rejected=rejected,
-            chosen_scored=spans[0],
-            rejected_scored=rejected_scored,
-        )
+        answers: dict[str, Any] = {}
+        for side, ids in zip(SIDES, written, strict=False):
+            answers[side] = ids
+            answers[f"{side}_scored"] = ((len(prompt), len(prompt) + len(ids)),)
+        return replace(encoded, prompt=prompt, **answers)
 
     def _check_special_tokens(self, pair: TextPair) -> None:
         """Drop, escape or note a row whose text holds a special token of the tokenizer."""
-        special = next(filter(None, map(self.special.search, _own_texts(pair))), None)
+        special = _search(self.special, _own_texts(pair))
         if not special:
             return
         policy = self.recipe.special_tokens
@@ -312,11 +299,14 @@ class Encoder:
         def moved(place: int) -> int:
             return places[place] if place < len(places) else place + shift
 
+        def moved_spans(spans: Spans) -> Spans:
+            return tuple((moved(first), moved(end)) for first, end in spans)
+
         return replace(
             pair,
             prompt=prompt,
-            chosen_scored=tuple((moved(a), moved(b)) for a, b in pair.chosen_scored),
-            rejected_scored=tuple((moved(a), moved(b)) for a, b in pair.rejected_scored),
+            chosen_scored=moved_spans(pair.chosen_scored),
+            rejected_scored=moved_spans(pair.rejected_scored),
             images=images,
         )
 
@@ -409,7 +399,7 @@ class Encoder:
             detail = f"the rendered prompt {prompt[-80:]!r} does not contain {lost[0][:80]!r}"
             self._note("prompt_lost", detail)
         for answer, sequence in zip(pair.answers, sequences, strict=True):
-            text = as_turns(answer, "assistant")[-1]["content"]
+            text = _last_text(answer)
             if not self.is_escaped and not _contains(sequence, text):
                 detail = (
                     f"the rendered answer {sequence[-80:]!r} does not contain all of {text[:80]!r}"
@@ -562,7 +552,9 @@ class Encoder:
             boundary = max(start, boundary) if turns == 1 else start
             if recipe.score != "last":
                 earlier = self._earlier_turns(conversation, ids)
-        return _spans([*(span for span in earlier if span[1] <= boundary), (boundary, len(ids))])
+        return predicted_spans(
+            [*(span for span in earlier if span[1] <= boundary), (boundary, len(ids))]
+        )
 
     def _start(self, before: Turns, ids: Ids) -> int:
         """Return where the answer to these turns starts in the tokens."""
@@ -669,8 +661,8 @@ def _own_texts(pair: TextPair) -> list[str]:
     return [text.replace(PLACEHOLDER, " ") if pair.images else text for text in texts(pair)]
 
 
-def _search(pattern: re.Pattern[str], pair: TextPair) -> re.Match[str] | None:
-    return next(filter(None, map(pattern.search, texts(pair))), None)
+def _search(pattern: re.Pattern[str], contents: Iterable[str]) -> re.Match[str] | None:
+    return next(filter(None, map(pattern.search, contents)), None)
 
 
 def _check_difference(pair: Encoded, detail: str) -> None:
@@ -684,7 +676,7 @@ def _cut(pair: Encoded, kept: int, excess: int, room: int, **notes: str) -> Enco
     end = len(prompt) + room
 
     def cut_spans(spans: Spans) -> Spans:
-        return _spans((max(a - excess, kept), min(b - excess, end)) for a, b in spans)
+        return predicted_spans((max(a - excess, kept), min(b - excess, end)) for a, b in spans)
 
     return replace(
         pair,
@@ -695,10 +687,6 @@ def _cut(pair: Encoded, kept: int, excess: int, room: int, **notes: str) -> Enco
         rejected_scored=cut_spans(pair.rejected_scored),
         notes=pair.notes | notes,
     )
-
-
-def _spans(spans: Iterable[Span]) -> Spans:
-    return tuple((max(a, 1), b) for a, b in spans if b > max(a, 1))
 
 
 # ---- rows that are tokens already

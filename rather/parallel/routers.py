@@ -15,7 +15,6 @@ pass. A single micro-batch is counted on its way.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rather.data.batch import SCORED, Columns, PairBatch
+from rather.data.batch import Columns, PairBatch
 from rather.errors import ConfigError
 from rather.model.check import experts_of, routed, routers_of
 from rather.model.policy import PolicyModel
@@ -79,7 +78,7 @@ class Balance:
         at_once = not self.coefficient or (len(batches) == 1 and not self._staged)
         if not at_once:
             with torch.no_grad():
-                runner.columns([_unscored(batch) for batch in batches], ())
+                runner.columns([batch.without_pairs() for batch in batches], ())
             self._finish_counting(scale)
 
         def counted(batch: PairBatch, columns: Columns) -> Tensor:
@@ -136,11 +135,6 @@ def balance_of(
     if coefficient is None:
         coefficient = float(getattr(config, "router_aux_loss_coef", None) or 0)
     return Balance(policy, mesh, coefficient, device)
-
-
-def _unscored(batch: PairBatch) -> PairBatch:
-    """Return the tokens of a micro-batch alone: the head has nothing to do."""
-    return replace(batch, **{name: getattr(batch, name)[:0] for name in SCORED})
 
 
 def _count(router: Any, *args: Tensor) -> tuple[Tensor, ...]:

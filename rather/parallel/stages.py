@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -28,7 +27,8 @@ from torch.distributed.pipelining import (
 )
 
 from rather.config.strategies import Pipeline
-from rather.data.batch import SCORED, Columns, PairBatch
+from rather.data.batch import Columns, PairBatch
+from rather.data.pack import empty_batch
 from rather.errors import ConfigError
 from rather.model.check import packed_twin, shared_keys
 from rather.model.policy import PolicyModel, head_of, pair_columns
@@ -355,7 +355,7 @@ class Stages(nn.Module):
         number = self.pipeline.microbatches(len(batches))
         tokens = max(len(batch.ids_N) for batch in batches)
         filled = [filled_to(batch, tokens) for batch in batches]
-        filled += [filled_to(_emptied(batches[0]), tokens)] * (number - len(batches))
+        filled += [empty_batch(tokens)] * (number - len(batches))
         shares = [self._own[0].share(batch).to(str(self._device)) for batch in filled]
         for stage in self._own:
             stage.batches, stage.wanted = shares, wanted
@@ -411,13 +411,3 @@ class Stages(nn.Module):
 def parts_of(policy: nn.Module) -> list[PolicyModel]:
     """Return the policy, or this rank's stages of it."""
     return [module for module in policy.modules() if isinstance(module, PolicyModel)]
-
-
-def _emptied(batch: PairBatch) -> PairBatch:
-    """Return a micro-batch without pairs and tokens."""
-    none = {
-        name: getattr(batch, name)[:0] for name in ("ids_N", "positions_N", "counted_N", *SCORED)
-    }
-    has = batch.segments
-    segments = replace(has, cu_q=has.cu_q[:1], cu_k=has.cu_k[:1], key_index_K=has.key_index_K[:0])
-    return replace(batch, segments=segments, real_tokens=0, **none)

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 
 from rather.config.schema import ModelArgs
 from rather.config.strategies import SCHEDULES, Layout, Pipeline
-from rather.data.pack import pack
+from rather.data.pack import empty_batch, pack
 from rather.errors import ConfigError
 from rather.model.layers import Recompute
 from rather.model.policy import pair_columns
@@ -286,7 +286,7 @@ def test_filled_up_micro_batches_have_the_same_log_probs() -> None:
     policy = make_policy(Setup())
     batch = pack(pairs_of(Setup(steps=1))[0], 72)[0]
     filled = filled_to(batch, len(batch.ids_N) + 300)
-    empty = filled_to(stages._emptied(batch), 300)
+    empty = empty_batch(300)
     with torch.no_grad():
         assert torch.allclose(
             pair_columns(policy, filled)["sum"], pair_columns(policy, batch)["sum"], rtol=1e-6
