@@ -96,7 +96,9 @@ class Draft:
 
     def __init__(self, run_dir: Path, step: int, needed: int) -> None:
         """Create the folder of a new checkpoint of `needed` bytes."""
-        self.run_dir, self.step, self.needed = run_dir, step, needed
+        self.run_dir = run_dir
+        self.step = step
+        self.needed = needed
         self.folder = run_dir / f".tmp-checkpoint-{step}-{os.getpid()}"
         self.final = run_dir / f"checkpoint-{step}"
         with self.removed_on_error():
@@ -249,7 +251,8 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
 
     The digest is computed from memory, so that a bad write does not get a matching hash.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with open(path, "xb") as file:
         for chunk in chunks:
             digest.update(chunk)
@@ -282,7 +285,8 @@ def newest_good(run_dir: Path, *, full: bool = True) -> Checkpoint | None:
     Damaged ones are reported in a warning and skipped. If all are damaged, that is an error:
     starting from zero would throw the run away without asking.
     """
-    checkpoints, damages = candidates(run_dir), ""
+    checkpoints = candidates(run_dir)
+    damages = ""
     for index, path in enumerate(checkpoints):
         try:
             good = open_checkpoint(path, full=full)

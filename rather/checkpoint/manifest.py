@@ -14,7 +14,8 @@ from rather.errors import CheckpointError
 from rather.files import file_sha, own, parse_json, read_bytes
 
 SCHEMA = 1
-STATE, MANIFEST = "state.json", "manifest.json"
+STATE = "state.json"
+MANIFEST = "manifest.json"
 SHARD = re.compile(r"([a-z][a-z0-9_]*)-(?:\d{5}-)?\d{5}\.safetensors")
 # The folder name of a run's own checkpoint; a copy may have any name.
 FOLDER = re.compile(r"(?:\.old-)?checkpoint-(0|[1-9]\d*)")
@@ -79,7 +80,8 @@ def read_manifest(path: Path) -> tuple[int, Written]:
     raw = _intact_bytes(path, manifest)
     try:
         content = parse_json(raw)
-        schema, step = content["schema"], int(content["step"])
+        schema = content["schema"]
+        step = int(content["step"])
         files = {
             name: (int(entry["size"]), str(entry["sha256"]))
             for name, entry in content["files"].items()

@@ -70,7 +70,8 @@ class ShardSpec:
 
     def narrow(self, dim: int, first: int, size: int) -> ShardSpec:
         """Return a smaller block: `size` rows of this one along `dim`."""
-        offsets, sizes = list(self.offsets), list(self.sizes)
+        offsets = list(self.offsets)
+        sizes = list(self.sizes)
         offsets[dim] += first
         sizes[dim] = size
         return ShardSpec(self.whole, tuple(offsets), tuple(sizes))
@@ -155,7 +156,8 @@ class ShardedFiles(Mapping[str, Tensor]):
 
     def stream(self, name: str, cast: Cast) -> TensorStream:
         """Return a whole tensor in another dtype, some rows at a time."""
-        spec, dtype = ShardSpec.full(self.shape(name)), cast.dtype
+        spec = ShardSpec.full(self.shape(name))
+        dtype = cast.dtype
         if not spec.whole:
             return TensorStream(dtype, (), lambda: iter([cast(name, self[name], spec)]))
         count = spec.whole[0]
@@ -223,10 +225,12 @@ class LocalShards(UserDict[str, Tensor]):
     """
 
     def __init__(self, source: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> None:
-        self.data, self._specs = source, specs  # type: ignore[assignment]
+        self.data = source  # type: ignore[assignment]
+        self._specs = specs
 
     def __getitem__(self, key: str) -> Tensor:
-        spec, source = self._specs.get(key) or self._specs.get(key.rpartition(".")[0]), self.data
+        spec = self._specs.get(key) or self._specs.get(key.rpartition(".")[0])
+        source = self.data
         if spec is None or key.endswith(".step"):  # a step is a scalar
             return source[key]
         if isinstance(source, ShardedFiles):

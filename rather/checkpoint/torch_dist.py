@@ -22,7 +22,8 @@ from rather.checkpoint.sharded_tensors import Numbers, ShardedFiles, ShardSpec
 from rather.errors import ConfigError
 from rather.files import read_bytes, read_json, refuse_outside, regular
 
-METADATA, FORMAT = ".metadata", "metadata.json"
+METADATA = ".metadata"
+FORMAT = "metadata.json"
 MOST_BYTES = 1 << 29  # of the metadata
 HEADER = 1 << 16  # bytes of a chunk besides its numbers
 # Names that stand for plain records; `pathlib` names the folder that was written.

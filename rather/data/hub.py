@@ -32,7 +32,8 @@ from rather.files import (
 
 log = logging.getLogger(__name__)
 
-CARD, MOST_CARD_BYTES = "README.md", 4 << 20
+CARD = "README.md"
+MOST_CARD_BYTES = 4 << 20
 DATA_FILE = re.compile(r"(?!.*(^|/)(\.|dataset_infos?\.json|dataset_dict\.json|state\.json))"
                        r".+\.(jsonl?|ndjson|parquet|arrow)(\.gz)?")  # fmt: skip
 SHARD = re.compile(r"-\d{5}-of-\d{5}.*")

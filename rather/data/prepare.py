@@ -60,7 +60,9 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "config.json",
 )  # fmt: skip
 RECIPE = ("score", "overlong", "separator", "special_tokens")  # settings of data_args
-AROUND, SHOWN, EXAMPLES = 6, 40, 3  # tokens around and in a difference; examples kept
+AROUND = 6  # tokens that are shown around a difference
+SHOWN = 40  # tokens that are shown of a difference
+EXAMPLES = 3
 
 
 class BadRows(DataError):

@@ -159,6 +159,11 @@ class Batches(PicklesFields, Sequence[PairBatch]):
         which = self.pairs.which if isinstance(self.pairs, PairRows) else None
         return which if isinstance(which, int) else None
 
+    def own_pairs(self) -> list[TokenPair]:
+        if self.side is None:
+            return list(self.pairs)
+        return [pair.only(self.side) for pair in self.pairs]
+
     @cached_property
     def _shares(self) -> dict[tuple[int, int], Share]:
         """What is packed already, by rank and number of ranks."""
@@ -171,9 +176,7 @@ class Batches(PicklesFields, Sequence[PairBatch]):
         return self._shares[rank, ranks]
 
     def _pack(self, rank: int, ranks: int) -> Share:
-        pairs = list(self.pairs)
-        if self.side is not None:
-            pairs = [pair.only(self.side) for pair in pairs]
+        pairs = self.own_pairs()
         count = len(self.pairs)
         computed: Tensor | None = None  # None: all pairs
         bins = plan_bins(pairs, self.budget, self.most_pairs, ladder=self.ladder, ranks=self.ranks)

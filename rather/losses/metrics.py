@@ -163,7 +163,8 @@ def weighted_sums(scored: Scored, weight_P: Tensor, loss: PairLoss) -> dict[str,
         columns |= {name: column.detach() for name, column in of_labelled(scored, loss).items()}
     columns |= scored.extra
     if is_paired:
-        margin, longer = gap(scored.rewards).detach(), gap(scored.x.length)
+        margin = gap(scored.rewards).detach()
+        longer = gap(scored.x.length)
         columns |= {name: moment(margin, longer) for name, moment in MOMENTS.items()}
     columns["weight"] = torch.ones_like(weight_P)
     return dict(zip(columns, torch.stack(list(columns.values())) @ weight_P, strict=True))
@@ -269,7 +270,9 @@ def calibrated_loss(margin: Tensor, share: Tensor) -> float:
     scale = float(margin.abs() @ share)
     if not 0 < scale < math.inf:
         return math.log(2) if scale == 0 else math.nan
-    low, high, unit = 0.0, 1000.0, margin / scale
+    low = 0.0
+    high = 1000.0
+    unit = margin / scale
     for _ in range(60):
         middle = (low + high) / 2
         slope = float((unit * torch.sigmoid(-middle * unit)) @ share)

@@ -212,7 +212,8 @@ class PairLoss:
         return x._replace(reference=torch.zeros_like(x.policy)) if is_uniform else x
 
     def _damped(self, x: PairLogps) -> PairLogps:
-        alpha, shared = self.modifiers.ld_alpha, x.extra["policy/shared"]
+        alpha = self.modifiers.ld_alpha
+        shared = x.extra["policy/shared"]
         x = x._replace(policy=shared + alpha * (x.policy - shared))
         if x.reference is None or self.modifiers.reference_free:
             return x

@@ -86,7 +86,9 @@ class ParameterState:
         on_host: bool = False,
     ) -> None:
         """`on_host`: what AdamW keeps of a split parameter is made in host memory."""
-        self.name, self.parameter, self.decay = name, parameter, decay
+        self.name = name
+        self.parameter = parameter
+        self.decay = decay
         self.rounding = rounding
         self.steps = 0
         self.rest: Tensor | None = None
@@ -227,7 +229,8 @@ class GradientSums:
 
     def complete(self) -> None:
         """Add the gradients that are late."""
-        states, grads = list(self.late), list(self.late.values())
+        states = list(self.late)
+        grads = list(self.late.values())
         self.late = {}
         wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         torch._foreach_copy_(wide, grads)
@@ -280,7 +283,8 @@ def _update_chunks(state: ParameterState, update: Update) -> None:
         scaled = gradient.float() * update.gradient_scale
         update.adamw([state], [master], [scaled], *([moment] for moment in moments))
 
-    weights, gradients = state.local, _gradient(state)
+    weights = state.local
+    gradients = _gradient(state)
     if state.rest is not None:
         tensors = _chunks(CHUNK, weights, gradients, state.rest, *state.moments.values())
         for number, (weight, gradient, low, *moments) in enumerate(tensors):
@@ -299,7 +303,8 @@ def _update_chunks(state: ParameterState, update: Update) -> None:
         chunks, bases, strict=True
     ):
         wide = weight.float()
-        exp_avg, exp_avg_sq = decode(mean, mean_base, signed=True), decode(square, square_base)
+        exp_avg = decode(mean, mean_base, signed=True)
+        exp_avg_sq = decode(square, square_base)
         run_adamw(wide, gradient, exp_avg, exp_avg_sq)
         noise = torch.empty(weight.shape, dtype=torch.int64).random_(generator=generator)
         weight.copy_(rounded(wide, (noise & 0xFFFF).int()))

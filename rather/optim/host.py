@@ -55,7 +55,8 @@ class Shelf:
     """What AdamW keeps of the weights of one layer, or of one weight outside of the layers."""
 
     def __init__(self, states: Sequence[ParameterState], number: int) -> None:
-        self.states, self.number = states, number
+        self.states = states
+        self.number = number
         self.places: list[tuple[ParameterState, str, int, Tensor]] = []  # name, first byte
         size = 0
         for state in states:
@@ -130,7 +131,8 @@ class HostState:
         if self.slots is None:
             self._make_slots()
         for shelf in self._summing:
-            shelf.is_zero, shelf.is_here = True, False
+            shelf.is_zero = True
+            shelf.is_here = False
             shelf.totals.give()
 
     def end(self) -> None:
@@ -208,7 +210,8 @@ class HostState:
         arrived: dict[int, Any] = {}
 
         def fetch(number: int) -> None:
-            shelf, lot = self.shelves[number], number % LOTS
+            shelf = self.shelves[number]
+            lot = number % LOTS
             after = (lot_free[lot], shelf.kept_stored)
             target = lots[lot][: shelf.kept.nbytes]
             arrived[number] = _copy(target, shelf.kept, self.inward, after)

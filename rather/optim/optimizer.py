@@ -70,8 +70,11 @@ class Optimizer:
         on_host: int | None = None,
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
-        self.args, self.schedule, self.max_grad_norm = args, schedule, max_grad_norm
-        self.seed, sums = seed, GradientSums()
+        self.args = args
+        self.schedule = schedule
+        self.max_grad_norm = max_grad_norm
+        self.seed = seed
+        sums = GradientSums()
         self._states = {
             name: ParameterState(
                 name, p, args.weight_decay if p.ndim >= 2 else 0.0,  # not for norms and biases
@@ -297,7 +300,8 @@ def warmup_of(args: TrainingArgs, total_steps: int) -> int:
 
 def schedule(args: TrainingArgs, total_steps: int) -> Callable[[int], float]:
     """Return the learning rate as a function of the updates done, over the real number of steps."""
-    peak, kwargs = args.learning_rate, args.lr_scheduler_kwargs
+    peak = args.learning_rate
+    kwargs = args.lr_scheduler_kwargs
     warmup = warmup_of(args, total_steps)
     floor = kwargs.get("min_lr_rate", kwargs.get("min_lr", 0.0) / peak if peak else 0.0)
     horizon = max(1, total_steps - warmup)

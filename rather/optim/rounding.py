@@ -149,7 +149,8 @@ class Rounding:
         if self.kind == "nearest":
             return function(*tensors, NEAREST)
         flat = [tensor.reshape(-1) for tensor in tensors]
-        count, device = flat[0].numel(), flat[0].device
+        count = flat[0].numel()
+        device = flat[0].device
         results = []
         for first in range(0, max(count, 1), CHUNK):
             last = min(first + CHUNK, count)

@@ -33,7 +33,8 @@ def divide(
     Parameters that will be sharded and trained must be float32; `compute` is their dtype in
     forward and backward. `fill` loads the values of a model on the meta device, part by part.
     """
-    config, pipeline = policy.causal_lm.config, layout.pipeline
+    config = policy.causal_lm.config
+    pipeline = layout.pipeline
     by_sequence = layout.sequence_parallel
     if layout.pp > 1 and compiled and pipeline.rule.splits_backward:
         raise ConfigError(

@@ -127,7 +127,8 @@ def _pieces(segments: Segments, first: int, end: int) -> Iterator[tuple[int, int
     """Yield (queries, first key, end of keys) of each segment's part between two tokens."""
     q_start = k_start = 0
     for q, k in zip(segments.q_lens, segments.k_lens, strict=True):
-        low, high = max(first, q_start), min(end, q_start + q)
+        low = max(first, q_start)
+        high = min(end, q_start + q)
         if low < high:
             yield high - low, k_start, k_start + k - q + high - q_start
         q_start, k_start = q_start + q, k_start + k

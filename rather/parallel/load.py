@@ -101,7 +101,8 @@ def stored_dtype(args: ModelArgs, device: str) -> torch.dtype:
 
 def precision_name(role: RoleConfig, device: str, rounding: str) -> str:
     """Return a name of everything about precision that decides a frozen model's log-probs."""
-    args, compute = role.model_args, compute_dtype(role.model_args, device)
+    args = role.model_args
+    compute = compute_dtype(role.model_args, device)
     name = str(compute).removeprefix("torch.")
     if stored_dtype(args, device) != compute:
         name += "-in-float32"
@@ -164,12 +165,14 @@ def load_policy(
     if not sys.stderr.isatty():
         hf_logging.disable_progress_bar()
     common, config, _ = _config(name, args)
-    source_dtype, compute = config.dtype or torch.float32, compute_dtype(args, device)
+    source_dtype = config.dtype or torch.float32
+    compute = compute_dtype(args, device)
     stored_in = stored_dtype(args, device)
     exact = exact and compute != torch.float32
     with _opening(name, "weights"):
         plain = model_files(name, args, config) or ModelFiles([])
-        stored, dtypes = _of_task(plain, config, start, reward=reward), _dtypes(plain)
+        stored = _of_task(plain, config, start, reward=reward)
+        dtypes = _dtypes(plain)
         keeps = exact and not args.has_adapter
         rounds = _rounds_weights(dtypes, compute, keeps=keeps, in_4_bits=bool(args.quantization))
     if args.quantization:
@@ -192,7 +195,8 @@ def load_policy(
     causal_lm.config.dtype = source_dtype
     source = _adapt(causal_lm, stored, args, start) if args.has_adapter else None
     policy = PolicyModel(causal_lm).eval()  # no dropout in policy or reference
-    policy.rounding, policy.exact = rounding, float32_weights
+    policy.rounding = rounding
+    policy.exact = float32_weights
     if source:
         names = _names_of_adapter(policy, changes_base=source.changes_base)
         _fill(name, policy, Mesh(), source, device, names, dtype=compute, exact=exact)
@@ -344,7 +348,8 @@ def load_divided(
 ) -> PolicyModel | Stages:
     """Load what this rank holds of a model; trained shards are float32. Collective."""
     config = _divisible(name, args)
-    source_dtype, compute = config.dtype or torch.float32, stored_dtype(args, device)
+    source_dtype = config.dtype or torch.float32
+    compute = stored_dtype(args, device)
     dtype = torch.float32 if trains and mesh.sums_gradients else compute
     with _opening(name, "weights"), _parameters_without_memory():
         plain = model_files(name, args, config) or ModelFiles(weight_files(None))
@@ -516,7 +521,8 @@ def _fill(
         if names is not None and long_name not in names:
             continue
         weight = _read(name, stored, long_name.removeprefix("causal_lm."), specs[long_name])
-        trained, target = parameter.requires_grad, dtype or parameter.dtype
+        trained = parameter.requires_grad
+        target = dtype or parameter.dtype
         if exact and trained:
             policy.exact[long_name] = weight.float().to(device)
         weight = weight.to(device)

@@ -35,10 +35,12 @@ class Mesh:
     def build(device: str = "cpu", **degrees: int) -> Mesh:
         """Return the mesh of all ranks of the existing process group. Collective."""
         pp, replicate, shard, cp, tp = shape = tuple(degrees.get(axis, 1) for axis in AXES)
-        dp, ep = replicate * shard, degrees.get("ep", 1)
+        dp = replicate * shard
+        ep = degrees.get("ep", 1)
         if prod(shape) != (world := dist.get_world_size()) or dp % ep:
             raise ConfigError(f"strategy_args: {degrees} does not make up {world} ranks")
-        kind, names = device.split(":")[0], ("pp", "dp", "inner")
+        kind = device.split(":")[0]
+        names = ("pp", "dp", "inner")
         axes = init_device_mesh(kind, shape, mesh_dim_names=AXES)
         dealt = init_device_mesh(kind, (pp, dp, cp * tp), mesh_dim_names=names)
         meshes = {**dict.fromkeys(AXES, axes), "dp": dealt}

@@ -38,8 +38,10 @@ class Balance:
     ) -> None:
         models = parts_of(policy)
         config: Any = models[0].causal_lm.config.get_text_config()
-        self.coefficient, self.mask_N = coefficient, torch.ones(0, device=device)
-        self._world, self._staged = mesh.world, isinstance(policy, Stages)
+        self.coefficient = coefficient
+        self.mask_N = torch.ones(0, device=device)
+        self._world = mesh.world
+        self._staged = isinstance(policy, Stages)
         # Ranks of a tp group see the same tokens, or with sequence parallel a part of them each.
         self._parts = models[0].token_parts
         self._part = mesh.rank("tp") % self._parts
@@ -53,7 +55,8 @@ class Balance:
         for model in models:
             model.balance = self
             for layer, router in routers_of(model):
-                router.balance, router.balance_record = self, self.record[layer]
+                router.balance = self
+                router.balance_record = self.record[layer]
                 router.forward = MethodType(_count, router)
 
     def see(self, batch: PairBatch) -> Tensor:
@@ -142,7 +145,8 @@ def _count(router: Any, *args: Tensor) -> tuple[Tensor, ...]:
     outputs: tuple[Tensor, ...] = type(router).forward(router, *args)
     logits, scores, chosen_NK = routed(router, outputs)
     balance: Balance = router.balance
-    mask_N, record = balance.mask_N, router.balance_record
+    mask_N = balance.mask_N
+    record = router.balance_record
     if len(mask_N) != len(logits):  # generation
         return outputs
     if hasattr(router, "per_expert_scale"):  # Gemma 4 returns probabilities

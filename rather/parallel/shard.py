@@ -117,7 +117,8 @@ def places(policy: PolicyModel | Stages, mesh: Mesh) -> dict[str, ShardSpec]:
     """Return which part of each parameter of the undivided model this rank holds."""
     specs = {}
     for name, parameter in policy.named_parameters():
-        dim, shape = policy.tp_dims.get(name), list(parameter.shape)
+        dim = policy.tp_dims.get(name)
+        shape = list(parameter.shape)
         if dim is None:
             spec = ShardSpec.full(shape)
         else:
@@ -128,7 +129,8 @@ def places(policy: PolicyModel | Stages, mesh: Mesh) -> dict[str, ShardSpec]:
             spec = ShardSpec.full([count, *shape[1:]])
             spec = spec.narrow(0, mesh.rank("ep") * shape[0], shape[0])
         if isinstance(parameter, DTensor) and parameter.placements[1] == Shard(0):
-            plane, rows = parameter.device_mesh, parameter.shape[0]
+            plane = parameter.device_mesh
+            rows = parameter.shape[0]
             rows_per_rank = ceil_div(rows, plane.size(1))  # FSDP2 cuts as torch.chunk does
             first = min(plane.get_local_rank("shards") * rows_per_rank, rows)
             spec = spec.narrow(0, first, min(rows_per_rank, rows - first))

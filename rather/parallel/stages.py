@@ -86,9 +86,11 @@ class Stage(PolicyModel):
 
     def __init__(self, causal_lm: Any, layers: range) -> None:
         super().__init__(causal_lm)
-        base, embedding = decoder_of(causal_lm), causal_lm.get_input_embeddings()
+        base = decoder_of(causal_lm)
+        embedding = causal_lm.get_input_embeddings()
         total = len(base.layers)
-        self.first, self.last = layers.start == 0, layers.stop == total
+        self.first = layers.start == 0
+        self.last = layers.stop == total
         self.tied = embedding.weight is head_of(causal_lm).weight
         self.batches: Sequence[PairBatch] = ()  # all of the step, this rank's share of each
         self.wanted: Collection[str] = ()
@@ -128,12 +130,14 @@ def _ends(causal_lm: Any) -> tuple[str, str]:
     """Return the names of embedding and final norm; refuse a base model with more parts."""
     config = causal_lm.config.get_text_config()
     names = list(getattr(config, "base_model_pp_plan", None) or ())
-    base, head = decoder_of(causal_lm), head_of(causal_lm)
+    base = decoder_of(causal_lm)
+    head = head_of(causal_lm)
     if "layers" not in names or not hasattr(base, "layers"):
         raise _refused(config, "transformers has no plan of its stages")
     if count := shared_keys(config):
         raise _refused(config, f"its last {count} layers attend with the keys of earlier layers")
-    before, after = names[0], names[-1]
+    before = names[0]
+    after = names[-1]
     modules = (getattr(base, before), base.layers, getattr(base, after), head)
     with_stage = {id(parameter) for module in modules for parameter in module.parameters()}
     for name, parameter in causal_lm.named_parameters():
@@ -255,8 +259,11 @@ class Stages(nn.Module):
     ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
-        self.pipeline, self.dtype, self._own = pipeline, dtype, list(stages)
-        self._rank, self._group = mesh.rank("pp"), mesh.group("pp")
+        self.pipeline = pipeline
+        self.dtype = dtype
+        self._own = list(stages)
+        self._rank = mesh.rank("pp")
+        self._group = mesh.group("pp")
         self._first_rank = pipeline.rank_of(0)
         self._last_rank = pipeline.rank_of(pipeline.stages - 1)
         self._schedule: tuple[tuple[int, int], Any] | None = None
@@ -358,8 +365,11 @@ class Stages(nn.Module):
         filled += [empty_batch(tokens)] * (number - len(batches))
         shares = [self._own[0].share(batch).to(str(self._device)) for batch in filled]
         for stage in self._own:
-            stage.batches, stage.wanted = shares, wanted
-        self._objective, self._columns, self._real = objective, {}, len(batches)
+            stage.batches = shares
+            stage.wanted = wanted
+        self._objective = objective
+        self._columns = {}
+        self._real = len(batches)
         self._names = ["sum", *(name for name in ("shared", "squares") if name in wanted)]
         rows = len(shares[0].ids_N) // self._own[0].token_parts  # of hidden states between layers
         schedule = self._scheduled(number, rows)

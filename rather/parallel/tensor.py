@@ -55,7 +55,8 @@ SHARED = "shared_heads"  # keys or values of fewer heads than ranks: whole on al
 VOCABULARY = "embedding_rowwise"  # embedding and head are cut whatever the plan says
 EXPERTS = ("moe_tp_experts", "packed_colwise")  # stacked experts stay whole: ep divides them
 TOLERANCE = 1e-3  # between a divided twin and a whole one, relative to the largest of each tensor
-HEADS, KEY_HEADS = "num_attention_heads", "num_key_value_heads"
+HEADS = "num_attention_heads"
+KEY_HEADS = "num_key_value_heads"
 TOKENS = 1  # the dimension of hidden states [1, N, D]
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,8 @@ def _divide_tokens(
     # last linear adds to its sum.
     inside = {id(weight) for region in regions | whole_regions for weight in region.parameters()}
     inside -= {id(module.bias) for module in policy.modules() if isinstance(module, _RowLinear)}
-    policy.token_parts, policy.tp_group = ranks.of, ranks.group
+    policy.token_parts = ranks.of
+    policy.tp_group = ranks.group
     policy.tp_partial |= {
         name
         for name, parameter in policy.named_parameters()
@@ -178,7 +180,8 @@ def _divide_tokens(
 
 def check_split(config: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
     """Refuse a family whose divided twin differs in log-probs or gradients. Collective."""
-    group, tp = mesh.group("tp"), mesh.size("tp")
+    group = mesh.group("tp")
+    tp = mesh.size("tp")
     if group is None:
         return
     try:
@@ -223,7 +226,8 @@ def _with_gradients(policy: PolicyModel, batch: PairBatch) -> dict[str, Tensor]:
 
 def _planned(causal_lm: Any, tp: int) -> Iterator[tuple[str, Any, str]]:
     """Yield (name, module, style) of everything inside the layers that the family's plan names."""
-    config, plan = causal_lm.config.get_text_config(), causal_lm.tp_plan or {}
+    config = causal_lm.config.get_text_config()
+    plan = causal_lm.tp_plan or {}
     family = f"model family '{causal_lm.config.model_type}'"
     styles = {style for name, style in plan.items() if name != "lm_head"}
     if not styles & {*COLUMN, *ROW}:
@@ -303,15 +307,18 @@ class _Cutter:
     """Replaces parameters by what one rank holds of them, and records where each was cut."""
 
     def __init__(self, policy: PolicyModel, ranks: _Ranks) -> None:
-        self.policy, self.ranks = policy, ranks
+        self.policy = policy
+        self.ranks = ranks
         self.names = {id(parameter): name for name, parameter in policy.named_parameters()}
 
     def cut(self, module: nn.Module, key: str, dim: int) -> None:
         parameter: nn.Parameter | None = getattr(module, key)
         if parameter is None:
             return
-        policy, name = self.policy, self.names[id(parameter)]
-        policy.tp_dims[name], policy.tp_sizes[name] = dim, parameter.shape[dim]
+        policy = self.policy
+        name = self.names[id(parameter)]
+        policy.tp_dims[name] = dim
+        policy.tp_sizes[name] = parameter.shape[dim]
         shard = self.ranks.own(parameter.detach(), dim)
         setattr(module, key, nn.Parameter(shard, parameter.requires_grad))
         if name in policy.exact:
@@ -338,8 +345,10 @@ class _Cutter:
     def cut_vocabulary(self) -> None:
         """Cut embedding and head, if they are here. A stage may hold a stand-in instead of the
         embedding, which has the weight of a tied head."""
-        ranks, causal_lm = self.ranks, self.policy.causal_lm
-        embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+        ranks = self.ranks
+        causal_lm = self.policy.causal_lm
+        embedding = causal_lm.get_input_embeddings()
+        head = causal_lm.get_output_embeddings()
         shared = getattr(embedding, "weight", None)
         if isinstance(head, nn.Linear):
             first, _ = part(len(head.weight), ranks.rank, ranks.of)
@@ -393,7 +402,8 @@ class _RowLinear(nn.Linear):
     def __init__(self, own: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = own.weight.shape
-        self.weight, self.bias = own.weight, own.bias
+        self.weight = own.weight
+        self.bias = own.bias
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
@@ -406,7 +416,8 @@ def _sum(ranks: _Ranks, linear: _RowLinear, _module: Any, _args: Any, output: Te
 
 def _restrict(embedding: nn.Embedding, words: int, ranks: _Ranks) -> None:
     """Restrict an embedding to this rank's words: others give zeros; ranks sum the results."""
-    look_up, silent = embedding.forward, embedding.padding_idx
+    look_up = embedding.forward
+    silent = embedding.padding_idx
     first, count = part(words, ranks.rank, ranks.of)
     embedding.num_embeddings = count
     if silent is not None:

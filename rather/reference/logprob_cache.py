@@ -71,7 +71,8 @@ def refuse_foreign(path: Path) -> None:
 def _is_private(group: int) -> bool:
     """Return whether a group is the user's own and has no other member."""
     try:
-        name, entry = getpwuid(os.geteuid()).pw_name, getgrgid(group)
+        name = getpwuid(os.geteuid()).pw_name
+        entry = getgrgid(group)
     except KeyError:  # a container may have no names
         return False
     return entry.gr_name == name and not set(entry.gr_mem) - {name}
@@ -95,7 +96,9 @@ def keys_of(data: bytes) -> Keys:
 
 def entries_of(keys: Keys, sums: Floats, kept: bool) -> Entries:
     entries = np.empty(len(sums), ENTRY)
-    entries["key"], entries["sum"], entries["kept"] = keys, sums, kept
+    entries["key"] = keys
+    entries["sum"] = sums
+    entries["kept"] = kept
     return entries
 
 
@@ -115,7 +118,8 @@ class BlockFile:
 
     def append(self, block: bytes) -> None:
         """Write one block, or several."""
-        size, done = os.fstat(self._descriptor).st_size, 0
+        size = os.fstat(self._descriptor).st_size
+        done = 0
         try:
             while done < len(block):
                 done += os.write(self._descriptor, block[done:])
@@ -125,7 +129,8 @@ class BlockFile:
 
     def read(self, *, kept: bool = False) -> tuple[Entries, int]:
         """Return all records, and the number of bytes that belong to no whole block."""
-        blocks, damaged = [NO_ENTRIES], self.path.stat().st_size if self.path.exists() else 0
+        blocks = [NO_ENTRIES]
+        damaged = self.path.stat().st_size if self.path.exists() else 0
         if not damaged:
             return NO_ENTRIES, 0
         with open(self.path, "rb", opener=own) as file:
@@ -136,7 +141,8 @@ class BlockFile:
                 end = at + 1
                 if block := _block_at(content, at):
                     count, payload, end = block
-                    keys, sums = payload[: 16 * count], payload[16 * count : 24 * count]
+                    keys = payload[: 16 * count]
+                    sums = payload[16 * count : 24 * count]
                     blocks.append(entries_of(keys_of(keys), np.frombuffer(sums, "<f8"), kept))
                     damaged -= end - at
                 at = content.find(MAGIC, end)
@@ -162,7 +168,8 @@ def block_of(keys: Keys, sums: Floats) -> bytes:
 def _block_at(data: mmap.mmap, at: int) -> tuple[int, bytes, int] | None:
     """Return number of records, payload and end of a whole block."""
     start = at + HEADER.size + CHECKSUM.size
-    header, checksum = data[at : at + HEADER.size], data[at + HEADER.size : start]
+    header = data[at : at + HEADER.size]
+    checksum = data[at + HEADER.size : start]
     if checksum != CHECKSUM.pack(zlib.crc32(header)):
         return None
     # Earlier versions wrote token log-probs behind the records, which are skipped.
@@ -179,7 +186,8 @@ class Table:
     """
 
     def __init__(self) -> None:
-        self._lock, self._used = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._used = 0
         self._entries = NO_ENTRIES  # by slot, with room for more
         self._sorted = self._recent = NO_INDEX
 

@@ -111,8 +111,11 @@ class ReferenceLogps:
 
         `announce` is called before `ask`, for other processes that compute along.
         """
-        self.config, self._ask_model, self.announce = config, ask, announce
-        self.device, self.kind = device, kind or device
+        self.config = config
+        self._ask_model = ask
+        self.announce = announce
+        self.device = device
+        self.kind = kind or device
         self.needed = needed_columns(objective)
         self.stored = ["sum", "shared"] if config.reference.cache.per_token else self.needed
         self.counts = Counts()
@@ -125,14 +128,16 @@ class ReferenceLogps:
         self._waiting: list[bytes] = []  # blocks to write once the disk has space
         self._row_slots: dict[str, Slots] = {}  # of the pairs of sets; -1 if not yet known
         self._tower = b""
-        self._opened, self.is_empty = False, True  # nothing is cached
+        self._opened = False
+        self.is_empty = True  # nothing is cached
 
     # --- cached values ---
 
     def open(self, own_file: Path | None = None) -> None:
         """Read the cached values of this model; `own_file`, with those the run has used, wins."""
         self._opened = True
-        config, role = self.config, self.config.reference
+        config = self.config
+        role = self.config.reference
         if config.sync_ref_model:
             log.info("sync_ref_model: the reference moves, so its log-probs are not cached")
         elif role.worker_cls is not None:
@@ -150,12 +155,14 @@ class ReferenceLogps:
             for path in [self.folder, *segments]:
                 refuse_foreign(path)
             shared = [BlockFile(path) for path in segments]
-            self._table, entries = Table(), [*map(self._read, [self._own, *shared])]
+            self._table = Table()
+            entries = [*map(self._read, [self._own, *shared])]
             self._table.load(np.concatenate(entries))
             self.is_empty = not any(map(len, entries))
 
     def _digest(self) -> str | None:
-        role, root = self.config.reference, self.config.reference_cache_dir
+        role = self.config.reference
+        root = self.config.reference_cache_dir
         folder = model_folder(role.model_path, role.model_args.revision)
         try:
             # Its memory of hashes as well: entries are found by them.
@@ -176,7 +183,8 @@ class ReferenceLogps:
 
     def _adapter(self) -> str:
         """Return a digest of what decides the log-probs besides the model's files, or ""."""
-        config, args = self.config, self.config.reference.model_args
+        config = self.config
+        args = self.config.reference.model_args
         facts: list[Any] = []
         if args.adapter_name_or_path is not None:
             from rather.model.adapters import adapter_digest, adapter_folder
@@ -220,7 +228,8 @@ class ReferenceLogps:
         """
         if not isinstance(pairs, PairRows):
             return table.slots(self._hashed(pairs))
-        rows, columns = pairs.rows, len(self.stored)
+        rows = pairs.rows
+        columns = len(self.stored)
         if pairs.name not in self._row_slots:
             self._row_slots[pairs.name] = np.full((columns, len(pairs.dataset), 2), -1, np.int32)
         slots_of_rows = self._row_slots[pairs.name]
@@ -237,7 +246,8 @@ class ReferenceLogps:
             self._slots(self._table, pairs)
 
     def _hashed(self, pairs: Sequence[TokenPair]) -> Keys:
-        sums, shared = [], []
+        sums = []
+        shared = []
         for pair, lengths in zip(pairs, scored_lengths(pairs), strict=True):
             prompt_key = self._key.copy()
             prompt_key.update(pair.prompt_key)
@@ -290,7 +300,9 @@ class ReferenceLogps:
         self, slots: Slots, known: Floats, kept: Flags, asked: Callable[[], Columns] | None
     ) -> Columns:
         """Return known and computed values, and remember both for `keep`."""
-        values, host, arrived = self._to_device(known), torch.from_numpy(known), None
+        values = self._to_device(known)
+        host = torch.from_numpy(known)
+        arrived = None
         if asked:
             computed = self._computed(slots, asked()["sum"])
             is_new = np.isnan(known).all()  # as in a first epoch
@@ -343,14 +355,16 @@ class ReferenceLogps:
     def _write(self, slots: Slots, values: Floats, is_new: Flags) -> None:
         """Write to the files. If the disk is full the run continues, but saves no checkpoint."""
         assert self._table is not None
-        is_first, keys = not self._waiting, self._table.keys(slots)
+        is_first = not self._waiting
+        keys = self._table.keys(slots)
         block = block_of(keys, values)
         self._waiting.append(block)
         try:
             self._write_waiting()
         except OSError as error:
             if is_first and self._own:
-                path, reason = self._own.path, error.strerror
+                path = self._own.path
+                reason = error.strerror
                 log.warning(
                     "%s: cannot be written (%s); keeping the values in memory.", path, reason
                 )
