@@ -268,12 +268,13 @@ def settings_of(kind: str, loss: str, program: str) -> dict[str, Any]:
 def keys_set_by(peer: Peer, key: str) -> set[str]:
     """Return the keys of Rather that a key of another tool sets, for any of the probes."""
     fixed = {name: value for name, value in peer.defaults.items() if not callable(value)}
+    trainings = [{**fixed, **settings_of(*training)} for training in TRAININGS]
     paths: set[str] = set()
     for value in (*PROBES, *peer.programs):
-        for training in TRAININGS:
+        for settings in trainings:
             # A rule may refuse a value, or fail on one that its tool never has.
             with suppress(Exception):
-                outcome = peer.rules[key](value, {**fixed, **settings_of(*training), key: value})
+                outcome = peer.rules[key](value, {**settings, key: value})
                 paths |= {full(path) for path in outcome.values}
     return paths
 

@@ -46,7 +46,10 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True)
 def same_numbers() -> Iterator[None]:
     """Each test starts from one seed and leaves no global torch setting to the next."""
-    torch.manual_seed(0)
+    # Without CUDA, torch.manual_seed keeps each call with its stack for later: 2.5 ms and memory.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)

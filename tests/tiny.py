@@ -33,6 +33,7 @@ from rather.model.policy import PolicyModel
 PRELOADED = [
     "rather.pipeline.pipeline",
     "tests.tiny",
+    "tests.warm",
     "peft",
     "transformers.models.llama.modeling_llama",
 ]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
 from docs.generate import pages
-from tests.house.source import ROOT, python_files, tree, where
+from tests.house.source import ROOT, function_names, nodes, python_files, where
 
 DOCS = ROOT / "docs"
 FIELD = re.compile(r"%[-+.\d]*[sdrfgi]")
@@ -30,8 +29,8 @@ def string_of(node: ast.AST) -> str:
 
 def messages() -> str:
     """Return every string in the code of the package, with `...` for inserted values."""
-    nodes = (node for file in python_files("rather") for node in ast.walk(tree(file)))
-    return "\n".join(filter(None, (blank(string_of(node)) for node in nodes)))
+    strings = (string_of(node) for file in python_files("rather") for node in nodes(file))
+    return "\n".join(blank(text) for text in strings if text)
 
 
 def quoted() -> list[str]:
@@ -64,10 +63,7 @@ def test_every_test_that_is_named_exists(page: str) -> None:
     for file, name in named:
         path = ROOT / "tests" / file
         assert path.is_file(), f"docs/{page}: tests/{file}"
-        functions = {
-            node.name for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)
-        }
-        assert not name or name in functions, f"docs/{page}: {file}::{name}"
+        assert not name or name in function_names(path), f"docs/{page}: {file}::{name}"
 
 
 def test_every_promise_has_a_test() -> None:
@@ -78,9 +74,11 @@ def test_every_promise_has_a_test() -> None:
     assert not [row for row in rows if "::test_" not in row]
 
 
-@pytest.mark.parametrize("page", pages(), ids=where)
-def test_generated_pages_are_up_to_date(page: Path) -> None:
-    assert page.read_text(encoding="utf-8") == pages()[page], "run: python -m docs.generate"
+def test_generated_pages_are_up_to_date() -> None:
+    assert pages()
+    for page, text in pages().items():
+        message = f"{where(page)}: run python -m docs.generate"
+        assert page.read_text(encoding="utf-8") == text, message
 
 
 def test_every_loss_has_its_section() -> None:

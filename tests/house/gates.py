@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.house.size import measure, part_of
-from tests.house.source import ROOT, imports, module_name, python_files, tree, where
+from tests.house.source import ROOT, imports, module_name, nodes, python_files, where
 
 GENERIC = set(
     """
@@ -37,7 +37,7 @@ PACKAGED = {".yaml", ".yml", ".js", ".html", ".css", ".jinja"}
 
 
 def functions(file: Path) -> Iterator[Function]:
-    return (node for node in ast.walk(tree(file)) if isinstance(node, Function))
+    return (node for node in nodes(file) if isinstance(node, Function))
 
 
 def own_nodes(function: Function) -> Iterator[ast.AST]:
@@ -106,7 +106,7 @@ def config_holders() -> list[str]:
         room = module_name(file).split(".")[1:2]
         if not room or room[0] in MAY_HOLD_THE_CONFIG:
             continue
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             if isinstance(node, Function):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 if any(_is_config(room[0], each.arg, each.annotation) for each in arguments):
@@ -152,12 +152,12 @@ def words_of_long_texts() -> int:
     for file in python_files("rather"):
         docstrings = {
             node.body[0].value
-            for node in ast.walk(tree(file))
+            for node in nodes(file)
             if isinstance(node, Function | ast.ClassDef | ast.Module)
             and node.body
             and isinstance(node.body[0], ast.Expr)
         }
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 count = len(node.value.split())
                 words += count if count > LONG_TEXT and node not in docstrings else 0

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.house.source import ROOT, imports, module_name, python_files, tree
+from tests.house.source import ROOT, imports, module_name, nodes, python_files
 
 LAYOUT = {
     getattr(tokenize, name)
@@ -50,7 +50,7 @@ def measure() -> Size:
         module = module_name(file)
         tokens[room_of(module)] += count_tokens(file)
         lines[room_of(module)] += file.read_text(encoding="utf-8").count("\n")
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(module)
         found = {name for name, _ in imports(file, for_types=False) if name.startswith("rather")}

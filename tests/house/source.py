@@ -12,9 +12,10 @@ TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".jinja", ".json"
 OURS = ("rather", "tests", "examples", "docs", "bench", ".ci", ".github")
 
 
-def python_files(*folders: str) -> list[Path]:
+@cache
+def python_files(*folders: str) -> tuple[Path, ...]:
     """All Python files under the named folders of the repository."""
-    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    return tuple(sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py")))
 
 
 def text_files() -> list[Path]:
@@ -32,12 +33,36 @@ def tree(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
 
 
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    """Every node of a file: a dozen rules look at all of them."""
+    return list(ast.walk(tree(file)))
+
+
+@cache
+def function_names(file: Path) -> set[str]:
+    return {node.name for node in nodes(file) if isinstance(node, ast.FunctionDef)}
+
+
+def called(call: ast.Call) -> str:
+    """`torch.load` for `torch.load(path)`; empty if what is called is not a plain name."""
+    names = []
+    function = call.func
+    while isinstance(function, ast.Attribute):
+        names.append(function.attr)
+        function = function.value
+    if not isinstance(function, ast.Name):
+        return ""
+    return ".".join([function.id, *reversed(names)])
+
+
 def where(file: Path, node: ast.stmt | ast.expr | None = None) -> str:
     """`rather/train/rank_trainer.py:12`: what an error message names."""
     name = file.relative_to(ROOT).as_posix()
     return f"{name}:{node.lineno}" if node else name
 
 
+@cache
 def module_name(file: Path) -> str:
     """`rather/data/pack.py` is `rather.data.pack`, `rather/data/__init__.py` is `rather.data`."""
     parts = file.relative_to(ROOT).with_suffix("").parts
@@ -51,8 +76,8 @@ def imports(file: Path, *, for_types: bool = True) -> list[tuple[str, ast.stmt]]
 
 
 def _imports(file: Path, for_types: bool) -> Iterator[tuple[str, ast.stmt]]:
-    unseen = set() if for_types else only_for_types(tree(file))
-    for node in ast.walk(tree(file)):
+    unseen = set() if for_types else only_for_types(file)
+    for node in nodes(file):
         if node in unseen:
             continue
         if isinstance(node, ast.Import):
@@ -63,9 +88,9 @@ def _imports(file: Path, for_types: bool) -> Iterator[tuple[str, ast.stmt]]:
                 yield (f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}") else base), node
 
 
-def only_for_types(module: ast.Module) -> set[ast.AST]:
+def only_for_types(file: Path) -> set[ast.AST]:
     """What stands under `if TYPE_CHECKING:` and never runs."""
-    checks = [node for node in ast.walk(module) if isinstance(node, ast.If)]
+    checks = [node for node in nodes(file) if isinstance(node, ast.If)]
     guarded = [node for node in checks if ast.unparse(node.test).endswith("TYPE_CHECKING")]
     return {inner for node in guarded for statement in node.body for inner in ast.walk(statement)}
 
@@ -79,6 +104,7 @@ def absolute_base(file: Path, node: ast.ImportFrom) -> str:
     return ".".join([*package, *([node.module] if node.module else [])])
 
 
+@cache
 def is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()

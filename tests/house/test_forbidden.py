@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.house.source import ROOT, imports, python_files, text_files, tree, where
+from tests.house.source import ROOT, called, imports, nodes, python_files, text_files, where
 
 CODE_FROM_FILES = {
     "pickle",
@@ -64,11 +64,11 @@ MACHINE_PATH = re.compile(r"(?<![\w.:-])/(?:work|root|home|Users|opt|mnt)/[\w.]"
 BESIDE_THE_CHECKOUT = re.compile(r"\.\./shared")
 
 
-def calls_that_run_code(module: ast.Module) -> Iterator[tuple[ast.Call, str]]:
-    for node in ast.walk(module):
+def calls_that_run_code(code: Iterable[ast.AST]) -> Iterator[tuple[ast.Call, str]]:
+    for node in code:
         if not isinstance(node, ast.Call):
             continue
-        name = ast.unparse(node.func)
+        name = called(node)
         if name in FORBIDDEN_CALLS:
             yield node, f"{name}(): {FORBIDDEN_CALLS[name]}"
         for keyword in node.keywords:
@@ -88,7 +88,7 @@ def test_no_code_is_loaded_from_files() -> None:
     found += [
         f"{where(file, node)}: {what}"
         for file in python_files("rather", "examples", "bench")
-        for node, what in calls_that_run_code(tree(file))
+        for node, what in calls_that_run_code(nodes(file))
         if (where(file), what) not in (USERS_FILES, *MEGATRON)
     ]
     assert not found, "\n".join(found)
@@ -98,7 +98,7 @@ def test_no_code_is_loaded_from_files() -> None:
     "line", ["eval(text)", "torch.load(path)", "f(trust_remote_code=True)", "run(x, shell=True)"]
 )
 def test_the_rule_can_fail(line: str) -> None:
-    assert list(calls_that_run_code(ast.parse(line)))
+    assert list(calls_that_run_code(ast.walk(ast.parse(line))))
 
 
 def test_target_is_named_only_to_refuse_it() -> None:
@@ -106,7 +106,7 @@ def test_target_is_named_only_to_refuse_it() -> None:
         where(file, node)
         for file in python_files("rather", "examples")
         if file.relative_to(ROOT).parts[:2] != ("rather", "config")
-        for node in ast.walk(tree(file))
+        for node in nodes(file)
         if isinstance(node, ast.Constant) and node.value == "_target_"
     ]
     assert not found, f"_target_ belongs to the config loader, which refuses it: {found}"
@@ -168,8 +168,8 @@ def calls(*names: str) -> set[str]:
     return {
         where(file)
         for file in python_files("rather")
-        for node in ast.walk(tree(file))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in names
+        for node in nodes(file)
+        if isinstance(node, ast.Call) and called(node) in names
     }
 
 
@@ -186,7 +186,7 @@ def test_tests_do_not_sleep() -> None:
     sleeping = [
         where(file, node)
         for file in python_files("tests")
-        for node in ast.walk(tree(file))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"time.sleep", "sleep"}
+        for node in nodes(file)
+        if isinstance(node, ast.Call) and called(node) in {"time.sleep", "sleep"}
     ]
     assert not sleeping, f"wait for the event, not for the clock: {sleeping}"

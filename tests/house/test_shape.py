@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from tests.house.source import python_files, tree, where
+from tests.house.source import nodes, python_files, tree, where
 
 LONGEST_FUNCTION = 80
 EVERYTHING = ("rather", "tests", "examples", "bench")
@@ -24,7 +24,7 @@ def test_no_function_is_too_long() -> None:
     long = [
         f"{where(file, node)}: {node.name} has {lines} lines"
         for file in python_files(*EVERYTHING)
-        for node in ast.walk(tree(file))
+        for node in nodes(file)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > LONGEST_FUNCTION
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import run_wide
-from tests.house.source import ROOT, tree
+from tests.house.source import ROOT, nodes
 from tests.run_wide import files_of_part
 from tests.wide import WIDE, is_wide
 
@@ -21,7 +21,7 @@ def test_each_key_names_a_test_that_exists() -> None:
         file, _, rest = key.partition("::")
         path = ROOT / "tests" / file
         assert path.is_file(), key
-        names = [n.name for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef)]
+        names = [n.name for n in nodes(path) if isinstance(n, ast.FunctionDef)]
         pattern = rest.partition("[")[0]
         assert not pattern or any(re.fullmatch(pattern, name) for name in names), key
 
