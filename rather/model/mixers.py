@@ -53,16 +53,29 @@ def _delta_rule(
     query, key, value = paths
     # The package's own norm is tuned anew, for many seconds, whenever the number of tokens changes.
     if options.get("use_qk_l2norm_in_kernel"):
-        query, key = _unit(query), _unit(key)
+        query, key = _Unit.apply(query), _Unit.apply(key)
     rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     mixed: Tensor = rule(query, key, value, g=g, beta=beta, cu_seqlens=cu.long())[0]
     return mixed
 
 
-def _unit(vectors: Tensor) -> Tensor:
-    """Return vectors of length one, as the family's own function in torch does."""
-    squares = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=torch.float32).square()
-    return vectors * torch.rsqrt(squares + 1e-6).to(vectors.dtype)
+class _Unit(torch.autograd.Function):
+    """Vectors of length one: computed in float32, and only the result is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor) -> Tensor:
+        exact = vectors.float()
+        inverse = torch.rsqrt(exact.square().sum(-1, keepdim=True) + 1e-6)
+        unit = (exact * inverse).to(vectors.dtype)
+        ctx.save_for_backward(unit, inverse)
+        return unit
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        unit, inverse = ctx.saved_tensors
+        unit, grad = unit.float(), grads[0].float()
+        across = grad - unit * (unit * grad).sum(-1, keepdim=True)
+        return (inverse * across).to(grads[0].dtype)
 
 
 SCANS = {

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from rather.data.pack import pack
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import twin_of
+from rather.model.mixers import _Unit
 from rather.model.policy import PolicyModel, pair_columns
 from tests.cells import cells
 from tests.padded import padded_logps, ranked_pairs
@@ -94,3 +96,15 @@ def test_packed_equals_padded_with_every_gradient(name: str) -> None:
         assert found.keys() == wanted.keys()
         for key, gradient in wanted.items():
             assert (found[key] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, key
+
+
+def test_vectors_of_length_one_are_those_of_the_family() -> None:
+    vectors = torch.randn(5, 7, 16, generator=torch.Generator().manual_seed(0))
+    vectors.requires_grad_()
+    slope = torch.linspace(-1, 1, vectors.numel()).view_as(vectors)
+    results = []
+    for unit in (modeling_qwen3_5.l2norm, _Unit.apply):
+        found = unit(vectors)
+        results.append([found, *torch.autograd.grad((found * slope).sum(), vectors)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(expected, found)
