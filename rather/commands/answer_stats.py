@@ -14,7 +14,8 @@ RUN = 4  # words
 # explained by length, because the data cannot tell the two apart.
 RIDGE = np.array([1.0, 0.01])
 REFUSAL = re.compile(
-    r"\b(i('m| am) (sorry|afraid|unable|not able)|i (can('|no)t|can not|won't|will not|must decline)"
+    r"\b(i('m| am) (sorry|afraid|unable|not able)"
+    r"|i (can('|no)t|can not|won't|will not|must decline)"
     r"|as an ai( language)?( model| assistant)?,? i)\b",
     re.I,
 )

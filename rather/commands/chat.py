@@ -61,10 +61,10 @@ class Speaker:
 
     def answer(self, text: str, decoding: Decoding, show: Callable[[str], None]) -> None:
         """Show the answer as it is generated, and remember it as far as it was completed."""
-        asked = [*self.turns, {"role": "user", "content": text}]
-        prompt: Any = tuple(asked)
+        turns = [*self.turns, {"role": "user", "content": text}]
+        prompt: Any = tuple(turns)
         if self.encoder.recipe.template is None:
-            prompt = "".join(turn["content"] for turn in asked)
+            prompt = "".join(turn["content"] for turn in turns)
         try:
             ids = self.encoder.prompt_ids(TextPair(prompt, "", ""))
         except DropReason as reason:
@@ -98,7 +98,7 @@ class Speaker:
         try:
             generate(self.causal_lm, self.tokenizer, [ids], decoding, receive)
         finally:
-            self.turns = [*asked, {"role": "assistant", "content": shown}]
+            self.turns = [*turns, {"role": "assistant", "content": shown}]
 
 
 def chat(
@@ -130,13 +130,13 @@ def chat(
     echo(COMMANDS)
     with suppress(EOFError):
         while (line := input("> ").strip()) != "/quit":
-            word, _, rest = line.partition(" ")
+            word, _, argument = line.partition(" ")
             try:
                 if word in ("/reset", "/system"):
-                    wanted = rest.strip() if word == "/system" else system
+                    new_system = argument.strip() if word == "/system" else system
                     for speaker in speakers:
-                        speaker.reset(wanted)
-                    system = wanted
+                        speaker.reset(new_system)
+                    system = new_system
                     echo("(new conversation)")
                 elif word.startswith("/") and word[1:].isalpha():
                     echo(f"{word}: unknown command. {COMMANDS}")

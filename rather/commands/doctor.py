@@ -53,15 +53,15 @@ def doctor_command(
 
     config: Also check what the run of this YAML needs.
     """
-    found = list(diagnose(config, overrides))
-    print_table(("check", "state", "found", "fix"), found)
-    problems = sum(each.state == "problem" for each in found)
-    echo(f"{count(len(found), 'check')}, {count(problems, 'problem')}")
+    diagnoses = list(diagnose(config, overrides))
+    print_table(("check", "state", "found", "fix"), diagnoses)
+    problems = sum(diagnosis.state == "problem" for diagnosis in diagnoses)
+    echo(f"{count(len(diagnoses), 'check')}, {count(problems, 'problem')}")
     return 1 if problems else 0
 
 
 def diagnose(path: Path | None = None, overrides: list[str] | None = None) -> Iterator[Diagnosis]:
-    """Check a config, the machine and the folders of the run; `rather plan` checks what it needs."""
+    """Check a config, the machine and the folders of the run; see `rather plan` for its needs."""
     folders = {Path.cwd(), Path(tempfile.gettempdir())}
     try:
         if path:
@@ -100,9 +100,9 @@ def _machine() -> Iterator[Diagnosis]:
     text, fix = f"{free / GIB:.2f} GiB free in {shm}", "start the container with --shm-size=1g"
     yield check("shared memory", free > SHARED_MEMORY, text, fix, "warning")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    many = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
+    enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
     fix = f"ulimit -n {OPEN_FILES}"
-    yield check("open files", many, f"limit {soft} (at most {hard})", fix, "warning")
+    yield check("open files", enough, f"limit {soft} (at most {hard})", fix, "warning")
     built = f"{torch.__version__}, built with {torch.version.cuda or 'no CUDA'}"
     yield check("PyTorch", True, f"{built}, threads: {torch.get_num_threads()}")
     if not torch.cuda.is_available():
@@ -141,11 +141,11 @@ def installed(package: str) -> str | None:
 def _disk(folder: Path) -> Diagnosis:
     from rather.plan.forecast import free_disk
 
-    name, here = f"disk {folder}", folder.expanduser().absolute()
-    while not here.exists():
-        here = here.parent
-    if not os.access(here, os.W_OK | os.X_OK):
-        return check(name, False, f"{here} cannot be written", "choose another folder")
+    name, existing = f"disk {folder}", folder.expanduser().absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return check(name, False, f"{existing} cannot be written", "choose another folder")
     free = free_disk(folder)
     text, fix = f"{free / GIB:.1f} GiB free, writable", "free some space, or choose another folder"
     return check(name, free > LITTLE_DISK, text, fix, "warning")

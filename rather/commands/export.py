@@ -47,10 +47,10 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def parse_size(size: str) -> int:
     """Return the bytes of 5GB or 500MB: powers of ten, as in transformers."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)", size.strip(), re.IGNORECASE)
-    if not found or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)", size.strip(), re.IGNORECASE)
+    if not match or float(match[1]) == 0:
         raise ConfigError(f"--shard-size {size}: write a number and KB, MB or GB, such as 5GB.")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def export(
@@ -73,7 +73,8 @@ def export(
     options: Any = {"dtype": dtype, "largest": largest, "rounding": rounding, "trust": trust}
     if adapter and (dtype or size or rounding):
         raise ConfigError(
-            "--dtype, --rounding and --shard-size do not apply to --adapter: it is one float32 file."
+            "--dtype, --rounding and --shard-size do not apply to --adapter: it is one float32 "
+            "file."
         )
     source = _adapter_of(name, trust) if adapter else weights_of(name, trust)
     has_adapter, own_rounding = source.args.has_adapter, source.rounding
@@ -180,14 +181,16 @@ def merge(
     name, revision, quantised, trained_on = base_of(folder)
     if base:
         name, revision = base, None
-    found = model_folder(name, revision) if name else None
-    if name is None or found is None or not found.exists():
+    base_folder = model_folder(name, revision) if name else None
+    if name is None or base_folder is None or not base_folder.exists():
         raise ConfigError(f"{folder}: its base model {name} is not here; pass it with --base.")
     if not trust.any_base:
         refuse_other_base(adapter, name, revision, trained_on)
     if quantised and not takes_4_bits():
-        log.warning("%s: bitsandbytes is missing; comparing with the base in full precision instead "
-                    "of %s", folder, quantised)  # fmt: skip
+        text = (
+            "%s: bitsandbytes is missing; comparing with the base in full precision instead of %s"
+        )
+        log.warning(text, folder, quantised)
         quantised = None
     args = ModelArgs(
         adapter_name_or_path=str(folder),
@@ -199,17 +202,17 @@ def merge(
     reward = is_reward_model(read_json(folder / "adapter_config.json"))
     policy = load_policy(name, args, here(), reward=reward)
     before = fixed_log_probs(policy)
-    own = (folder / "tokenizer_config.json").exists()
+    has_tokenizer = (folder / "tokenizer_config.json").exists()
     tokenizer = load_tokenizer(
-        *((str(folder), None) if own else (name, revision)), trust.remote_code
+        *((str(folder), None) if has_tokenizer else (name, revision)), trust.remote_code
     )
     config = policy.causal_lm.config
     config.dtype = DTYPES[dtype] if dtype else config.dtype
-    files = ModelFiles(weight_files(found))
+    files = ModelFiles(weight_files(base_folder))
     cast = FileCast(config.dtype, _asked(rounding, config.dtype) or default, files)
     if reward:
         set_padding(config, tokenizer)
-        files = merging_files(weight_files(found), policy.causal_lm)
+        files = merging_files(weight_files(base_folder), policy.causal_lm)
     streams = merged_weights(files, folder, cast)
     temporary = write_model(policy.causal_lm, streams, tokenizer, out, largest, files)
     del policy
@@ -237,22 +240,22 @@ def _publish(
         written = Weights(str(out), model[0], model[0], model[1]).load(here())
         difference = float((fixed_log_probs(written) - before).abs().mean())
         limit = "base quantised in training" if allowed is None else f"allowed: {allowed:g}"
-        what = "scores" if written.is_reward else "log-probs"
-        result = (
-            f"{what} before and after differ by {difference:.2g} per token on average ({limit})"
+        measure = "scores" if written.is_reward else "log-probs"
+        comparison = (
+            f"{measure} before and after differ by {difference:.2g} per token on average ({limit})"
         )
         if allowed is not None and not difference <= allowed:
             raise ConfigError(
-                f"{out}: not written: {result}; was an adapter trained on another base, or does "
-                "the source contain numbers that the dtype cannot represent?"
+                f"{out}: not written: {comparison}; was an adapter trained on another base, or "
+                "does the source contain numbers that the dtype cannot represent?"
             )
     except BaseException:
         shutil.rmtree(temporary)
         raise
-    result += f"; {became_zero}" if became_zero else ""
-    result += f"; {cast.kept}" if cast.kept.weights else ""
-    publish(temporary, out, f"{card}{result}.\n")
-    return result
+    comparison += f"; {became_zero}" if became_zero else ""
+    comparison += f"; {cast.kept}" if cast.kept.weights else ""
+    publish(temporary, out, f"{card}{comparison}.\n")
+    return comparison
 
 
 def _asked(rounding: Rounding | None, dtype: torch.dtype) -> Rounding | None:

@@ -73,8 +73,8 @@ class Prompts:
         self.tokenizer = weights.tokenizer()
         self.image_recipe: ImageRecipe | None = None
         if self.has_images:
-            data = weights.run.actor_train.data_args if weights.run else TrainDataArgs()
-            self.image_recipe, refusal = images_of(weights.model, weights.args.revision, data)
+            data_args = weights.run.actor_train.data_args if weights.run else TrainDataArgs()
+            self.image_recipe, refusal = images_of(weights.model, weights.args.revision, data_args)
             if refusal:
                 raise DataError(f"{file}: a prompt has images, but {refusal}.")
             use_processor_template(self.tokenizer, Path(weights.tokenizer_path).expanduser())
@@ -124,28 +124,30 @@ class Prompts:
         if self.system and not row.has_system:
             written["system"] = self.system  # the answers were given with it
         ids = [answer.ids for answer in answers]
-        own: JsonObject = {
+        own_columns: JsonObject = {
             "prompt": written.pop("prompt"),
             "responses": [answer.text for answer in answers],
             "ended": [answer.ended for answer in answers],
-            "response_ids": None if any(one is None for one in ids) else ids,
+            "response_ids": None if any(ids_of_answer is None for ids_of_answer in ids) else ids,
             "prompt_ids": self.ids[index],
             "tokens_digest": self.tokens_digest,
         }
-        return own | {name: value for name, value in written.items() if name not in COLUMNS}
+        return own_columns | {
+            name: column for name, column in written.items() if name not in COLUMNS
+        }
 
     def cut_at_stop(self, answer: Answer, texts: Sequence[str]) -> Answer:
         """Return the answer up to a stop text, which ends it."""
-        places = [answer.text.find(text) for text in texts if text in answer.text]
-        if not places:
+        stops = [answer.text.find(text) for text in texts if text in answer.text]
+        if not stops:
             return answer
-        text = answer.text[: min(places)]
+        text = answer.text[: min(stops)]
         if answer.ids is None:
             return Answer(text, True, None)
-        kept = len(answer.ids)
-        while kept and not text.startswith(self.decode(answer.ids[:kept])):
-            kept -= 1
-        ids = answer.ids[:kept]
+        length = len(answer.ids)
+        while length and not text.startswith(self.decode(answer.ids[:length])):
+            length -= 1
+        ids = answer.ids[:length]
         if self.decode(ids) != text:  # the stop text begins inside a token
             ids = self.tokenizer(text, add_special_tokens=False).input_ids
         return Answer(text, True, ids)
@@ -258,17 +260,17 @@ def generate_answers(
         journal = Journal(part, work | {"batch": sampler.batch})
         answers: dict[int, list[Answer]] = {}
         for entry in journal.entries:
-            for index, found in entry["answers"]:
-                answers[index] = [Answer(*each) for each in found]
+            for index, answers_of_prompt in entry["answers"]:
+                answers[index] = [Answer(*fields) for fields in answers_of_prompt]
         count = request.answers
         with progress_bar(len(prompts.ids) * count, len(answers) * count) as bar:
             for number, chunk in enumerate(sampler.chunks):
                 if all(index in answers for index in chunk):
                     continue
-                found = sampler.answer(number)
-                journal.append({"chunk": number, "answers": list(found.items())})
-                answers |= found
-                bar.advance(bar.task_ids[0], len(found) * count)
+                answers_of_chunk = sampler.answer(number)
+                journal.append({"chunk": number, "answers": list(answers_of_chunk.items())})
+                answers |= answers_of_chunk
+                bar.advance(bar.task_ids[0], len(answers_of_chunk) * count)
         return answers, journal, {"batch": sampler.batch}
 
     source = {"server": None, "device": here().partition(":")[0]}
@@ -277,19 +279,19 @@ def generate_answers(
 
 def token_counts(prompts: Prompts, answers: dict[int, list[Answer]]) -> JsonObject:
     """Return how many tokens prompts and answers have; null if a server does not say ids."""
-    ids = [answer.ids for each in answers.values() for answer in each]
-    lengths = [len(one) for one in ids if one is not None]
-    known = sum(lengths) if len(lengths) == len(ids) else None
-    return {"prompts": sum(map(len, prompts.ids)), "answers": known}
+    ids = [answer.ids for answers_of_prompt in answers.values() for answer in answers_of_prompt]
+    lengths = [len(ids_of_answer) for ids_of_answer in ids if ids_of_answer is not None]
+    total = sum(lengths) if len(lengths) == len(ids) else None
+    return {"prompts": sum(map(len, prompts.ids)), "answers": total}
 
 
 def print_forecast(prompts: Prompts, request: Request) -> None:
     """Print what would be generated, and the first prompt as the model gets it."""
     count = len(prompts.ids) * request.answers
-    asked = sum(map(len, prompts.ids)) * request.answers
-    most = count * request.decoding.max_new_tokens
+    prompt_tokens = sum(map(len, prompts.ids)) * request.answers
+    answer_tokens = count * request.decoding.max_new_tokens
     echo(f"prompts: {len(prompts.ids)}, answers: {count}")
-    echo(f"tokens: {asked} in prompts, at most {most} in answers")
+    echo(f"tokens: {prompt_tokens} in prompts, at most {answer_tokens} in answers")
     echo(f"the first prompt, {len(prompts.ids[0])} tokens:")
     echo(prompts.tokenizer.decode(prompts.ids[0], skip_special_tokens=False))
 

@@ -129,22 +129,21 @@ class ServedModel:
 
     def _reply(self, prompt: int, answer: JsonObject) -> Reply:
         choice = first_choice(answer)
-        text, reason = text_of_choice(choice), choice.get("finish_reason")
-        ended = reason not in (None, "length")
-        ids = self._ids(choice, text)
-        asked = tokens_of(answer, "prompt_tokens")
+        text = text_of_choice(choice)
+        expected = len(self.prompts.ids[prompt])
+        prompt_tokens = tokens_of(answer, "prompt_tokens")
+        if prompt_tokens not in (None, expected):
+            raise ServerError(
+                f"the server counts {prompt_tokens} tokens in a prompt sent as {self.way}, the "
+                f"tokenizer and template of MODEL {expected}: it runs another model or template."
+            )
         written = tokens_of(answer, "completion_tokens")
         if written is None:
             written = len(self.prompts.tokenizer(text, add_special_tokens=False).input_ids)
-        spent = (len(self.prompts.ids[prompt]) if asked is None else asked) + written
-        if asked not in (None, len(self.prompts.ids[prompt])):
-            raise ServerError(
-                f"the server counts {asked} tokens in a prompt sent as {self.way}, the tokenizer and "
-                f"template of MODEL {len(self.prompts.ids[prompt])}: it runs another model or template."
-            )
-        return Reply(
-            self.prompts.cut_at_stop(Answer(text, ended, ids), self.request.decoding.stop), spent
-        )
+        ended = choice.get("finish_reason") not in (None, "length")
+        complete = Answer(text, ended, self._ids(choice, text))
+        cut = self.prompts.cut_at_stop(complete, self.request.decoding.stop)
+        return Reply(cut, expected + written)
 
     def _ids(self, choice: JsonObject, text: str) -> list[int] | None:
         """Return the ids without the end token, if the server offers those of this text."""
@@ -191,18 +190,20 @@ def with_data_urls(turns: Iterable[JsonObject], files: Sequence[str | bytes]) ->
     remaining = iter(files)
     written = []
     for turn in turns:
-        first, *others = turn["content"].split(PLACEHOLDER)
-        if turn["role"] == "assistant" or not others:
+        first, *texts_after_images = turn["content"].split(PLACEHOLDER)
+        if turn["role"] == "assistant" or not texts_after_images:
             written.append(turn)
             continue
-        parts: list[JsonObject] = [{"type": "text", "text": first}] if first else []
-        for text in others:
+        content_parts: list[JsonObject] = [{"type": "text", "text": first}] if first else []
+        for text in texts_after_images:
             file = next(remaining)
             content = file if isinstance(file, bytes) else read_bytes(Path(file), MOST_BYTES)
             kind = f"image/{str(open_image(content).format or 'png').lower()}"
-            parts.append({"type": "image_url", "image_url": {"url": data_url(content, kind)}})
-            parts += [{"type": "text", "text": text}] if text else []
-        written.append({**turn, "content": parts})
+            content_parts.append(
+                {"type": "image_url", "image_url": {"url": data_url(content, kind)}}
+            )
+            content_parts += [{"type": "text", "text": text}] if text else []
+        written.append({**turn, "content": content_parts})
     return written
 
 
@@ -255,12 +256,12 @@ class Asking:
             if "way" in entry:
                 self.way = entry["way"]
                 continue
-            place = (entry["prompt"], entry["answer"])
+            question = (entry["prompt"], entry["answer"])
             if "sent" in entry:
-                self.repeated += place in sent and place not in self.answers
-                sent.add(place)
+                self.repeated += question in sent and question not in self.answers
+                sent.add(question)
             else:
-                self.answers[place] = Answer(entry["text"], entry["ended"], entry["ids"])
+                self.answers[question] = Answer(entry["text"], entry["ended"], entry["ids"])
                 self.tokens_before += entry["tokens"]
         self.unanswered = sent - self.answers.keys()  # in flight when the last command ended
 
@@ -270,31 +271,31 @@ class Asking:
     def run(self) -> None:
         """Ask until all answers are there, or the tokens are spent."""
         served = self.served
-        places = [
+        questions = [
             (prompt, k)
             for prompt in range(len(served.prompts.ids))
             for k in range(served.request.answers)
         ]
-        if all(place in self.answers for place in places):
+        if all(question in self.answers for question in questions):
             return
         pool = ThreadPoolExecutor(self.options.concurrency)
         try:
-            self._check_server(places)
-            missing = iter([place for place in places if place not in self.answers])
-            with progress_bar(len(places), len(self.answers)) as bar:
+            self._check_server(questions)
+            missing = iter([question for question in questions if question not in self.answers])
+            with progress_bar(len(questions), len(self.answers)) as bar:
                 self._ask_all(pool, missing, bar)
         except ServerError as error:
             raise ServerError(
-                f"--server {error} {len(self.answers)} of {len(places)} answers are kept; run the "
-                "same command again."
+                f"--server {error} {len(self.answers)} of {len(questions)} answers are kept; run "
+                "the same command again."
             ) from None
         finally:
             served.server.stopped.set()
             pool.shutdown(cancel_futures=True)
-        if len(self.answers) < len(places):
+        if len(self.answers) < len(questions):
             raise ConfigError(
                 f"--max-tokens-spent {self.options.tokens}: reached with {len(self.answers)} of "
-                f"{len(places)} answers; they are kept. Raise it and run the same command again."
+                f"{len(questions)} answers; they are kept. Raise it and run the same command again."
             )
 
     def _check_server(self, places: list[Place]) -> None:
@@ -327,42 +328,42 @@ class Asking:
 
     def _samples_differ(self, prompt: int) -> bool:
         """Return whether two seeds give two texts; the answers are kept."""
-        several = self.served.request.answers > 1
-        for place in [(prompt, 0), (prompt, 1)] if several else [(prompt, 0)]:
-            if place not in self.answers:
-                self._send(place)
-                self._keep(place, self.served.ask(place))
-        if several:
-            other = self.answers[prompt, 1]
+        has_second = self.served.request.answers > 1
+        for question in [(prompt, 0), (prompt, 1)] if has_second else [(prompt, 0)]:
+            if question not in self.answers:
+                self._send(question)
+                self._keep(question, self.served.ask(question))
+        if has_second:
+            second = self.answers[prompt, 1]
         else:
             reply = self.served.ask((prompt, 0), variant=1)
             self.spending.spent += reply.tokens
-            other = reply.answer
-        return other.text != self.answers[prompt, 0].text
+            second = reply.answer
+        return second.text != self.answers[prompt, 0].text
 
     def _most_tokens(self, place: Place) -> int:
         return len(self.served.prompts.ids[place[0]]) + self.served.request.decoding.max_new_tokens
 
     def _ask_all(self, pool: ThreadPoolExecutor, missing: Iterator[Place], bar: Any) -> None:
         in_flight: dict[Future[Reply], Place] = {}
-        place = next(missing, None)
-        while place is not None or in_flight:
+        question = next(missing, None)
+        while question is not None or in_flight:
             while (
-                place is not None
+                question is not None
                 and len(in_flight) < self.options.concurrency
-                and self.spending.reserve(self._most_tokens(place))
+                and self.spending.reserve(self._most_tokens(question))
             ):
-                self._send(place)
-                in_flight[pool.submit(self.served.ask, place)] = place
-                place = next(missing, None)
+                self._send(question)
+                in_flight[pool.submit(self.served.ask, question)] = question
+                question = next(missing, None)
             if not in_flight:
                 return  # the tokens are spent
             done, _ = wait(in_flight, return_when=FIRST_COMPLETED)
             for future in done:
-                asked = in_flight.pop(future)
+                answered = in_flight.pop(future)
                 reply = future.result()
-                self.spending.reserved -= self._most_tokens(asked)
-                self._keep(asked, reply)
+                self.spending.reserved -= self._most_tokens(answered)
+                self._keep(answered, reply)
                 bar.advance(bar.task_ids[0])
 
     def _send(self, place: Place) -> None:

@@ -26,8 +26,8 @@ class Journal:
         self.path = path
         self.entries: list[JsonObject] = []
         self._lock = Lock()
-        whole = self._read() if path.exists() else 0
-        if whole == 0:
+        complete_bytes = self._read() if path.exists() else 0
+        if complete_bytes == 0:
             self._file: BinaryIO = open(path, "wb", opener=own)  # noqa: SIM115 - open as long as the work
             self.append(work)
             return
@@ -38,12 +38,12 @@ class Journal:
                 "repeat that command, delete the file, or name another --out."
             )
         self._file = open(path, "r+b", opener=own)  # noqa: SIM115
-        self._file.truncate(whole)
-        self._file.seek(whole)
+        self._file.truncate(complete_bytes)
+        self._file.seek(complete_bytes)
 
     def _read(self) -> int:
         """Read the complete lines and return their bytes."""
-        whole = 0
+        complete_bytes = 0
         for line in read_bytes(self.path, MOST_BYTES, own).splitlines(keepends=True):
             try:
                 entry = parse_json(line)
@@ -52,8 +52,8 @@ class Journal:
             if not line.endswith(b"\n") or not isinstance(entry, dict):
                 break
             self.entries.append(entry)
-            whole += len(line)
-        return whole
+            complete_bytes += len(line)
+        return complete_bytes
 
     def append(self, entry: JsonObject) -> None:
         """Add a line; it survives a kill of this process as soon as this returns."""

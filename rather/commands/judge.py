@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -33,7 +34,7 @@ class AnswerRow(NamedTuple):
 
     @property
     def mean_length(self) -> float:
-        return sum(map(len, self.responses)) / len(self.responses)
+        return fmean(map(len, self.responses))
 
 
 class Comparison(NamedTuple):
@@ -50,10 +51,10 @@ def read_answers(path: Path) -> list[AnswerRow]:
     for source in find_sources(path):
         for chunk in chunks(source, 0):
             for number, row in parsed_rows(chunk):
-                place = f"{source.path}:{number}"
+                line = f"{source.path}:{number}"
                 if isinstance(row, DropReason):
-                    raise DataError(f"{place}: {row.detail}")
-                rows.append(_answer_row(row, place))
+                    raise DataError(f"{line}: {row.detail}")
+                rows.append(_answer_row(row, line))
     if not rows:
         raise DataError(f"{path}: has no answers in it.")
     return rows
@@ -83,13 +84,18 @@ def match_rows(
     for row in first:
         same = waiting[json.dumps(row.question.prompt, sort_keys=True)]
         if not same:
-            raise DataError(f"{b}: has no answer to the prompt of {row.question.place}; {a} and {b} must "
-                            "have the same prompts.")  # fmt: skip
+            raise _other_prompts(b, row, a, b)
         matched.append(same.pop())
-    if more := [row for rows in waiting.values() for row in rows]:
-        raise DataError(f"{a}: has no answer to the prompt of {more[-1].question.place}; {a} and {b} "
-                        "must have the same prompts.")  # fmt: skip
+    if unmatched := [row for rows in waiting.values() for row in rows]:
+        raise _other_prompts(a, unmatched[-1], a, b)
     return matched
+
+
+def _other_prompts(file: Path, row: AnswerRow, a: Path, b: Path) -> DataError:
+    return DataError(
+        f"{file}: has no answer to the prompt of {row.question.place}; {a} and {b} must have the "
+        "same prompts."
+    )
 
 
 def score_file(path: Path, name: str, out: Path | None, *, trust: Trust = NO_TRUST) -> JsonObject:
@@ -104,12 +110,15 @@ def score_file(path: Path, name: str, out: Path | None, *, trust: Trust = NO_TRU
         lines = zip(rows, scores, strict=True)
         write_atomic(
             out,
-            (f"{strict_json({**row.question.row, 'scores': each})}\n" for row, each in lines),
+            (
+                f"{strict_json({**row.question.row, 'scores': scores_of_row})}\n"
+                for row, scores_of_row in lines
+            ),
         )
-    every = [score for each in scores for score in each]
-    result: JsonObject = {"file": str(path), "with": name, "prompts": len(rows), "n": len(every)}
-    result["mean_score"] = sum(every) / len(every)
-    return result | {key: value[0] for key, value in answer_facts(rows).items()}
+    every = [score for scores_of_row in scores for score in scores_of_row]
+    facts: JsonObject = {"file": str(path), "with": name, "prompts": len(rows), "n": len(every)}
+    facts["mean_score"] = fmean(every)
+    return facts | {key: values[0] for key, values in answer_facts(rows).items()}
 
 
 def scores_of(judge: Scorer, rows: Sequence[AnswerRow]) -> list[list[float]]:
@@ -135,8 +144,8 @@ def judge_files(
     compared = compare_rows(
         first, second, name, a, model=model, template=template, concurrency=concurrency, trust=trust
     )
-    result: JsonObject = {"a": str(a), "b": str(b), "with": name, "prompts": len(first)}
-    return result | compared
+    facts: JsonObject = {"a": str(a), "b": str(b), "with": name, "prompts": len(first)}
+    return facts | compared
 
 
 def compare_rows(
@@ -151,21 +160,21 @@ def compare_rows(
     trust: Trust = NO_TRUST,
 ) -> JsonObject:
     """Return how often the second answers are better; verdicts are cached next to `file`."""
-    more: JsonObject = {"flips": 0, "unreadable": 0, "tokens_spent": 0}
+    counts_of_judge: JsonObject = {"flips": 0, "unreadable": 0, "tokens_spent": 0}
     if is_server(name):
         if not model:
             raise ConfigError("--judge-model: name the model of the server that judges.")
         judge = ServerJudge(name, model, template, concurrency, VerdictCache(file))
         comparisons, counts = _compare_by_server(judge, first, second)
-        more |= counts
+        counts_of_judge |= counts
     else:
         if model or template:
             raise ConfigError("--judge-model and --judge-template need --with http(s)://...")
         comparisons, means = _compare_by_scores(scorer_of(name, file, trust), first, second)
-        more["mean_score"] = means
+        counts_of_judge["mean_score"] = means
     if not comparisons:
         raise DataError(f"--with {name}: no verdict could be read; look at --judge-template.")
-    return win_rates(comparisons) | answer_facts(first, second) | more
+    return win_rates(comparisons) | answer_facts(first, second) | counts_of_judge
 
 
 # A prompt, the answer of the base, and that of the trained model.
@@ -201,13 +210,13 @@ def _compare_by_scores(
     judge: Scorer, first: Sequence[AnswerRow], second: Sequence[AnswerRow]
 ) -> tuple[list[Comparison], list[float]]:
     scores = scores_of(judge, [*first, *second])
-    means = [sum(each) / len(each) for each in scores]
+    means = list(map(fmean, scores))
     of_a, of_b = means[: len(first)], means[len(first) :]
     comparisons = []
-    for i, (one, other) in enumerate(zip(first, second, strict=True)):
+    for i, (row_a, row_b) in enumerate(zip(first, second, strict=True)):
         outcome = 0.5 if of_a[i] == of_b[i] else float(of_b[i] > of_a[i])
-        comparisons.append(Comparison(i, outcome, other.mean_length - one.mean_length))
-    return comparisons, [sum(each) / len(each) for each in (of_a, of_b)]
+        comparisons.append(Comparison(i, outcome, row_b.mean_length - row_a.mean_length))
+    return comparisons, [fmean(of_a), fmean(of_b)]
 
 
 def _compare_by_server(
@@ -215,14 +224,15 @@ def _compare_by_server(
 ) -> tuple[list[Comparison], JsonObject]:
     """Compare the i-th answer with the i-th; verdicts that differ between the orders are ties."""
     pairs, prompts = [], []
-    for number, (one, other) in enumerate(zip(first, second, strict=True)):
-        if len(one.responses) != len(other.responses):
+    for number, (row_a, row_b) in enumerate(zip(first, second, strict=True)):
+        if len(row_a.responses) != len(row_b.responses):
             raise DataError(
-                f"{other.question.place}: has {counted(len(other.responses), 'answers')}, "
-                f"{one.question.place} has {len(one.responses)}; a server compares equally many."
+                f"{row_b.question.place}: has {counted(len(row_b.responses), 'answers')}, "
+                f"{row_a.question.place} has {len(row_a.responses)}; a server compares equally "
+                "many."
             )
-        for text, other_text in zip(one.responses, other.responses, strict=True):
-            pairs.append((one.question.prompt, text, other_text))
+        for text, other_text in zip(row_a.responses, row_b.responses, strict=True):
+            pairs.append((row_a.question.prompt, text, other_text))
             prompts.append(number)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("verdicts", total=2 * len(pairs))
@@ -244,21 +254,21 @@ def _compare_by_server(
 
 def win_rates(comparisons: Sequence[Comparison]) -> JsonObject:
     """Return wins, ties and losses of B, and its win rates; the interval is over prompts."""
-    outcomes = [each.outcome for each in comparisons]
+    outcomes = [comparison.outcome for comparison in comparisons]
     by_prompt: dict[int, list[float]] = defaultdict(list)
-    for each in comparisons:
-        by_prompt[each.prompt].append(each.outcome)
-    low, high = interval([sum(each) / len(each) for each in by_prompt.values()])
+    for comparison in comparisons:
+        by_prompt[comparison.prompt].append(comparison.outcome)
+    low, high = interval(list(map(fmean, by_prompt.values())))
     return {
         "n": len(outcomes),
         "wins": outcomes.count(1.0),
         "ties": outcomes.count(0.5),
         "losses": outcomes.count(0.0),
-        "win_rate": sum(outcomes) / len(outcomes),
+        "win_rate": fmean(outcomes),
         "win_rate_low": low,
         "win_rate_high": high,
         "win_rate_length_controlled": length_controlled(
-            outcomes, [each.longer for each in comparisons]
+            outcomes, [comparison.longer for comparison in comparisons]
         ),
     }
 
@@ -269,10 +279,10 @@ def answer_facts(*files: Sequence[AnswerRow]) -> JsonObject:
     for rows in files:
         texts = [text for row in rows for text in row.responses]
         ends = [end for row in rows for end in row.ended or []]
-        facts["mean_length"].append(sum(map(len, texts)) / len(texts))
+        facts["mean_length"].append(fmean(map(len, texts)))
         facts["cut"].append(ends.count(False) / len(ends) if len(ends) == len(texts) else None)
-        facts["repetition"].append(sum(map(repetition, texts)) / len(texts))
-        facts["refusals"].append(sum(map(is_refusal, texts)) / len(texts))
+        facts["repetition"].append(fmean(map(repetition, texts)))
+        facts["refusals"].append(fmean(map(is_refusal, texts)))
     return facts
 
 
@@ -299,5 +309,5 @@ def print_verdict(result: JsonObject) -> None:
 
 
 def _both(values: Sequence[Any], form: str) -> str:
-    texts = ["unknown" if value is None else f"{value:{form}}" for value in values]
+    texts = ["unknown" if number is None else f"{number:{form}}" for number in values]
     return f"A {texts[0]}, B {texts[1]}"

@@ -113,8 +113,8 @@ class RuleJudge:
     def _score(self, question: Question, answer: str) -> float:
         where = f"--with {self.file}:{self.name}"
         try:
-            value = self.function(question.prompt, answer)
-            score = float(value)
+            returned = self.function(question.prompt, answer)
+            score = float(returned)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == self.file]
@@ -154,10 +154,10 @@ class RewardJudge:
         if missing:
             from rather.commands.reward_scores import reward_scores
 
-            places = list(missing.values())
-            asked = [(rows[i], answers[i][1], answers[i][0].place) for i in places]
+            indices = list(missing.values())
+            questions = [(rows[i], answers[i][1], answers[i][0].place) for i in indices]
             for key, score in zip(
-                missing, reward_scores(self.weights, self.file, asked), strict=True
+                missing, reward_scores(self.weights, self.file, questions), strict=True
             ):
                 self.cache.add(key, score)
         return [float(self.cache[key]) for key in keys]
@@ -209,12 +209,12 @@ class ServerJudge:
             err=True,
         )
         spent = self._ask_all(missing, on_verdict)
-        both = []
+        pairs_of_verdicts = []
         for i in range(0, len(keys), 2):
             there = Verdict(self.cache[keys[i]], spent.get(keys[i], 0))
             back = Verdict(_exchanged(self.cache[keys[i + 1]]), spent.get(keys[i + 1], 0))
-            both.append((there, back))
-        return both
+            pairs_of_verdicts.append((there, back))
+        return pairs_of_verdicts
 
     def _ask_all(self, missing: dict[str, str], on_verdict: Callable[[], object]) -> dict[str, int]:
         """Ask for the verdicts that the cache does not have; return the tokens of each."""
@@ -229,12 +229,12 @@ class ServerJudge:
             }
             answer = self.server.post("chat/completions", body)
             reply = text_of_choice(first_choice(answer))
-            found = VERDICT.findall(reply)
-            self.cache.add(key, found[-1] if found else None)
+            verdicts = VERDICT.findall(reply)
+            self.cache.add(key, verdicts[-1] if verdicts else None)
             on_verdict()
-            known = tokens_of(answer, "total_tokens")
+            counted = tokens_of(answer, "total_tokens")
             estimate = (len(text) + len(reply)) // CHARACTERS_PER_TOKEN
-            return key, known if known is not None else estimate
+            return key, counted if counted is not None else estimate
 
         pool = ThreadPoolExecutor(self.concurrency)
         try:
@@ -265,8 +265,8 @@ def is_server(name: str) -> bool:
 
 def scorer_of(name: str, file: Path, trust: Trust = NO_TRUST) -> Scorer:
     """Return the judge that gives scores: a rule, or a reward model."""
-    if found := RULE.fullmatch(name):
-        return RuleJudge(found[1], found[2])
+    if rule := RULE.fullmatch(name):
+        return RuleJudge(rule[1], rule[2])
     if name.endswith(".py"):
         raise ConfigError(f"--with {name}: name the function, too, as in {name}:score.")
     return RewardJudge(name, file, VerdictCache(file), trust)

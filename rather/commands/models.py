@@ -195,11 +195,11 @@ def generate_command(
         if batch:
             raise ConfigError("--batch: a server chooses its own; leave it out.")
         limits = concurrency or 16, max_tokens_spent, timeout or 120.0
-        asked = ServerOptions(server, served_name, *limits)
-        meta = generate_by_server(model, prompts, out, request, asked, **options)
+        server_settings = ServerOptions(server, served_name, *limits)
+        meta = generate_by_server(model, prompts, out, request, server_settings, **options)
     else:
-        given = (served_name, concurrency, max_tokens_spent, timeout)
-        if any(value is not None for value in given):
+        server_options = (served_name, concurrency, max_tokens_spent, timeout)
+        if any(option is not None for option in server_options):
             raise ConfigError(
                 "--served-name, --concurrency, --max-tokens-spent and --timeout need --server."
             )
@@ -260,13 +260,13 @@ def judge_command(
     if other is None:
         if judge_model or judge_template:
             raise ConfigError("--judge-model and --judge-template need two files to compare.")
-        result = score_file(answers, judge, out, trust=trust)
+        verdict = score_file(answers, judge, out, trust=trust)
     elif out:
         raise ConfigError("--out: scores are written for a single file; leave out the second one.")
     else:
         options: JsonObject = {"model": judge_model, "template": judge_template, "trust": trust}
-        result = judge_files(answers, other, judge, concurrency=concurrency, **options)
-    print_json(result) if as_json else print_verdict(result)
+        verdict = judge_files(answers, other, judge, concurrency=concurrency, **options)
+    print_json(verdict) if as_json else print_verdict(verdict)
 
 
 @command

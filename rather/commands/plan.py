@@ -64,22 +64,28 @@ def plan(
     def judge(other: DPOConfig) -> Forecast:
         return Forecast(other, sizes, device, _for_batch(pairs, other), speed)
 
-    own = judge(config)
+    forecast = judge(config)
     ways = best(list(alternatives(config, sizes, device.kind, judge)))
-    fits = own.fits or any(way.forecast.fits for way in ways)
-    more = enough_devices(config, judge) if device.kind == "cuda" and not fits else None
-    said = verdict(own, ways, more)
+    fits = forecast.fits or any(way.forecast.fits for way in ways)
+    more_devices = enough_devices(config, judge) if device.kind == "cuda" and not fits else None
+    sentence = verdict(forecast, ways, more_devices)
     if as_json:
-        others = [{"settings": dict(way.change), **way.forecast.as_json()} for way in ways]
-        return print_json({**own.as_json(), "verdict": said, "others": others})
-    parts = {**asdict(own.parts), "total": own.parts.total, "available": own.device.memory}
-    sizes_of_parts = [(part, _size(number)) for part, number in parts.items()]
+        other_settings = [{"settings": dict(way.change), **way.forecast.as_json()} for way in ways]
+        return print_json({**forecast.as_json(), "verdict": sentence, "others": other_settings})
+    memory_parts = {
+        **asdict(forecast.parts),
+        "total": forecast.parts.total,
+        "available": forecast.device.memory,
+    }
+    sizes_of_parts = [
+        (name_of_part, _size(number)) for name_of_part, number in memory_parts.items()
+    ]
     print_table(("part", "size"), sizes_of_parts, "memory of each device")
-    echo("\n".join(_facts(own)))
+    echo("\n".join(_facts(forecast)))
     if ways:
         names = ("other settings", "memory", "s per step", f"{config.unit}/s", "fits")
         print_table(names, [_row(way) for way in ways])
-    typer.secho(said, fg="green" if own.fits else "red")
+    typer.secho(sentence, fg="green" if forecast.fits else "red")
 
 
 def print_methods(
@@ -89,14 +95,14 @@ def print_methods(
     if overrides or gpus:
         raise ConfigError("--methods: takes a model and --gpu alone; for a YAML leave it out.")
     name, device = _chosen_gpu(gpu)
-    found = list(methods_of(model, device, name))
+    methods = list(methods_of(model, device, name))
     if as_json:
-        return print_json([_as_json(method) for method in found])
-    lengths = list(dict.fromkeys(method.length for method in found))
+        return print_json([_as_json(method) for method in methods])
+    lengths = list(dict.fromkeys(method.length for method in methods))
     rows = []
-    for way in dict.fromkeys(method.name for method in found):
-        rows.append((way, *(_cell(method) for method in found if method.name == way)))
-    weights = found[0].forecast.sizes.weights / 1e9
+    for way in dict.fromkeys(method.name for method in methods):
+        rows.append((way, *(_cell(method) for method in methods if method.name == way)))
+    weights = methods[0].forecast.sizes.weights / 1e9
     title = f"{model}: {weights:.3g}B weights on {_size(device.memory)}; a forecast"
     print_table(("method", *(f"{length:,} tokens" for length in lengths)), rows, title)
     echo("memory, and pairs/s of pairs that long, half of it prompt; not compiled")
@@ -151,13 +157,13 @@ def _row(way: Alternative) -> tuple[str, ...]:
 
 def _for_batch(pairs: PairSample, config: DPOConfig) -> PairSample:
     """Return the same pairs in steps of another size; repeated pairs share no prompt."""
-    wanted, step = config.global_batch(), pairs.sample[0]
-    if wanted == len(step):
+    pairs_per_step, step = config.global_batch(), pairs.sample[0]
+    if pairs_per_step == len(step):
         return pairs
-    copies = range(-(-wanted // len(step)))
+    copies = range(-(-pairs_per_step // len(step)))
     repeated = [replace(pair, prompt=pair.prompt + copy) for copy in copies for pair in step]
-    steps = max(1, round(pairs.steps * len(step) / wanted))
-    return replace(pairs, sample=[repeated[:wanted]], steps=steps)
+    steps = max(1, round(pairs.steps * len(step) / pairs_per_step))
+    return replace(pairs, sample=[repeated[:pairs_per_step]], steps=steps)
 
 
 def _speed(
@@ -204,15 +210,16 @@ def _facts(own: Forecast) -> Iterator[str]:
         tower = sum(map(prod, own.sizes.tower.values())) / 1e9
         state = "trained" if trains_tower(own.config.actor_train.model_args) else "frozen"
         yield (
-            f"images: {pairs.images} different ones, {pairs.image_tokens / pairs.images:.4g} tokens "
-            f"each; vision and projector {tower:.3g}B weights, {state}"
+            f"images: {pairs.images} different ones, {pairs.image_tokens / pairs.images:.4g} "
+            f"tokens each; vision and projector {tower:.3g}B weights, {state}"
         )
     yield f"batch: {own.batch}; {own.step_tokens} tokens in {work.batches} micro-batches per rank"
     if pairs.assumed:
         long = f"all {own.config.unit} are as long as sequence_length allows"
         yield f"assumed: {long}, because {pairs.assumed}"
     else:
-        yield f"run: {pairs.count} {own.config.unit} x {pairs.epochs:g} epochs = {pairs.steps} steps"
+        rows = f"{pairs.count} {own.config.unit}"
+        yield f"run: {rows} x {pairs.epochs:g} epochs = {pairs.steps} steps"
     if own.seconds:
         run = f", {(own.run_seconds or 0) / 60:.3g} minutes for the run" if pairs.steps else ""
         yield f"time: {own.seconds.total:.3g} s per step{run} ({own.speed})"
@@ -221,11 +228,11 @@ def _facts(own: Forecast) -> Iterator[str]:
     if own.reference_device:
         size = _size(own.reference_device)
         yield f"reference: {size} of weights on each of its own devices"
-    parts = ", ".join(f"{name} {_size(number)}" for name, number in disk.items())
+    sizes_of_files = ", ".join(f"{name} {_size(number)}" for name, number in disk.items())
     total = sum(disk.values())
     short = "; NOT ENOUGH, choose another output_dir or a smaller max_ckpt_to_keep"
     enough = "" if total <= own.disk_free else short
-    yield f"disk: {_size(total)} ({parts}) of {_size(own.disk_free)} free{enough}"
+    yield f"disk: {_size(total)} ({sizes_of_files}) of {_size(own.disk_free)} free{enough}"
 
 
 def _size(number: float) -> str:

@@ -64,48 +64,50 @@ def data_command(
     overlap: Count training rows that share 13 words in a row with this file of rows, and with the
         held-out pairs; repeat it for more files.
     """
-    given = settings(config, overrides)
+    run_config = settings(config, overrides)
     from rather.data.prepare import prepare
     from rather.data.save import save as save_pairs
     from rather.data.show import print_report, show_pairs, token_view
     from rather.data.template import tokenizer_of
 
-    prepared = prepare(given)
+    prepared = prepare(run_config)
     report, console = dict(prepared.report), Console(stderr=as_json)
     if show or html:
-        tokenizer = tokenizer_of(given.actor_train)
+        tokenizer = tokenizer_of(run_config.actor_train)
         report["shown"] = token_view(prepared.train, tokenizer, show or PAIRS_ON_A_PAGE)
     if overlap:
-        report["overlap"] = _overlap(given, prepared, overlap)
+        report["overlap"] = _overlap(run_config, prepared, overlap)
     if as_json:
         print_json(report)
     else:
         print_report(report, console)
         for name, entry in report["overlap"]["texts"].items() if overlap else ():
-            places = f" (first: {', '.join(entry['first'])})" if entry["first"] else ""
+            first_rows = f" (first: {', '.join(entry['first'])})" if entry["first"] else ""
             total, words = report["overlap"]["train_rows"], report["overlap"]["words"]
             echo(f"{entry['rows']} of {total} training rows share {words} words in a row with "
-                 f"{name}{places}.")  # fmt: skip
+                 f"{name}{first_rows}.")  # fmt: skip
         if show:
             show_pairs(prepared.train, tokenizer, show, console)
     for folder in save_pairs(prepared, save) if save else ():
         echo(f"tokenised pairs are in {folder}", err=as_json)
     if html:
-        html.write_text(tool("data_page")(report, given.exp_name), encoding="utf-8")
+        html.write_text(tool("data_page")(report, run_config.exp_name), encoding="utf-8")
         echo(f"the page is in {html}", err=as_json)
 
 
 def _overlap(config: DPOConfig, prepared: Prepared, files: Sequence[Path]) -> Json:
     from rather.data.overlap import find_overlap
 
-    data, held_out = config.actor_train.data_args, config.validation.data_args
-    others = {f"eval {name}".strip(): paths for name, paths in held_out.sets.items()}
-    others |= {str(file): [file] for file in files}
+    data_args, held_out = config.actor_train.data_args, config.validation.data_args
+    other_files = {f"eval {name}".strip(): paths for name, paths in held_out.sets.items()}
+    other_files |= {str(file): [file] for file in files}
     split = set()
     if held_out.split is not None:
         columns = (prepared.evals[""].column(name).tolist() for name in ("source", "number"))
         split = set(zip(*columns, strict=True))
-    return find_overlap(data.files, others, split, data.encoding, data.max_samples)
+    return find_overlap(
+        data_args.files, other_files, split, data_args.encoding, data_args.max_samples
+    )
 
 
 @command

@@ -38,11 +38,11 @@ def reward_scores(
     positions = getattr(policy.causal_lm.config.get_text_config(), "max_position_embeddings", None)
     encoder = encoder_of(replace(recipe, sequence_length=positions or NO_LIMIT), str(file))
     pairs = []
-    for row, answer, place in asked:
+    for row, answer, line in asked:
         try:
             pairs.append(_token_pair(encoder, row, answer))
         except DropReason as reason:
-            raise DataError(f"{place}: {weights.name} cannot score it: {reason.detail}") from None
+            raise DataError(f"{line}: {weights.name} cannot score it: {reason.detail}") from None
     return answer_sums(policy, config, pairs, weights.name)
 
 
@@ -57,9 +57,11 @@ def answer_sums(
 
 
 def _token_pair(encoder: Any, row: JsonObject, answer: str) -> TokenPair:
-    given = prompt_row({name: value for name, value in row.items() if value is not None})
-    reply = answer if isinstance(given.prompt, str) else as_turns(answer, "assistant")
-    pair = TextPair(given.prompt, reply, "", given.tools, given.template_kwargs)
+    prompt_of_row = prompt_row({name: cell for name, cell in row.items() if cell is not None})
+    reply = answer if isinstance(prompt_of_row.prompt, str) else as_turns(answer, "assistant")
+    pair = TextPair(
+        prompt_of_row.prompt, reply, "", prompt_of_row.tools, prompt_of_row.template_kwargs
+    )
     if answer.strip():
         encoded = encoder.encode(pair)
         ids, answered, scored = encoded.prompt, encoded.chosen, encoded.chosen_scored

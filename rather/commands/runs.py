@@ -34,20 +34,21 @@ def health_command(run: RunFolder, as_json: AsJson = False) -> None:
     from rather.tracking.outcome import outcome_text, result_of
 
     refuse_other_folder(run)
-    found = sorted(read_findings(run), key=lambda one: urgency(one.name, one.severity))
+    findings = sorted(read_findings(run), key=lambda each: urgency(each.name, each.severity))
     if as_json:
-        print_json([asdict(one) for one in found])
+        print_json([asdict(finding) for finding in findings])
         return
     report = read_object(run / "report.json")
     if outcome := outcome_text(report):
         echo(f"Outcome: {outcome}.")
     for line in result_of(report):
         echo(line)
-    if found:
-        rows = [
-            (one.step, one.severity, one.name, f"{one.number:.4g}", f"{one.text} {one.advice}")
-            for one in found
-        ]
+    if findings:
+        rows = []
+        for finding in findings:
+            text = f"{finding.text} {finding.advice}"
+            number = f"{finding.number:.4g}"
+            rows.append((finding.step, finding.severity, finding.name, number, text))
         print_table(("step", "", "problem", "value", "what happened, and what to do"), rows)
     else:
         echo("No problems found.")
@@ -85,10 +86,10 @@ def verify_command(
     """
     from rather.commands.verify import check_files
 
-    found = dict(check_files(path, full=not quick))
-    rows = ((file, f"damaged: {damage}" if damage else "good") for file, damage in found.items())
+    problems = dict(check_files(path, full=not quick))
+    rows = ((file, f"damaged: {damage}" if damage else "good") for file, damage in problems.items())
     print_table(("file", "state"), rows)
-    damaged = sum(map(bool, found.values()))
+    damaged = sum(map(bool, problems.values()))
     how = "names, sizes and the state" if quick else "every byte"
-    echo(f"{count(len(found), 'file')}, {damaged} damaged (checked {how})")
+    echo(f"{count(len(problems), 'file')}, {damaged} damaged (checked {how})")
     return CheckpointError.exit_code if damaged else 0

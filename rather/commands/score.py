@@ -88,45 +88,47 @@ def score(
 ) -> JsonObject:
     """Return the numbers of all pairs and of each slice; write those of each pair to `out`."""
     policy = weights_of(model, trust)
-    other = weights_of(reference, trust) if reference else None
+    reference_weights = weights_of(reference, trust) if reference else None
     config = settings_for(policy, pairs, overrides)
-    objective = _objective(config, policy, other)
+    objective = _objective(config, policy, reference_weights)
     console = Console(stderr=True)
-    data = prepare(config, console=console)
-    print_report(data.report, console)
+    prepared = prepare(config, console=console)
+    print_report(prepared.report, console)
     if objective:
-        refuse_missing_columns(config, objective, data)
-    pair_set = data.train
+        refuse_missing_columns(config, objective, prepared)
+    pair_set = prepared.train
     if not pair_set.column("weight").any():
         raise DataError(f"{pairs}: all pairs have weight 0; there is nothing to score.")
     columns = (pair_set.column(name).tolist() for name in ("source", "number"))
-    places = list(zip(*columns, strict=True))
-    slices = {column: _values(config, places, column) for column in by}
+    row_numbers = list(zip(*columns, strict=True))
+    slices = {column: _values(config, row_numbers, column) for column in by}
     # The reference gets the same dtype: rewards are differences.
     dtype = config.actor_train.model_args.dtype or policy.args.dtype
     facts, own_columns = _forward(policy, dtype, config, pair_set)
     # One model at a time is in memory.
-    other_columns = _forward(other, dtype, config, pair_set)[1] if other else None
+    other_columns = (
+        _forward(reference_weights, dtype, config, pair_set)[1] if reference_weights else None
+    )
     x = LogProbs(facts, own_columns, other_columns)
     if out:
-        files = [entry["path"] for entry in data.report["train"]["files"]]
+        files = [entry["path"] for entry in prepared.report["train"]["files"]]
         temporary = out.with_name(f".tmp-{out.name}")
         with open(temporary, "w", encoding="utf-8", opener=own) as file:
             for i, numbers in enumerate(_lines(objective, x)):
-                line = {"file": files[places[i][0]], "number": places[i][1]}
+                line = {"file": files[row_numbers[i][0]], "number": row_numbers[i][1]}
                 line |= {"id": pair_set.take([i])[0].id, **numbers}
-                line |= {column: each[i] for column, each in slices.items()}
+                line |= {column: groups[i] for column, groups in slices.items()}
                 file.write(strict_json(line) + "\n")
         os.replace(temporary, out)
-    found: JsonObject = {"model": model, "reference": reference, "file": str(pairs)}
-    found |= {**_numbers(objective, x), "by": {column: {} for column in by}}
+    scores: JsonObject = {"model": model, "reference": reference, "file": str(pairs)}
+    scores |= {**_numbers(objective, x), "by": {column: {} for column in by}}
     for column, values in slices.items():
         rows: dict[str, list[int]] = {}
-        for i, value in enumerate(values):
-            rows.setdefault(value, []).append(i)
-        for value in sorted(rows, key=lambda value: (-len(rows[value]), value)):
-            found["by"][column][value] = _numbers(objective, x.at(torch.tensor(rows[value])))
-    return found
+        for i, group in enumerate(values):
+            rows.setdefault(group, []).append(i)
+        for group in sorted(rows, key=lambda group: (-len(rows[group]), group)):
+            scores["by"][column][group] = _numbers(objective, x.at(torch.tensor(rows[group])))
+    return scores
 
 
 def settings_for(model: Weights, pairs: Path, overrides: Sequence[str]) -> DPOConfig:
@@ -134,12 +136,12 @@ def settings_for(model: Weights, pairs: Path, overrides: Sequence[str]) -> DPOCo
     names = [text.partition("=")[0].lstrip("+") for text in overrides]
     if dead := [name for name in names if name not in ALLOWED]:
         raise ConfigError([f"{name}: has no effect on a score; leave it out." for name in dead])
-    data: JsonObject = {"file_name": str(pairs.expanduser().absolute())}
+    data_args: JsonObject = {"file_name": str(pairs.expanduser().absolute())}
     if model.run and model.run.actor_train.data_args.template:
-        data["template"] = model.run.actor_train.data_args.template
+        data_args["template"] = model.run.actor_train.data_args.template
     args = {name: getattr(model.args, name) for name in ("revision", "trust_remote_code")}
     args["tokenizer_name_or_path"] = model.tokenizer_path
-    actor = {"model_args": args, "data_args": data}
+    actor = {"model_args": args, "data_args": data_args}
     values = {"exp_name": "score", "pretrain": model.model, "actor_train": actor}
     if model.is_reward:
         values["task"] = "reward"
@@ -153,10 +155,11 @@ def _objective(config: DPOConfig, model: Weights, reference: Weights | None) -> 
     """Return the loss whose rewards are reported; None for log-probs alone."""
     objective, names = from_config(config), " + ".join(config.loss_names)
     if reference is None:
-        given = [key for key in LOSS_KEYS if key in config.model_fields_set]
-        if given and objective.needs_reference:
+        loss_keys = [key for key in LOSS_KEYS if key in config.model_fields_set]
+        if loss_keys and objective.needs_reference:
             raise ConfigError(
-                f"{', '.join(given)}: rewards of loss '{names}' need a reference; pass --reference."
+                f"{', '.join(loss_keys)}: rewards of loss '{names}' need a reference; pass "
+                "--reference."
             )
         return None if objective.needs_reference else objective
     if not objective.needs_reference:
@@ -174,22 +177,22 @@ def _objective(config: DPOConfig, model: Weights, reference: Weights | None) -> 
 
 def _values(config: DPOConfig, places: Sequence[tuple[int, int]], column: str) -> list[str]:
     """Return the value of each pair in a column that training does not read."""
-    data = config.actor_train.data_args
-    sources = [source for file in data.files for source in find_sources(file)]
-    found: dict[tuple[int, int], str] = {}
+    data_args = config.actor_train.data_args
+    sources = [source for file in data_args.files for source in find_sources(file)]
+    cells: dict[tuple[int, int], str] = {}
     names: set[str] = set()
     for index, source in enumerate(sources):
-        for chunk in chunks(source, index, data.encoding):
+        for chunk in chunks(source, index, data_args.encoding):
             for number, row in parsed_rows(chunk):
                 row = row if isinstance(row, dict) else {}
                 names.update(row)
-                if (value := row.get(column)) is not None:
-                    found[index, number] = value if isinstance(value, str) else json.dumps(value)
-    if not found:
+                if (cell := row.get(column)) is not None:
+                    cells[index, number] = cell if isinstance(cell, str) else json.dumps(cell)
+    if not cells:
         raise DataError(
             f"--by {column}: no row has this column; columns: {', '.join(sorted(names)[:20])}."
         )
-    return [found.get(place, "(none)") for place in places]
+    return [cells.get(row_number, "(none)") for row_number in places]
 
 
 # --- log-probs ---
@@ -227,7 +230,7 @@ def forward(
                 "values of actor_train.max_tokens_per_microbatch_in_infer and sequence_length."
             ) from None
         facts.append(PairFacts.of_step(batches))
-    joined = {name: torch.cat([part[name].cpu() for part in columns]) for name in columns[0]}
+    joined = {name: torch.cat([chunk[name].cpu() for chunk in columns]) for name in columns[0]}
     return PairFacts.concat(facts), joined
 
 
@@ -290,13 +293,13 @@ def _preference(
 def print_scores(scores: JsonObject) -> None:
     slices: JsonObject = {"all": scores}
     for column, values in scores["by"].items():
-        slices |= {f"{column}: {value}": numbers for value, numbers in values.items()}
+        slices |= {f"{column}: {group}": numbers for group, numbers in values.items()}
     headings = ("slice", "pairs", "accuracy (95 %)", "ties", "margin (95 %)", "chosen", "rejected")
     kinds = ["rewards"] if "rewards/margins" in scores else ["logps", "logps_per_token"]
     for kind in kinds:
         rows = []
         for name, numbers in list(slices.items())[:MOST_SLICES]:
-            of_kind = {key.removeprefix(f"{kind}/"): value for key, value in numbers.items()}
+            of_kind = {key.removeprefix(f"{kind}/"): number for key, number in numbers.items()}
             accuracy = _with_interval(of_kind, "accuracies", ".1%")
             margin = _with_interval(of_kind, "margins", ".4g")
             ties = _cell(of_kind["ties"], ".1%")
@@ -315,8 +318,8 @@ def _cell(value: float, form: str) -> str:
 
 
 def _with_interval(numbers: JsonObject, name: str, form: str) -> str:
-    value, (low, high) = numbers[name], numbers[f"{name}_interval"]
-    if math.isnan(value):
+    number, (low, high) = numbers[name], numbers[f"{name}_interval"]
+    if math.isnan(number):
         return NOTHING
     interval = NOTHING if math.isnan(low) else f"{low:{form}} to {high:{form}}"
-    return f"{value:{form}} ({interval})"
+    return f"{number:{form}} ({interval})"

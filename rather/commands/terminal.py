@@ -101,9 +101,9 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
             flag = [f"--{name.replace('_', '-')}"] if hint is bool else []
             is_option = signature(function).parameters[name].default is not Parameter.empty
             hint = Annotated[hint, typer.Option(*flag) if is_option else typer.Argument()]
-        info = copy(hint.__metadata__[0])
-        info.help = text
-        hints[name] = Annotated[hint.__origin__, info]
+        parameter = copy(hint.__metadata__[0])
+        parameter.help = text
+        hints[name] = Annotated[hint.__origin__, parameter]
     function.__annotations__ = hints
     function.__doc__ = HELP.sub("", function.__doc__ or "").rstrip()
 
@@ -198,9 +198,9 @@ def settings(
     def with_source(problem: str) -> str:
         """`gamma: ...` -> `gamma (dpo.yaml:7): ...`"""
         keys, colon, text = problem.partition(": ")
-        known = [config.sources.get(key, "default") for key in keys.split(", ")]
-        places = ", ".join(place for place in known if place != "default")
-        return f"{keys} ({places}){colon}{text}" if places else problem
+        sources = [config.sources.get(key, "default") for key in keys.split(", ")]
+        lines = ", ".join(source for source in sources if source != "default")
+        return f"{keys} ({lines}){colon}{text}" if lines else problem
 
     try:
         from_config(config)
@@ -227,8 +227,8 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]], title: s
     """
     cells = [[Text(printable(str(x)), STYLES.get(str(x), "")) for x in row] for row in rows]
     console = Console(highlight=False)
-    columns = [[printable(heading), *(row[place].plain for row in cells)]
-               for place, heading in enumerate(headings)]  # fmt: skip
+    columns = [[printable(heading), *(row[index].plain for row in cells)]
+               for index, heading in enumerate(headings)]  # fmt: skip
     room = console.width if console.is_terminal else None
     widths = column_widths(columns, room)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)

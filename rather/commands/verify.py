@@ -1,4 +1,4 @@
-"""`rather verify`: compare the files of a checkpoint, run folder or reference cache with manifests."""
+"""`rather verify`: compare a checkpoint, run folder or reference cache with its manifests."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def check_files(path: Path, *, full: bool) -> Iterator[Damage]:
 def _check_run(run_dir: Path, *, full: bool) -> Iterator[Damage]:
     good: list[Path] = []
     for path in checkpoint.candidates(run_dir):
-        found = list(_check_checkpoint(path, full=full))
-        good += [] if any(damage for _, damage in found) else [path]
-        yield from found
+        damaged = list(_check_checkpoint(path, full=full))
+        good += [] if any(damage for _, damage in damaged) else [path]
+        yield from damaged
     if latest := checkpoint.latest_name(run_dir):
         exists = (run_dir / latest).is_dir()
         yield run_dir / checkpoint.LATEST, "" if exists else f"names {latest}, which does not exist"
     if (run_dir / REFERENCE_LOG).exists():
         yield _check_log_probs(run_dir / REFERENCE_LOG)
     try:
-        data = read_bytes(run_dir / METRICS, LARGEST_METRICS, own)
-        yield run_dir / METRICS, _metrics_damage(data, good)
+        metrics = read_bytes(run_dir / METRICS, LARGEST_METRICS, own)
+        yield run_dir / METRICS, _metrics_damage(metrics, good)
     except (OSError, ValueError) as error:
         yield run_dir / METRICS, f"cannot be read ({getattr(error, 'strerror', error)})"
     if os.path.lexists(run_dir / LEDGER):
@@ -60,16 +60,16 @@ def _check_run(run_dir: Path, *, full: bool) -> Iterator[Damage]:
 def _check_checkpoint(path: Path, *, full: bool) -> Iterator[Damage]:
     try:
         step, files = read_manifest(path)
-        found = dict(damages(path, files, full=full))
-        if not found:
+        damaged = dict(damages(path, files, full=full))
+        if not damaged:
             checkpoint.read_state(path, step, files)
     except CheckpointError as error:
         yield path / MANIFEST, str(error).partition(": ")[2].rstrip(".")
     except OSError as error:
         yield Path(error.filename or path), f"cannot be read ({error.strerror})"
     else:
-        for name in sorted({path / name for name in (*files, MANIFEST)} | found.keys()):
-            yield name, found.get(name, "")
+        for name in sorted({path / name for name in (*files, MANIFEST)} | damaged.keys()):
+            yield name, damaged.get(name, "")
 
 
 def _check_log_probs(path: Path) -> Damage:
@@ -81,7 +81,7 @@ def _check_log_probs(path: Path) -> Damage:
 
 
 def _ledger_damage(file: Path, good: Sequence[Path]) -> str:
-    """Every step must have its digest, and the bytes at each checkpoint must be those it recorded."""
+    """Every step must have its digest, and the bytes at a checkpoint those that it recorded."""
     try:
         for _ in read_batches(file):
             pass
@@ -90,13 +90,13 @@ def _ledger_damage(file: Path, good: Sequence[Path]) -> str:
             state = checkpoint.reopen(path).state
             if saved := state.get("ledger_sha256"):
                 positions[int(state.get("ledger_bytes", 0))] = saved, path.name
-        digest, place = sha256(), 0
-        with open(file, "rb", opener=own) as data:
+        digest, read = sha256(), 0
+        with open(file, "rb", opener=own) as ledger:
             for position, (saved, name) in sorted(positions.items()):
-                while place < position and (part := data.read(min(BLOCK, position - place))):
-                    digest.update(part)
-                    place += len(part)
-                if place < position or digest.hexdigest() != saved:
+                while read < position and (block := ledger.read(min(BLOCK, position - read))):
+                    digest.update(block)
+                    read += len(block)
+                if read < position or digest.hexdigest() != saved:
                     return f"its first {position:,} bytes have changed since {name} was saved"
     except (OSError, ValueError) as error:
         return f"cannot be read ({getattr(error, 'strerror', None) or error})"

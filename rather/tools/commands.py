@@ -60,8 +60,8 @@ def sweep_command(
     metric = choose_metric(planned.base, by)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what the runs print
         planned.run()
-    found = results(planned, metric)
-    print_json(found) if as_json else print_results(planned, found)
+    comparison = results(planned, metric)
+    print_json(comparison) if as_json else print_results(planned, comparison)
     return planned.exit_code
 
 
@@ -77,9 +77,9 @@ def tune_command(
 ) -> None:
     """Choose learning rate and beta on held-out pairs within a time budget.
 
-    A learning-rate range test and successive halving propose settings. Some train to the end and are
-    compared on held-out pairs that did not propose them; one beyond drift_limit or forgetting_limit
-    cannot win. Run the same command again to resume.
+    A learning-rate range test and successive halving propose settings. Some train to the end and
+    are compared on held-out pairs that did not propose them; one beyond drift_limit or
+    forgetting_limit cannot win. Run the same command again to resume.
 
     budget: Time to use, such as 90s, 20m or 1.5h; two full runs must fit.
     losses: Also compare these losses: sigmoid,ipo.
@@ -90,19 +90,19 @@ def tune_command(
     seconds = tuning.seconds_of(budget)
     with redirect_stdout(sys.stderr):  # what the runs print
         done = tuning.tune(config, overrides or [], seconds, losses.split(",") if losses else [])
-    found = done.result()
-    best = found["best"]
+    tuned = done.result()
+    best = tuned["best"]
     if best != tuning.NOTHING:
-        tuning.write_best(done, found, out)
+        tuning.write_best(done, tuned, out)
     if as_json:
-        print_json(found)
+        print_json(tuned)
         return
-    tuning.print_result(found)
+    tuning.print_result(tuned)
     tuning.print_answers(done, best)
     if best == tuning.NOTHING:
-        echo(f"Best: do not train ({found['reason']}). {out} was not written.")
+        echo(f"Best: do not train ({tuned['reason']}). {out} was not written.")
     else:
-        echo(f"Best: {best} ({found['reason']}); written to {out}")
+        echo(f"Best: {best} ({tuned['reason']}); written to {out}")
 
 
 @command
@@ -123,8 +123,8 @@ def rounds_command(
     if str(config) == "status":
         if not changes:
             raise ConfigError("status: name the YAML, as in `rather rounds status rounds.yaml`.")
-        found = status_of(load_plan(Path(changes.pop(0)), changes))
-        print_json(found) if as_json else print_rounds(found)
+        status = status_of(load_plan(Path(changes.pop(0)), changes))
+        print_json(status) if as_json else print_rounds(status)
         return
     plan = load_plan(config, changes)
     plugins.load_requested()
@@ -132,8 +132,8 @@ def rounds_command(
         from rather.tools.rounds.run import run_rounds
 
     with redirect_stdout(sys.stderr):  # what the trainings print
-        result = run_rounds(plan)
-    print_json(result) if as_json else print_rounds(result)
+        reached = run_rounds(plan)
+    print_json(reached) if as_json else print_rounds(reached)
 
 
 @command
@@ -179,21 +179,23 @@ def migrate_command(
 
     if (source is None) == (line is None):
         raise ConfigError("Pass either a file or a command line with --line.")
-    given = read_file(source.expanduser()) if source else read_line(line or "")
+    settings = read_file(source.expanduser()) if source else read_line(line or "")
     if peer is not None and peer not in NAMES:
         raise ConfigError(f"--from {peer}: unknown; choose one of {', '.join(NAMES)}.")
-    tool = PEERS[peer] if peer else guess(given, PEERS)
-    result = migrate(with_program(given, tool, trainer) if trainer else given, tool, devices)
-    if not result.is_complete:
+    tool = PEERS[peer] if peer else guess(settings, PEERS)
+    migrated = migrate(
+        with_program(settings, tool, trainer) if trainer else settings, tool, devices
+    )
+    if not migrated.is_complete:
         out = out.with_suffix(f".incomplete{out.suffix}")
-    write_new(out, result.yaml(), force=force)
+    write_new(out, migrated.yaml(), force=force)
     if as_json:
-        pairs = result.config.global_batch()
-        print_json(summary(result) | {"file": str(out), "pairs_per_step": pairs})
-        return None if result.is_complete else 2
-    echo("\n".join(row.line for row in result.rows))
-    echo("\n".join(f"- {sentence}" for sentence in (result.step, *result.peer.always)))
-    if not result.is_complete:
+        pairs = migrated.config.global_batch()
+        print_json(summary(migrated) | {"file": str(out), "pairs_per_step": pairs})
+        return None if migrated.is_complete else 2
+    echo("\n".join(row.line for row in migrated.rows))
+    echo("\n".join(f"- {sentence}" for sentence in (migrated.step, *migrated.peer.always)))
+    if not migrated.is_complete:
         echo(f"Written: {out}. It is incomplete: first settle the lines at the top.")
         return 2
     echo(
@@ -283,5 +285,5 @@ def compare_command(run_a: RunFolder, run_b: RunFolder, as_json: AsJson = False)
     """Compare two runs: settings, environment, metrics, weights, and the first differing step."""
     from rather.tools.compare import compare, print_comparison
 
-    found = compare(run_a, run_b)
-    print_json(found) if as_json else print_comparison(found)
+    comparison = compare(run_a, run_b)
+    print_json(comparison) if as_json else print_comparison(comparison)

@@ -36,7 +36,11 @@ def compare(a: Path, b: Path) -> JsonObject:
     only = [sorted(first.keys() - second.keys()), sorted(second.keys() - first.keys())]
     weights = compare_weights(a, b)
     difference = None
-    changes = [(each["from"], name) for name, each in metrics.items() if each["from"] is not None]
+    changes = [
+        (compared["from"], name)
+        for name, compared in metrics.items()
+        if compared["from"] is not None
+    ]
     if changes:
         step, name = min(changes)
         values = [first[name][step], second[name][step]]
@@ -58,8 +62,8 @@ def compare(a: Path, b: Path) -> JsonObject:
 
 def environment_of(run: Folder) -> JsonObject:
     """Return where a run was last started; a line that Rather did not write may hold anything."""
-    found = run.starts[-1].get("environment") if run.starts else None
-    return found if isinstance(found, dict) else {}
+    environment = run.starts[-1].get("environment") if run.starts else None
+    return environment if isinstance(environment, dict) else {}
 
 
 def settings_of(run: Path) -> JsonObject:
@@ -89,17 +93,17 @@ def compare_curves(name: str, a: Curve, b: Curve) -> JsonObject:
             gap = abs(a[step] - b[step])
             gaps[step] = math.inf if math.isnan(gap) else gap
     largest = max(gaps.values(), default=0.0)
-    found: JsonObject = {"final": [a[max(a)], b[max(b)]], "from": min(gaps, default=None)}
-    found |= {"largest": largest, "at": next((s for s in gaps if gaps[s] == largest), None)}
-    return found | ({"best": [best(name, a), best(name, b)]} if name.endswith(JUDGED) else {})
+    comparison: JsonObject = {"final": [a[max(a)], b[max(b)]], "from": min(gaps, default=None)}
+    comparison |= {"largest": largest, "at": next((s for s in gaps if gaps[s] == largest), None)}
+    return comparison | ({"best": [best(name, a), best(name, b)]} if name.endswith(JUDGED) else {})
 
 
 def best(name: str, curve: Curve) -> tuple[float, int]:
     """Return (value, step) of the lowest loss, or of the highest other metric, the earliest."""
-    known = {step: value for step, value in curve.items() if not math.isnan(value)} or dict(curve)
+    finite = [step for step in sorted(curve) if not math.isnan(curve[step])]
     sign = 1 if name.endswith(FALLS) else -1
-    step = min(sorted(known), key=lambda each: sign * known[each])
-    return known[step], step
+    best_step = min(finite or sorted(curve), key=lambda step: sign * curve[step])
+    return curve[best_step], best_step
 
 
 def compare_weights(a: Path, b: Path) -> JsonObject | None:
@@ -118,8 +122,8 @@ def compare_weights(a: Path, b: Path) -> JsonObject | None:
         if a_tensor.dtype != b_tensor.dtype or not torch.equal(*bits):
             gaps[name] = float((a_tensor.double() - b_tensor.double()).abs().max())
     largest = max(gaps, key=lambda name: gaps[name], default="")
-    found = {"equal": not gaps, "tensors": len(names), "differing": len(gaps)}
-    return {**found, "largest": gaps.get(largest), "in": largest}
+    counts = {"equal": not gaps, "tensors": len(names), "differing": len(gaps)}
+    return {**counts, "largest": gaps.get(largest), "in": largest}
 
 
 def print_comparison(found: JsonObject) -> None:
@@ -129,9 +133,14 @@ def print_comparison(found: JsonObject) -> None:
         print_table((title, a, b), rows, f"{title}: {len(rows)} differences")
     metrics = found["metrics"].items()
     rows = [
-        (name, *(f"{value:.6g}" for value in each["final"]), f"{each['largest']:.3g}", each["at"])
-        for name, each in sorted(metrics, key=lambda item: -item[1]["largest"])
-        if each["largest"]
+        (
+            name,
+            *(f"{number:.6g}" for number in compared["final"]),
+            f"{compared['largest']:.3g}",
+            compared["at"],
+        )
+        for name, compared in sorted(metrics, key=lambda item: -item[1]["largest"])
+        if compared["largest"]
     ]
     title = f"metrics: {len(rows)} of {len(metrics)} differ"
     names = ("metric", f"{a}, final", f"{b}, final", "largest gap", "at step")

@@ -142,8 +142,8 @@ class Query:
 def queries() -> Iterator[Query]:
     """Yield everything that can be asked in this shop."""
     for asks, wordings in WORDINGS.items():
-        for greeting, wording, item in product(GREETINGS, wordings, ITEMS):
-            yield Query(greeting, wording, item, asks)
+        for greeting, wording, goods in product(GREETINGS, wordings, ITEMS):
+            yield Query(greeting, wording, goods, asks)
 
 
 def answer(query: Query, manner: str, rng: random.Random) -> str:
@@ -170,14 +170,14 @@ MARKS = {"kind": _KIND - _GRUMPY, "grumpy": _GRUMPY - _KIND}
 
 def manner_of(text: str) -> str:
     """Return kind or grumpy if the text has words of that manner only, else neither."""
-    found = [manner for manner, marks in MARKS.items() if words(text) & marks]
-    return found[0] if len(found) == 1 else "neither"
+    manners = [manner for manner, marks in MARKS.items() if words(text) & marks]
+    return manners[0] if len(manners) == 1 else "neither"
 
 
 def on_topic(query: Query, text: str) -> bool:
     """Whether the text names the item with its true place or price, and no other."""
-    named = [name for name in (*ITEMS, *PLACES, *PRICES) if re.search(rf"\b{name}\b", text)]
-    return sorted(named) == sorted((query.item, FACTS[query.item][query.asks]))
+    facts = [name for name in (*ITEMS, *PLACES, *PRICES) if re.search(rf"\b{name}\b", text)]
+    return sorted(facts) == sorted((query.item, FACTS[query.item][query.asks]))
 
 
 def run_demo(out: Path) -> int:
@@ -197,9 +197,9 @@ def run_demo(out: Path) -> int:
         echo(f"`rather {shlex.join(command)}` failed with exit code {code}; see above.")
         return code
     _title("4. The same held-out questions, before and after")
-    result = compare(out, held_out)
-    (out / "answers.json").write_text(json.dumps(result, indent=1))
-    show(out, result)
+    compared = compare(out, held_out)
+    (out / "answers.json").write_text(json.dumps(compared, indent=1))
+    show(out, compared)
     return 0
 
 
@@ -228,8 +228,8 @@ def claim(out: Path) -> None:
 def write_run(out: Path, training: Sequence[Query], held_out: Sequence[Query]) -> None:
     """Write what a user would bring: two files of pairs and a YAML."""
     rng = random.Random(SEED)
-    for name, part in (("held_out", held_out), ("train", training)):
-        rows = [pair(query, rng) for query in part]
+    for name, queries_of_file in (("held_out", held_out), ("train", training)):
+        rows = [pair(query, rng) for query in queries_of_file]
         (out / f"{name}.json").write_text(json.dumps(rows, indent=1))
         echo(f"{out / name}.json: {len(rows)} pairs")
     (out / "dpo.yaml").write_text(yaml_text(out))
@@ -311,10 +311,10 @@ def sample(folder: Path, prompts: Sequence[str], seed: int) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)  # a folder made here  # nosec B615
     model: Any = AutoModelForCausalLM.from_pretrained(folder)  # the same  # nosec B615
     texts = [f"{BOS}{USER}{prompt}{ASSISTANT}" for prompt in prompts]
-    asked = tokenizer(texts, add_special_tokens=False).input_ids
+    prompt_ids = tokenizer(texts, add_special_tokens=False).input_ids
     torch.manual_seed(seed)
-    drawn = generate(model, tokenizer, asked, Decoding(max_new_tokens=40, temperature=1.0))
-    ids = [each.ids for each in drawn]
+    drawn = generate(model, tokenizer, prompt_ids, Decoding(max_new_tokens=40, temperature=1.0))
+    ids = [generated.ids for generated in drawn]
     answers: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return answers
 
@@ -326,16 +326,16 @@ def compare(out: Path, held_out: Sequence[Query]) -> JsonObject:
     accuracies = [line[ACCURACY] for line in lines if ACCURACY in line]
     prompts = [query.prompt for query in held_out]
     sides = {"before": (out / "base", accuracies[0]), "after": (run / "model", accuracies[-1])}
-    answers, result = [{"prompt": prompt} for prompt in prompts], {}
+    answers, rates = [{"prompt": prompt} for prompt in prompts], {}
     for side, (folder, accuracy) in sides.items():
         texts = sample(folder, prompts, SEED)
         kind = sum(manner_of(text) == "kind" for text in texts)
         right = sum(on_topic(query, text) for query, text in zip(held_out, texts, strict=True))
         shares = {"preferred": kind / len(texts), "on_topic": right / len(texts)}
-        result[side] = {**shares, ACCURACY: accuracy}
+        rates[side] = {**shares, ACCURACY: accuracy}
         for row, text in zip(answers, texts, strict=True):
             row[side] = text
-    return {**result, "answers": answers}
+    return {**rates, "answers": answers}
 
 
 def show(out: Path, result: JsonObject) -> None:
@@ -354,8 +354,8 @@ def show(out: Path, result: JsonObject) -> None:
     print_table((f"on all {len(answers)} held-out questions", *sides), rates)
     yaml = str(out / "dpo.yaml")
     # In an environment that is not activated, as after `make demo`, `rather` is not on the PATH.
-    own = os.path.relpath(Path(sys.executable).with_name("rather"))
-    program = "rather" if shutil.which("rather") else own
+    beside_python = os.path.relpath(Path(sys.executable).with_name("rather"))
+    program = "rather" if shutil.which("rather") else beside_python
     echo(
         "The aligned model, for AutoModelForCausalLM.from_pretrained: "
         f"{out / 'output/demo/model'}\n"

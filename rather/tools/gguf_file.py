@@ -70,10 +70,10 @@ def write_gguf(folder: Path, out: Path, name: str) -> None:
     for tensor in files:
         if tensor == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
-        found = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
-        if found is None:
+        gguf_name = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
             raise ConfigError(f"--format gguf: {tensor!r} has no name in a GGUF file; {OTHERS}.")
-        renamed[tensor] = found
+        renamed[tensor] = gguf_name
     vocabulary, tokenizer = read_vocabulary(folder, config["vocab_size"])
     temporary = out.with_name(f".tmp-{out.name}")
     writer = gguf.GGUFWriter(temporary, gguf.MODEL_ARCH_NAMES[arch])

@@ -127,9 +127,9 @@ def task_of(data: str) -> TaskName:
 
     pairs, answers = RowLayout(), RowLayout(rows="answers")
     reason = "it has no rows"
-    for place, row in _rows(data):
+    for line, row in _rows(data):
         if isinstance(row, str):
-            reason = f"{place}: {row}"
+            reason = f"{line}: {row}"
         elif is_tokenised(row, pairs) or matching_format(row, pairs):
             return "preference"
         elif matching_format(row, answers):
@@ -137,7 +137,7 @@ def task_of(data: str) -> TaskName:
                 return "unpaired"
             return "regression" if row.get("score") is not None else "sft"
         else:
-            reason = f"{place}: {read_row(row, pairs).dropped[0].detail}"
+            reason = f"{line}: {read_row(row, pairs).dropped[0].detail}"
     raise DataError(f"{data}: no row can be trained on; {reason}.")
 
 
@@ -300,8 +300,8 @@ def _longest(lengths: Any, positions: int) -> int:
     import numpy as np
 
     nearly_all = int(np.quantile(lengths, FITTING, method="inverted_cdf"))
-    wanted = int(lengths.max()) if lengths.max() <= 1.25 * nearly_all else nearly_all
-    return min(-(-wanted // ROUND_TO) * ROUND_TO, positions)
+    length = int(lengths.max()) if lengths.max() <= 1.25 * nearly_all else nearly_all
+    return min(-(-length // ROUND_TO) * ROUND_TO, positions)
 
 
 def _lengths(longest: int) -> Iterator[int]:
@@ -338,14 +338,14 @@ def _check(text: str) -> None:
 
 def _yaml_lines(values: JsonObject, comments: dict[str, str], indent: str = "") -> list[str]:
     lines: list[str] = []
-    for key, value in values.items():
-        is_group = isinstance(value, dict) and any(isinstance(v, dict) for v in value.values())
-        line = f"{indent}{key}:" if is_group else f"{indent}{key}: {_flow(value)}"
-        names = [key, *value] if isinstance(value, dict) and not is_group else [key]
+    for key, setting in values.items():
+        is_group = isinstance(setting, dict) and any(isinstance(v, dict) for v in setting.values())
+        line = f"{indent}{key}:" if is_group else f"{indent}{key}: {_flow(setting)}"
+        names = [key, *setting] if isinstance(setting, dict) and not is_group else [key]
         comment = next((comments[name] for name in names if name in comments), "")
         lines.append(f"{line:<34} # {comment}" if comment else line)
         if is_group:
-            lines += _yaml_lines(value, comments, f"{indent}  ")
+            lines += _yaml_lines(setting, comments, f"{indent}  ")
     return lines
 
 

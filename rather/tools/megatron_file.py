@@ -70,12 +70,12 @@ def write_megatron(folder: Path, out: Path, _name: str) -> None:
 
 def megatron_tensors(files: ModelFiles, config: object) -> dict[str, Tensor]:
     """Return the weights of a model under Megatron's names, with layers stacked."""
-    parts: dict[str, dict[int | None, list[tuple[Tensor | None, Tensor]]]] = {}
+    pieces_by_layer: dict[str, dict[int | None, list[tuple[Tensor | None, Tensor]]]] = {}
     for name, key, layer, rows in weight_rows(config):
         if name in files:
-            parts.setdefault(key, {}).setdefault(layer, []).append((rows, files[name]))
+            pieces_by_layer.setdefault(key, {}).setdefault(layer, []).append((rows, files[name]))
     tensors = {}
-    for key, layers in parts.items():
+    for key, layers in pieces_by_layer.items():
         joined = [_joined(pieces) for pieces in layers.values()]
         tensors[key] = joined[0] if None in layers else torch.stack(joined)
     return tensors

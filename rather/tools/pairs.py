@@ -69,19 +69,19 @@ def pairs_command(
 
     trust = Trust(paths=trust_paths)
     texts = _pair_texts(run, trust)
-    data = texts.pairs if texts else None
+    pairs = texts.pairs if texts else None
     if plant is not None:
         with redirect_stdout(sys.stderr):  # what the run prints
-            code = _calibrate(run, data, plant, trust)
+            code = _calibrate(run, pairs, plant, trust)
         if code:
             return code
     doctor = Doctor.of(run)
     rows, summary = doctor.rows(), doctor.summary()
-    if data:
-        summary["contradicting"] = _add_places(rows, data)
+    if pairs:
+        summary["contradicting"] = _add_places(rows, pairs)
     flipped = [row["id"] for row in rows if "likely_flipped" in row["findings"]]
     if write and flipped:
-        lines = (strict_json({"id": each, **CORRECTIONS[action]}) + "\n" for each in flipped)
+        lines = (strict_json({"id": pair_id, **CORRECTIONS[action]}) + "\n" for pair_id in flipped)
         write.write_text("".join(lines), encoding="utf-8")
     if as_json:
         for row in rows:
@@ -111,10 +111,11 @@ def _print_summary(run: Path, doctor: Doctor, summary: JsonObject) -> None:
     echo(doctor.conclusion)
     echo(f"Held-out accuracy of the model: {doctor.held_out or 'not measured'}.")
     echo(f"Length alone explains {summary['explained_by_length']:.0%} of the margins (R^2).")
-    if known := doctor.calibration:
+    if calibration := doctor.calibration:
         echo(
-            f"Planted flips: AUC {known['auc']:.2f}; likely_flipped finds {known['recall']:.0%} of "
-            f"them, and at least {known['precision']:.0%} of its pairs were flipped."
+            f"Planted flips: AUC {calibration['auc']:.2f}; likely_flipped finds "
+            f"{calibration['recall']:.0%} of them, and at least {calibration['precision']:.0%} of "
+            "its pairs were flipped."
         )
 
 
@@ -158,13 +159,13 @@ def _add_places(rows: list[JsonObject], data: PairDataset) -> int:
     digests = data.column("pair_hash").tolist()
     row_ids = data.column("id").tolist()
     swapped = set(data.column("swapped_hash").tolist())
-    places = {f"{digest:016x}": i for i, digest in reversed(list(enumerate(digests)))}
+    index_of = {f"{digest:016x}": i for i, digest in reversed(list(enumerate(digests)))}
     for row in rows:
-        if (place := places.get(row["id"])) is not None:
-            row["place"] = place
-            if row_ids[place]:
-                row["row_id"] = row_ids[place]
-            if digests[place] in swapped:
+        if (index := index_of.get(row["id"])) is not None:
+            row["place"] = index
+            if row_ids[index]:
+                row["row_id"] = row_ids[index]
+            if digests[index] in swapped:
                 row["findings"].append("contradicting")
     return sum("contradicting" in row["findings"] for row in rows)
 
@@ -190,7 +191,7 @@ def _calibrate(run: Path, data: PairDataset | None, share: float, trust: Trust) 
     planted = draw.permutation(digests)[: max(1, round(share * len(digests)))]
     name = f"{run.absolute().name}-planted"
     file = run.absolute().with_name(f"{name}.jsonl")
-    lines = [strict_json({"id": hex_id(int(each)), "flip": True}) + "\n" for each in planted]
+    lines = [strict_json({"id": hex_id(int(digest)), "flip": True}) + "\n" for digest in planted]
     write_own(file, "".join(lines))
     actor, data_args = config.actor_train, config.actor_train.data_args
     corrections = [*as_list(data_args.corrections), str(file)]
@@ -202,6 +203,6 @@ def _calibrate(run: Path, data: PairDataset | None, share: float, trust: Trust) 
     with StopRequest() as stop:
         if code := train_run(copy, stop):
             return code
-    found = calibrate(Doctor.of(copy.run_dir).history, planted)
-    replace_own(run / CALIBRATION, strict_json({**found, "share": share}) + "\n")
+    calibration = calibrate(Doctor.of(copy.run_dir).history, planted)
+    replace_own(run / CALIBRATION, strict_json({**calibration, "share": share}) + "\n")
     return 0

@@ -108,9 +108,9 @@ def run_card(run_dir: Path, folder: Path) -> str:
     body = re.sub(r"\A---\n.*?\n---\n", "", exported, flags=re.DOTALL).strip()
     for name in {base, reference.get("model_name_or_path") or base}:
         body = body.replace(f"`{name}`", f"`{public_name(name)}`")
-    data = read_object(run_dir / DATA_REPORT)
-    text = f"{body}\n\n{_data_section(data)}"
-    return card(text, base, actor.get("revision"), _top(folder / CARD), _datasets(data))
+    data_report = read_object(run_dir / DATA_REPORT)
+    text = f"{body}\n\n{_data_section(data_report)}"
+    return card(text, base, actor.get("revision"), _top(folder / CARD), _datasets(data_report))
 
 
 def card(
@@ -207,12 +207,12 @@ def upload(
     api = hub.HfApi(token=token, library_name="rather")
     try:
         repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
-        info = api.model_info(repo)
-        if private and info.private is False:
+        repository = api.model_info(repo)
+        if private and repository.private is False:
             raise ConfigError(
                 f"{repo}: exists and is public; add --public, or choose another name."
             )
-        stale = {entry.rfilename for entry in info.siblings or []} - files.keys()
+        stale = {entry.rfilename for entry in repository.siblings or []} - files.keys()
         operations: list[Any] = [hub.CommitOperationAdd(name, file) for name, file in files.items()]
         operations += [
             hub.CommitOperationDelete(name) for name in sorted(filter(WEIGHTS.fullmatch, stale))

@@ -165,20 +165,24 @@ def plan_sweep(file: Path, overrides: Sequence[str], *, overwrite: bool = False)
         raise ConfigError("A sweep starts its runs itself: start it without torchrun.")
     fixed, axes = read_grid(overrides)
     base = settings(file, fixed)
-    folder, places = folder_of_runs(base, "sweep")
-    shared = [*(text for text in fixed if _key(text) not in PLACES), *places]
+    folder, place_overrides = folder_of_runs(base, "sweep")
+    shared = [*(text for text in fixed if _key(text) not in PLACES), *place_overrides]
     shared += ["overwrite=true"] if overwrite else []
     runs, changed = [], []
     for label, values in combinations(axes).items():
-        own = [*shared, *(f"{key}={value}" for key, value in values.items()), f"exp_name={label}"]
-        run = SweepRun(label, values, own, settings(file, own))
+        overrides_of_run = [
+            *shared,
+            *(f"{key}={setting}" for key, setting in values.items()),
+            f"exp_name={label}",
+        ]
+        run = SweepRun(label, values, overrides_of_run, settings(file, overrides_of_run))
         runs.append(run)
         try:  # a run folder from an earlier start must have the settings of now
             before = read_config(run.config.run_dir)
         except FolderProblem:  # cut off
             before = {}
-        found = differences(before, flatten(parse_yaml(dump_yaml(run.config)))) if before else {}
-        changed += [f"  {label}.{key}: {a!r} before, {b!r} now" for key, (a, b) in found.items()]
+        changes = differences(before, flatten(parse_yaml(dump_yaml(run.config)))) if before else {}
+        changed += [f"  {label}.{key}: {a!r} before, {b!r} now" for key, (a, b) in changes.items()]
     if changed and not overwrite:
         lines = "\n".join(changed)
         raise ConfigError(
@@ -233,21 +237,21 @@ def _key(override: str) -> str:
 
 def split(text: str) -> list[str]:
     """Return the different values between commas outside of brackets and quotes."""
-    return list(dict.fromkeys(value.strip() for value in VALUE.findall(text)))
+    return list(dict.fromkeys(text_of_value.strip() for text_of_value in VALUE.findall(text)))
 
 
 def combinations(axes: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
     """Return the name of each run -> its values; the last key changes fastest."""
     short = [key.rpartition(".")[2] for key in axes]
     labels = short if len(set(short)) == len(short) else list(axes)
-    found: dict[str, dict[str, str]] = {}
+    runs: dict[str, dict[str, str]] = {}
     for values in product(*axes.values()):
-        name = "_".join(f"{label}-{value}" for label, value in zip(labels, values, strict=True))
+        name = "_".join(f"{label}-{setting}" for label, setting in zip(labels, values, strict=True))
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:100]
-        while name in found:
+        while name in runs:
             name += "x"  # two values that look the same in the name of a folder
-        found[name] = dict(zip(axes, values, strict=True))
-    return found
+        runs[name] = dict(zip(axes, values, strict=True))
+    return runs
 
 
 # --- training ---
@@ -284,10 +288,11 @@ def run_children(
             while waiting and free:
                 (run, arguments), devices = waiting.pop(), free.pop(0)
                 run.console.parent.mkdir(parents=True, exist_ok=True)
-                with open(run.console, "wb", opener=own) as out:
+                with open(run.console, "wb", opener=own) as console_file:
                     # In its own session: Ctrl-C in the terminal reaches it only through the sweep.
                     child = subprocess.Popen(
-                        [sys.executable, *tied, *arguments], stdout=out, stderr=out,
+                        [sys.executable, *tied, *arguments],
+                        stdout=console_file, stderr=console_file,
                         env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)},
                         start_new_session=True,
                     )  # fmt: skip
@@ -307,15 +312,15 @@ def run_children(
 def last_message(console: Path) -> str:
     """Return the error that a process printed last."""
     lines = read_bytes(console, opener=own).decode("utf-8", "replace").splitlines()
-    said = [line for line in lines if line.startswith("rather: ")] or lines[-1:] or [""]
-    return f"{said[-1].removeprefix('rather: ')} ({console})"
+    messages = [line for line in lines if line.startswith("rather: ")] or lines[-1:] or [""]
+    return f"{messages[-1].removeprefix('rather: ')} ({console})"
 
 
 def device_groups(configs: Sequence[DPOConfig]) -> list[list[str]]:
     """Return the GPUs in groups as large as the largest run needs; one group: run in turn."""
     used = {device for config in configs for mapping in mappings(config) for device in mapping}
-    named, size = os.environ.get("CUDA_VISIBLE_DEVICES"), len(used)
-    gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    visible, size = os.environ.get("CUDA_VISIBLE_DEVICES"), len(used)
+    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     in_turn = not torch.cuda.is_available() or any(
         config.platform == "cpu" or config.num_nodes > 1 or config.ray.address is not None
         for config in configs
@@ -329,14 +334,14 @@ def device_groups(configs: Sequence[DPOConfig]) -> list[list[str]]:
 def fill_cache(config: ConfigPath, overrides: Overrides = None, imports: Imports = None) -> None:
     """Compute all reference log-probs that the run will need, in its own micro-batches."""
     with closing(DPOPipeline(settings(config, overrides))) as pipeline:
-        if known := pipeline.reference_stream.logps:
-            with closing(known):
+        if cached_logps := pipeline.reference_stream.logps:
+            with closing(cached_logps):
                 pipeline.initialize()
                 for step in TrainingLoop(pipeline.parts).packed_steps():
                     pipeline.reference_stream.columns(step)
-                    known.keep()
+                    cached_logps.keep()
                 pipeline.evaluate()
-                known.keep()
+                cached_logps.keep()
 
 
 # --- results ---
@@ -344,8 +349,8 @@ def fill_cache(config: ConfigPath, overrides: Overrides = None, imports: Imports
 
 def choose_metric(base: DPOConfig, wanted: str | None) -> str | None:
     """Return the metric that decides: as asked, else accuracy or loss on the first held-out set."""
-    data = base.validation.data_args
-    if wanted and not data.given:
+    data_args = base.validation.data_args
+    if wanted and not data_args.given:
         raise ConfigError(
             f"--by {wanted}: no pairs are held out; set validation.data_args.file_name or split."
         )
@@ -354,10 +359,10 @@ def choose_metric(base: DPOConfig, wanted: str | None) -> str | None:
             f"--by {wanted}: not a metric with a best value; choose eval/loss, "
             f"eval/{ACCURACY} or eval/rewards/margins; for one of several sets, eval/SET/loss etc."
         )
-    first = "" if data.split is not None else next(iter(data.sets), "")
+    first = "" if data_args.split is not None else next(iter(data_args.sets), "")
     name = "loss" if base.rows in ("answers", "scored") else ACCURACY
-    own = f"eval/{first}/{name}" if first else f"eval/{name}"
-    return wanted or (own if data.given else None)
+    default = f"eval/{first}/{name}" if first else f"eval/{name}"
+    return wanted or (default if data_args.given else None)
 
 
 def results(sweep: Sweep, metric: str | None) -> JsonObject:
@@ -365,8 +370,8 @@ def results(sweep: Sweep, metric: str | None) -> JsonObject:
     key = str(metric)
     runs = [_measured(run, key) for run in sweep.runs]
     ended = [run for run in runs if run["state"] == "finished" and key in run["final"]]
-    known = [run for run in ended if not math.isnan(run["value"])]
-    ranked = sorted(known, key=lambda run: run["value"], reverse=not key.endswith(FALLS))
+    comparable = [run for run in ended if not math.isnan(run["value"])]
+    ranked = sorted(comparable, key=lambda run: run["value"], reverse=not key.endswith(FALLS))
     top = ranked[0] if ranked else {"name": None, "interval": None}
     low, high = top["interval"] or (math.inf, -math.inf)
     near = [run["name"] for run in ranked[1:] if low <= run["value"] <= high]
@@ -380,16 +385,16 @@ def _measured(run: SweepRun, metric: str) -> JsonObject:
     curves = curves_of(folder) if folder else {}
     times = folder.times if folder else {}
     final = {name: curve[max(curve)] for name, curve in curves.items()}
-    value, interval = final.get(metric), None
+    number, interval = final.get(metric), None
     if metric.endswith(ACCURACY):
         pairs = final.get(f"{metric.removesuffix(ACCURACY)}pairs")
-        interval = wilson(value, pairs) if pairs and value is not None else None
+        interval = wilson(number, pairs) if pairs and number is not None else None
     return {
         "name": run.name,
         "folder": str(path),
         **run.as_json(),
         "steps": folder.step if folder else 0,
-        "value": value,
+        "value": number,
         "interval": interval,
         "reference_forwards": (times.get("reference") or {}).get("forwards"),
         "seconds": times.get("seconds"),

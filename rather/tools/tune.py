@@ -77,10 +77,10 @@ ANSWER_TOKENS = 60
 
 def seconds_of(text: str) -> float:
     """Return the seconds of 90s, 20m or 1.5h."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if not match or not float(match[1]):
         raise ConfigError(f"--budget {text}: write a time such as 90s, 20m or 1.5h.")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def read_state(file: Path) -> JsonObject:
@@ -91,15 +91,15 @@ def read_state(file: Path) -> JsonObject:
         state: JsonObject = parse_json(read_bytes(file, opener=own))
         state["seconds"] = _number(state["seconds"])
         for run in state["runs"].values():
-            run["values"] = {str(key): str(value) for key, value in run["values"].items()}
+            run["values"] = {str(key): str(setting) for key, setting in run["values"].items()}
             run["steps"] = int(_number(run["steps"]))
             timed = ("step_seconds", "start_seconds") if run["steps"] else ()
             run |= {name: _number(run[name]) for name in timed}
             # JSON has no NaN: it is stored as text.
             run |= {name: float(run[name]) for name in MEASURED if name in run}
             run |= {name: str(run[name]) for name in TEXTS if name in run}
-        for name, value in state["rounds"].items():
-            number = _number(value if name != "rate" else float(value))
+        for name, setting in state["rounds"].items():
+            number = _number(setting if name != "rate" else float(setting))
             if number <= 0:
                 raise ValueError(f"{name} is {number}")
         return state
@@ -226,16 +226,16 @@ class Tuning:
         if not base.validation.data_args.given:
             raise ConfigError("validation.data_args: set file_name or split: settings are compared "
                               "on held-out pairs.")  # fmt: skip
-        folder, places = folder_of_runs(base, "tune")
+        folder, place_overrides = folder_of_runs(base, "tune")
         shared = [
-            *overrides, *places, "eval_steps=null", "save_steps=null", "report_html=false",
+            *overrides, *place_overrides, "eval_steps=null", "save_steps=null", "report_html=false",
             "save_best=false", "early_stopping_patience=null", "track_with=null",
             "pair_ledger=true", "eval_prompts=null",
         ]  # fmt: skip
         tuning = Tuning(file, base, shared, folder, budget)
         tuning.state = read_state(folder / STATE)
-        asked = {"config": dump_yaml(base), "overrides": list(overrides)}
-        if tuning.state.setdefault("asked", asked) != asked:
+        request = {"config": dump_yaml(base), "overrides": list(overrides)}
+        if tuning.state.setdefault("asked", request) != request:
             raise ConfigError(
                 f"{folder} was tuned with other settings; choose another exp_name, or remove it."
             )
@@ -261,7 +261,7 @@ class Tuning:
 
     def beta(self, values: JsonObject) -> float:
         """Return the factor between log-ratios and rewards of a setting."""
-        changes = [f"{key}={value}" for key, value in values.items()]
+        changes = [f"{key}={setting}" for key, setting in values.items()]
         return from_config(settings(self.file, [*self.shared, *changes])).terms[0].beta or 1.0
 
     def train(self, name: str, values: JsonObject, steps: int, how: Sequence[str]) -> int:
@@ -269,7 +269,7 @@ class Tuning:
         run = self.runs.setdefault(name, {"values": dict(values), "steps": 0})
         if run["steps"] >= steps or "error" in run:
             return 0
-        changes = [*(f"{key}={value}" for key, value in values.items()), f"exp_name={name}"]
+        changes = [*(f"{key}={setting}" for key, setting in values.items()), f"exp_name={name}"]
         config = settings(self.file, [*self.shared, *how, *changes])
         typer.secho(f"tune: {name} to step {steps}", bold=True, err=True)
         began = time.monotonic()
@@ -300,17 +300,17 @@ class Tuning:
         now = {name: column.values[-1] for name, column in columns.items()}
         base: JsonObject = drifts(before)
         moved = [drift - base[name] for name, drift in drifts(now).items()]
-        found: JsonObject = {"drift": max(moved, default=0.0)}
+        limits_of_run: JsonObject = {"drift": max(moved, default=0.0)}
         if f"{FORGETTING}loss" in now:
             base["forgetting"] = {"loss": before[f"{FORGETTING}loss"]}
-            found["forgetting_loss_before"] = before[f"{FORGETTING}loss"]
+            limits_of_run["forgetting_loss_before"] = before[f"{FORGETTING}loss"]
         for name in ("loss", "kept", "chance"):
             if f"{FORGETTING}{name}" in now:
-                found[f"forgetting_{name}"] = now[f"{FORGETTING}{name}"]
+                limits_of_run[f"forgetting_{name}"] = now[f"{FORGETTING}{name}"]
         limits = Limits(self.base.drift_limit, self.base.forgetting_limit)
         if problem := limits.problem(now, base):
-            found["problem"] = problem
-        return found
+            limits_of_run["problem"] = problem
+        return limits_of_run
 
     def loss(self, name: str) -> float:
         """Return the loss of the choosing half; infinite if the run failed or exceeds a limit."""
@@ -319,8 +319,8 @@ class Tuning:
 
     def _any_loss(self, name: str) -> float:
         """Return the loss of the choosing half, even if the run exceeds a limit."""
-        value = float(self.runs[name].get("loss", math.inf))
-        return value if math.isfinite(value) else math.inf
+        loss = float(self.runs[name].get("loss", math.inf))
+        return loss if math.isfinite(loss) else math.inf
 
     def ranked(self, names: Iterable[str]) -> list[str]:
         """Return the usable runs, best first; raise without any."""
@@ -389,8 +389,8 @@ class Tuning:
 
     def _reserve(self, total_steps: int) -> None:
         """Leave time for two finalists, or three if half of it is left then; refuse otherwise."""
-        full, left = self._full_run(total_steps), self.left
-        if left < 2 * full and len(self.finalists) < 2:
+        full, seconds_left = self._full_run(total_steps), self.left
+        if seconds_left < 2 * full and len(self.finalists) < 2:
             needed = float(self.state["seconds"]) + 2 * full
             raise ConfigError(
                 f"--budget: {self.budget:.0f} seconds do not hold two full runs, which are "
@@ -398,7 +398,7 @@ class Tuning:
                 f"here; set --budget {math.ceil(needed)}s or more (twice as much also searches), "
                 "train for fewer steps, or use `rather sweep`. What was measured is kept."
             )
-        self.reserved = 3 * full if left >= 6 * full else 2 * full
+        self.reserved = 3 * full if seconds_left >= 6 * full else 2 * full
 
     def _halve(self, rate: float, losses: Sequence[str], total_steps: int) -> int:
         axes = {RATE: [f"{rate * factor:.3g}" for factor in AROUND]}
@@ -479,8 +479,10 @@ class Tuning:
     def _best_of_search(self) -> JsonObject:
         searched = [name for name in self.runs if not name.startswith("final-")]
         ranked = self.ranked(searched)
-        most = max(self.runs[name]["steps"] for name in ranked)
-        top = next(self.runs[name]["values"] for name in ranked if self.runs[name]["steps"] == most)
+        longest = max(self.runs[name]["steps"] for name in ranked)
+        top = next(
+            self.runs[name]["values"] for name in ranked if self.runs[name]["steps"] == longest
+        )
         if self._is_direct:  # the few steps of the range test favour high rates even more
             top = with_rate(top, GENTLER)
         return dict(top)
@@ -533,7 +535,7 @@ class Tuning:
             is_late = len(finalists) >= 2 and self.left < self._full_run(total_steps)
             if is_late or (len(finalists) >= MOST_FINALISTS and has_usable):
                 break
-            label = next(iter(combinations({key: [value] for key, value in values.items()})))
+            label = next(iter(combinations({key: [setting] for key, setting in values.items()})))
             if code := self.train(f"final-{label}", values, total_steps, how):
                 return code
         return 0
@@ -592,9 +594,9 @@ def with_rate(values: JsonObject, factor: float) -> JsonObject:
 def tune(file: Path, overrides: Sequence[str], budget: float, losses: Sequence[str]) -> Tuning:
     """Try settings until the budget is used; exit with the code of a run that was asked to stop."""
     tuning = Tuning.of(file, overrides, budget)
-    data = prepare(tuning.base)
-    tuning.prompts = prompts_of(data.evals.values())
-    ids = np.concatenate([dataset.digests for dataset in data.evals.values()])
+    prepared = prepare(tuning.base)
+    tuning.prompts = prompts_of(prepared.evals.values())
+    ids = np.concatenate([dataset.digests for dataset in prepared.evals.values()])
     fewest = min(int((ids % 2 == half).sum()) for half in (0, 1))
     if fewest < FEW:
         echo(
@@ -604,7 +606,7 @@ def tune(file: Path, overrides: Sequence[str], budget: float, losses: Sequence[s
         )
     if fewest < 2:
         raise ConfigError("validation.data_args: hold out at least some pairs for each half.")
-    total = PreparedSteps.of(tuning.base, data).total_steps
+    total = PreparedSteps.of(tuning.base, prepared).total_steps
     with control.lock(tuning.folder):
         if code := tuning.run(losses, total):
             raise typer.Exit(code)
@@ -620,12 +622,12 @@ def write_best(tuning: Tuning, found: JsonObject, out: Path) -> None:
     lines = [
         f"Chosen by rather tune, on held-out pairs that did not propose it: {found['reason']}."
     ]
-    lines += [f"{key}: {value}" for key, value in best["values"].items()]
+    lines += [f"{key}: {setting}" for key, setting in best["values"].items()]
     for name, final in found["finalists"].items():
         lines.append(f"{name}: {final['text']}, {facts(found, name)}")
         if "problem" in found["runs"].get(name, {}):
             lines.append(f"  cannot win: {found['runs'][name]['problem']}")
-    changes = [f"{key}={value}" for key, value in best["values"].items()]
+    changes = [f"{key}={setting}" for key, setting in best["values"].items()]
     config = settings(tuning.file, [*tuning.state["asked"]["overrides"], *changes])
     write_own(out, "".join(f"# {line}\n" for line in lines) + dump_yaml(config))
 
@@ -633,13 +635,13 @@ def write_best(tuning: Tuning, found: JsonObject, out: Path) -> None:
 def facts(found: JsonObject, name: str) -> str:
     """Return drift and forgetting of a finalist."""
     run = found["runs"].get(name, {})
-    parts = [f"drift {run.get('drift', 0.0):.3g}"]
+    texts = [f"drift {run.get('drift', 0.0):.3g}"]
     if "forgetting_loss" in run:
         rise = run["forgetting_loss"] - run["forgetting_loss_before"]
-        parts.append(f"loss on neutral text {rise:+.3f}")
+        texts.append(f"loss on neutral text {rise:+.3f}")
     if "forgetting_kept" in run:
-        parts.append(f"{run['forgetting_kept']:.0%} of right answers kept")
-    return ", ".join(parts)
+        texts.append(f"{run['forgetting_kept']:.0%} of right answers kept")
+    return ", ".join(texts)
 
 
 def print_result(found: JsonObject) -> None:

@@ -58,28 +58,28 @@ def held_out_prefix(metric: str) -> str | None:
 
 def flatten(values: Mapping[Any, Any], prefix: str = "", whole: Sequence[str] = ()) -> JsonObject:
     """Return {"a.b": 1} for {"a": {"b": 1}}; keys of `whole` stay mappings."""
-    found: JsonObject = {}
-    for name, value in values.items():
+    flat: JsonObject = {}
+    for name, entry in values.items():
         key = f"{prefix}{name}"
-        is_section = isinstance(value, dict) and value and key not in whole
-        found |= flatten(value, f"{key}.", whole) if is_section else {key: value}
-    return found
+        is_section = isinstance(entry, dict) and entry and key not in whole
+        flat |= flatten(entry, f"{key}.", whole) if is_section else {key: entry}
+    return flat
 
 
 def append_line(file: Path, record: Mapping[str, Any]) -> None:
     """Append one record; a kill may have left half a line, after which it starts a new line."""
     line = f"{strict_json(record)}\n".encode()
-    with open(file, "ab+", opener=own) as out:
-        if out.tell():
-            out.seek(-1, 2)
-            line = line if out.read(1) == b"\n" else b"\n" + line
-        out.write(line)
+    with open(file, "ab+", opener=own) as lines:
+        if lines.tell():
+            lines.seek(-1, 2)
+            line = line if lines.read(1) == b"\n" else b"\n" + line
+        lines.write(line)
 
 
 def parse_object(text: bytes) -> JsonObject | None:
     with suppress(ValueError):
-        found = parse_json(text)
-        return found if isinstance(found, dict) else None
+        parsed = parse_json(text)
+        return parsed if isinstance(parsed, dict) else None
     return None
 
 
@@ -170,10 +170,10 @@ class AppendedFile:
         self._digest = self._hash(self._size)
 
     def _hash(self, size: int) -> Any:
-        digest, place = hashlib.sha256(), 0
-        while part := os.pread(self._descriptor, min(LONGEST_LINE, size - place), place):
-            digest.update(part)
-            place += len(part)
+        digest, position = hashlib.sha256(), 0
+        while block := os.pread(self._descriptor, min(LONGEST_LINE, size - position), position):
+            digest.update(block)
+            position += len(block)
         return digest
 
     def write(self, part: bytes) -> None:
@@ -206,9 +206,9 @@ class AppendedFile:
         digest = self._hash(size)
         self._unwritten = b""
         # Without a digest, from an earlier version, at least a whole line of text must end there.
-        known = saved or (b"\n" if size else None)
+        expected = saved or (b"\n" if size else None)
         last = os.pread(self._descriptor, 1, size - 1) if size else None
-        if self._size < size or known not in (digest.hexdigest(), last):
+        if self._size < size or expected not in (digest.hexdigest(), last):
             lost = self.path.with_name(f"{self.path.stem}.lost{self.path.suffix}")
             text = "%s: is not the file that the checkpoint was saved with: it was cut, changed or "
             text += "removed. It is now %s, and a new file begins with the next step."
@@ -261,7 +261,7 @@ def json_line(record: Record) -> str:
     JSON has no NaN: such a value is null, and the last field says what it was, as in
     {"step": 3, "loss": null, "nonfinite": {"loss": "nan"}}.
     """
-    nonfinite = {key: str(value) for key, value in record.items() if not math.isfinite(value)}
+    nonfinite = {key: str(number) for key, number in record.items() if not math.isfinite(number)}
     fields: JsonObject = dict(record) | dict.fromkeys(nonfinite)
     if nonfinite:
         fields["nonfinite"] = nonfinite

@@ -64,8 +64,8 @@ class TrackedRun:
     """
 
     def __init__(self, config: DPOConfig, start_step: int) -> None:
-        for name, value in ENVIRONMENT.items():  # before a tracker's package is imported
-            os.environ.setdefault(name, value)
+        for name, setting in ENVIRONMENT.items():  # before a tracker's package is imported
+            os.environ.setdefault(name, setting)
         self.options, self.start_step = config.tracker_kwargs, start_step
         self.project = self.options.project or "rather"
         self.name = self.options.name or config.exp_name
@@ -88,8 +88,8 @@ class TrackedRun:
 
         A tracker that writes in the background may have lost them in a kill.
         """
-        known = read_records(self.run_dir / "metrics.jsonl") if self.start_step else ()
-        return (record for record in known if record["step"] >= first)
+        earlier = read_records(self.run_dir / "metrics.jsonl") if self.start_step else ()
+        return (record for record in earlier if record["step"] >= first)
 
 
 class Tracker:
@@ -121,8 +121,8 @@ class TensorBoard(Tracker):
         self._writer = SummaryWriter(str(run.folder), purge_step=purge)
 
     def log(self, step: int, metrics: Record) -> None:
-        for name, value in _values(metrics).items():
-            self._writer.add_scalar(name, value, step)
+        for name, number in _values(metrics).items():
+            self._writer.add_scalar(name, number, step)
         self._writer.flush()  # otherwise a kill loses the last two minutes
 
     def close(self, *, failed: bool = False) -> None:
@@ -170,20 +170,20 @@ class Trackio(Tracker):
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
-        known, project, name = run.ids.get("trackio"), run.project, run.name
+        known_id, project, name = run.ids.get("trackio"), run.project, run.name
         with redirect_stdout(StringIO()):  # it prints a greeting
-            resume = "allow" if known else "never"
+            resume = "allow" if known_id else "never"
             self._run = trackio.init(
                 project=project, name=name, config=run.settings, resume=resume, embed=False
             )
         last_step = partial(SQLiteStorage.get_max_step_for_run, project, name)
         # It looks runs up by name, so it may have found another one.
-        if known and self._run.id != known and last_step(known) is not None:
+        if known_id and self._run.id != known_id and last_step(known_id) is not None:
             raise RuntimeError(
                 f"project {project} has a newer run {name}; set tracker_kwargs.name to another name"
             )
         run.keep_id("trackio", self._run.id)
-        if not known:
+        if not known_id:
             return
         if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
             last = last_step(self._run.id)
@@ -207,26 +207,26 @@ class MLflow(Tracker):
             run.database.parent.mkdir(parents=True, exist_ok=True)
             uri = f"sqlite:///{run.database}"
         self._client = client = MlflowClient(uri)
-        if known := run.ids.get("mlflow"):
-            client.update_run(known, "RUNNING")
-            client.set_tag(known, RESUMED, str(run.start_step))
-            self._id = known
+        if known_id := run.ids.get("mlflow"):
+            client.update_run(known_id, "RUNNING")
+            client.set_tag(known_id, RESUMED, str(run.start_step))
+            self._id = known_id
             return
-        found = client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else client.create_experiment(run.project)
+        existing = client.get_experiment_by_name(run.project)
+        experiment = existing.experiment_id if existing else client.create_experiment(run.project)
         notes = {"mlflow.note.content": run.options.notes} if run.options.notes else {}
         tags = dict.fromkeys(run.options.tags, "") | notes
         created = client.create_run(experiment, run_name=run.name, tags=tags)
         self._id = run.keep_id("mlflow", created.info.run_id)
         settings = flatten(run.settings).items()
-        params = [Param(_mlflow_name(name), str(value)) for name, value in settings]
+        params = [Param(_mlflow_name(name), str(setting)) for name, setting in settings]
         client.log_batch(self._id, params=params)
 
     def log(self, step: int, metrics: Record) -> None:
         from mlflow.entities import Metric
 
         now, values = int(time.time() * 1000), _values(metrics).items()
-        points = [Metric(_mlflow_name(name), float(value), now, step) for name, value in values]
+        points = [Metric(_mlflow_name(name), float(number), now, step) for name, number in values]
         self._client.log_batch(self._id, metrics=points)
 
     def close(self, *, failed: bool = False) -> None:
@@ -260,7 +260,7 @@ TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
 
 
 def _values(metrics: Record) -> dict[str, float | int]:
-    return {name: value for name, value in metrics.items() if name != "step"}
+    return {name: number for name, number in metrics.items() if name != "step"}
 
 
 def _mlflow_name(name: str) -> str:

@@ -72,13 +72,13 @@ class PackedTrainer(Trainer):
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         """Take the arguments of TRL's trainer, in its order."""
-        given = {**dict(zip(self.positions.split(), positional, strict=False)), **named}
-        self.arguments = given
-        self._refuse(given)
-        model, ref_model = given.get("model"), given.get("ref_model")
-        args = given.get("args") or self._default_args(model)
+        arguments = {**dict(zip(self.positions.split(), positional, strict=False)), **named}
+        self.arguments = arguments
+        self._refuse(arguments)
+        model, ref_model = arguments.get("model"), arguments.get("ref_model")
+        args = arguments.get("args") or self._default_args(model)
         self._refuse_args(args)
-        if given.get("train_dataset") is None or model is None:
+        if arguments.get("train_dataset") is None or model is None:
             raise ConfigError("model, train_dataset: are required.")
         set_seed(args.seed)
         self._metrics: dict[str, dict[str, list[float]]] = {
@@ -87,16 +87,18 @@ class PackedTrainer(Trainer):
         }
         self._tokens_seen = 0
         self._numbered_rows = 0  # of all data sets
-        model = self._load(model, args, given.get("quantization_config"))
-        self.tokenizer = self._tokenizer(model, args, given.get("processing_class"))
-        model = self._with_adapter(model, given.get("peft_config"), ref_model)
+        model = self._load(model, args, arguments.get("quantization_config"))
+        self.tokenizer = self._tokenizer(model, args, arguments.get("processing_class"))
+        model = self._with_adapter(model, arguments.get("peft_config"), ref_model)
         self._refuse_model(model, args)
         self.args, self.loss = args, self._loss(args)
         self.recipe = Recipe(self.tokenizer, args.max_length, args.dataset_num_proc)
-        rows = self._prepared(given["train_dataset"], "train")
-        held_out = self._prepared(given.get("eval_dataset"), "eval")
+        rows = self._prepared(arguments["train_dataset"], "train")
+        held_out = self._prepared(arguments.get("eval_dataset"), "eval")
         sets = held_out.values() if isinstance(held_out, dict) else [held_out]
-        self.prepared_sets = [each for each in (rows, *sets) if each is not None]
+        self.prepared_sets = [
+            rows_of_set for rows_of_set in (rows, *sets) if rows_of_set is not None
+        ]
         if args.device.type == "cpu":
             args.gradient_checkpointing = False  # memory is not short, and no number changes
         elif hasattr(model, "peft_config") and args.gradient_checkpointing:
@@ -108,9 +110,9 @@ class PackedTrainer(Trainer):
             train_dataset=rows,
             eval_dataset=held_out,
             processing_class=self.tokenizer,
-            callbacks=given.get("callbacks"),
-            optimizers=given.get("optimizers") or (None, None),
-            optimizer_cls_and_kwargs=given.get("optimizer_cls_and_kwargs"),
+            callbacks=arguments.get("callbacks"),
+            optimizers=arguments.get("optimizers") or (None, None),
+            optimizer_cls_and_kwargs=arguments.get("optimizer_cls_and_kwargs"),
         )
         if args.n_gpu > 1:
             raise ConfigError(
@@ -204,16 +206,19 @@ class PackedTrainer(Trainer):
         return self._model_class(model, options).from_pretrained(model, **options)
 
     def _model_class(self, name: str, options: dict[str, Any]) -> Any:
-        kept = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
-        config = AutoConfig.from_pretrained(name, **kept)  # the revision is in `kept`  # nosec B615
+        loading_options = {
+            key: options[key] for key in ("revision", "trust_remote_code") if key in options
+        }
+        # The revision is in the options.
+        config = AutoConfig.from_pretrained(name, **loading_options)  # nosec B615
         return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
 
     def _tokenizer(self, model: Any, args: Any, tokenizer: Any) -> Any:
         if tokenizer is None:
-            kept = {"revision": (args.model_init_kwargs or {}).get("revision")}
+            loading_options = {"revision": (args.model_init_kwargs or {}).get("revision")}
             name, trusts = model.config._name_or_path, args.trust_remote_code
-            tokenizer = AutoTokenizer.from_pretrained(  # the revision is in `kept`  # nosec B615
-                name, trust_remote_code=trusts, **kept
+            tokenizer = AutoTokenizer.from_pretrained(  # with a revision  # nosec B615
+                name, trust_remote_code=trusts, **loading_options
             )
         if hasattr(tokenizer, "image_processor") or not hasattr(tokenizer, "eos_token"):
             raise ConfigError(
@@ -270,14 +275,14 @@ class PackedTrainer(Trainer):
             if isinstance(module, nn.Dropout) and module.p
         }
         of_adapter = any("lora_dropout" in name for name in layers)
-        what = "lora_dropout" if of_adapter else "dropout"
+        dropout_name = "lora_dropout" if of_adapter else "dropout"
         is_off = getattr(args, "disable_dropout", False)
         if layers and (not is_off or (of_adapter and not self.disables_lora_dropout)):
-            raise ConfigError(f"{what}: random dropout is not supported here; set it to 0.")
+            raise ConfigError(f"{dropout_name}: random dropout is not supported here; set it to 0.")
         for layer in layers.values():
             layer.p = 0.0
         if layers:
-            log.info("%s: disable_dropout sets it to 0, as in TRL", what)
+            log.info("%s: disable_dropout sets it to 0, as in TRL", dropout_name)
         if getattr(text, "attention_dropout", 0):
             raise ConfigError("attention_dropout: the model's config has it; set it to 0.")
         if args.max_length:
@@ -286,8 +291,8 @@ class PackedTrainer(Trainer):
     def _prepared(self, dataset: Any, name: str) -> Any:
         """Return the rows of one data set, or of each in a mapping, as tokens."""
         if isinstance(dataset, dict):
-            return {key: self._prepared(each, key) for key, each in dataset.items()}
-        is_ready = any(dataset is each for each in self.prepared_sets)
+            return {key: self._prepared(rows_of_set, key) for key, rows_of_set in dataset.items()}
+        is_ready = any(dataset is rows_of_set for rows_of_set in self.prepared_sets)
         if is_ready or dataset is None or isinstance(dataset, str):
             return dataset
         first = next(iter(dataset))
@@ -339,14 +344,14 @@ class PackedTrainer(Trainer):
 
     def note(self, mode: str, **metrics: Tensor | float) -> None:
         """Add metrics of a micro-batch: means over the ranks, as log_history shows them."""
-        for name, value in metrics.items():
-            mean = torch.as_tensor(value, device=self.args.device).double().detach()
+        for name, metric in metrics.items():
+            mean = torch.as_tensor(metric, device=self.args.device).double().detach()
             self._metrics[mode][name].append(float(self.accelerator.gather(mean).mean()))
 
     def note_ratio(self, mode: str, name: str, total: Tensor, count: Tensor) -> None:
         """Add a mean over the tokens of all ranks."""
-        both = torch.stack([total.detach().double(), count.double()])
-        total, count = self.accelerator.gather(both).view(-1, 2).sum(0)
+        total_and_count = torch.stack([total.detach().double(), count.double()])
+        total, count = self.accelerator.gather(total_and_count).view(-1, 2).sum(0)
         self._metrics[mode][name].append(float(total / count) if count else 0.0)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -386,11 +391,11 @@ class PackedTrainer(Trainer):
         datasets = [dataset_name] if isinstance(dataset_name, str) else dataset_name or []
         more_tags = [tags] if isinstance(tags, str) else tags or []
         top = {"library_name": "transformers", "tags": ["rather", self.name.lower(), *more_tags]}
-        data = ", ".join(map(str, datasets)) or "not named"
+        data_names = ", ".join(map(str, datasets)) or "not named"
         lines = [
             f"# {model_name or Path(self.args.output_dir).name}",
             f"Trained by rather.trl.{self.name}Trainer for {self.state.global_step} steps.",
-            f"Data: {data}.",
+            f"Data: {data_names}.",
             _table("setting", _public_settings(self.args)),
             _table("last metric", _last_numbers(self.state.log_history)),
         ]
@@ -443,9 +448,9 @@ def _public_settings(args: Any) -> dict[str, Any]:
 def _last_numbers(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the newest value of each metric."""
     newest = ChainMap(*map(dict, reversed(history)))
-    return {name: f"{value:.6g}" for name, value in newest.items() if isinstance(value, float)}
+    return {name: f"{number:.6g}" for name, number in newest.items() if isinstance(number, float)}
 
 
 def _table(title: str, values: Mapping[str, Any]) -> str:
-    rows = [f"| {name} | {value} |" for name, value in values.items()]
+    rows = [f"| {name} | {cell} |" for name, cell in values.items()]
     return "\n".join([f"| {title} | |", "|---|---|", *rows])

@@ -78,9 +78,9 @@ def default_of(argument: Field[Any]) -> Any:
 def changed_arguments(settings: Any) -> Iterator[str]:
     """Yield the names of the arguments that differ from their defaults."""
     for argument in fields(settings):
-        value, default = getattr(settings, argument.name), default_of(argument)
-        is_off = value is False and default == "no"  # how a parser reads "no"
-        if value != default and not is_off:
+        setting, default = getattr(settings, argument.name), default_of(argument)
+        is_off = setting is False and default == "no"  # how a parser reads "no"
+        if setting != default and not is_off:
             yield argument.name
 
 
@@ -132,10 +132,10 @@ class TrlConfig(TrainingArguments):
             if name in REFUSED:
                 yield f"{name}: {REFUSED[name]}."
             if name in NEEDS:
-                other, value = NEEDS[name]
-                is_on = getattr(self, other)
-                if value != is_on and value not in (is_on if isinstance(is_on, list) else []):
-                    yield f"{name}: has an effect only with {other}: {value}; remove it."
+                needed, needed_value = NEEDS[name]
+                values = getattr(self, needed)
+                if needed_value not in (values if isinstance(values, list) else [values]):
+                    yield f"{name}: has an effect only with {needed}: {needed_value}; remove it."
 
 
 @dataclass

@@ -61,10 +61,10 @@ class Recipe(NamedTuple):
 
     def kept_part(self, truncation_mode: str) -> slice:
         """Return which tokens of a sequence are kept if it is longer than max_length."""
-        most = self.max_length
-        if most is None:
+        length = self.max_length
+        if length is None:
             return slice(None)
-        return {"keep_start": slice(most), "keep_end": slice(-most, None)}[truncation_mode]
+        return {"keep_start": slice(length), "keep_end": slice(-length, None)}[truncation_mode]
 
     def with_eos(self, text: Any) -> Any:
         end = self.tokenizer.eos_token
@@ -74,9 +74,9 @@ class Recipe(NamedTuple):
         """Return the prompt up to where a whole sequence differs, and the answers after it."""
         starts = {"add_generation_prompt": True} if is_chat(row) else {}
         prompt = self.ids(row["prompt"], row, **starts)
-        whole = [self.ids(row["prompt"] + self.with_eos(row[name]), row) for name in names]
-        length = min(common_length(prompt, ids) for ids in whole)
-        return prompt[:length], [ids[length:] for ids in whole]
+        sequences = [self.ids(row["prompt"] + self.with_eos(row[name]), row) for name in names]
+        length = min(common_length(prompt, ids) for ids in sequences)
+        return prompt[:length], [ids[length:] for ids in sequences]
 
     # --- one method for each trainer ---
 
@@ -118,11 +118,11 @@ class Recipe(NamedTuple):
 
         if "chosen_ids" not in next(iter(dataset)):
             dataset = self.map(dataset, tokens)
-        most = self.max_length
-        if most is None:
+        longest = self.max_length
+        if longest is None:
             return dataset
         return dataset.filter(
-            lambda row: len(row["chosen_ids"]) <= most and len(row["rejected_ids"]) <= most
+            lambda row: len(row["chosen_ids"]) <= longest and len(row["rejected_ids"]) <= longest
         )
 
     def concatenated(self, dataset: Any) -> Any:
@@ -131,7 +131,7 @@ class Recipe(NamedTuple):
         A chat template gives text first. Prompt and answer are tokenised together, without special
         tokens; then BOS and EOS are added.
         """
-        tokenizer, most = self.tokenizer, self.max_length or 512
+        tokenizer, longest = self.tokenizer, self.max_length or 512
 
         def side(prompt: str, answer: str) -> tuple[Ids, Ids]:
             begin = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
@@ -142,17 +142,17 @@ class Recipe(NamedTuple):
                 begin = [tokenizer.bos_token_id, *begin]
             if end[-1:] != [tokenizer.eos_token_id]:
                 end = [*end, tokenizer.eos_token_id]
-            end = end[: max(0, most - len(begin))]
+            end = end[: max(0, longest - len(begin))]
             return begin + end, [0] * len(begin) + [1] * len(end)
 
         def tokens(row: Row) -> Row:
             texts = self._rendered_texts(row) if is_chat(row) else row
-            found: Row = {}
+            columns: Row = {}
             for name in ("chosen", "rejected"):
-                found[f"{name}_input_ids"], found[f"{name}_scored"] = side(
+                columns[f"{name}_input_ids"], columns[f"{name}_scored"] = side(
                     texts["prompt"], texts[name]
                 )
-            return found
+            return columns
 
         dataset = self.map(self._with_prompt(dataset), tokens)
         return dataset.filter(lambda row: 1 in row["chosen_scored"] and 1 in row["rejected_scored"])
@@ -171,16 +171,16 @@ class Recipe(NamedTuple):
             add_generation_prompt=not continues,
             **options,
         )
-        whole = {
+        texts = {
             name: render(row["prompt"] + row[name], **options) for name in ("chosen", "rejected")
         }
-        length = min(common_length(prompt, text) for text in whole.values())
-        return {"prompt": prompt[:length], **{name: text[length:] for name, text in whole.items()}}
+        length = min(common_length(prompt, text) for text in texts.values())
+        return {"prompt": prompt[:length], **{name: text[length:] for name, text in texts.items()}}
 
     def language_modelling(self, dataset: Any, args: Any, *, completion_only: bool) -> Any:
         """Return input_ids and labels, which are -100 for tokens that are not scored."""
         options = {"return_assistant_tokens_mask": True} if args.assistant_only_loss else {}
-        kept = self.kept_part(args.truncation_mode)
+        kept_tokens = self.kept_part(args.truncation_mode)
 
         def tokens(row: Row) -> Row:
             if "prompt" in row:
@@ -205,7 +205,7 @@ class Recipe(NamedTuple):
 
         def cut(row: Row) -> Row:
             labels = row.get("labels") or row["input_ids"]
-            return {"input_ids": row["input_ids"][kept], "labels": labels[kept]}
+            return {"input_ids": row["input_ids"][kept_tokens], "labels": labels[kept_tokens]}
 
         if "input_ids" not in next(iter(dataset)):
             dataset = self.map(dataset, tokens)
@@ -218,10 +218,10 @@ class Recipe(NamedTuple):
         return dataset if "prompt" in next(iter(dataset)) else self.map(dataset, _extract_prompt)
 
     def _without_full_prompts(self, dataset: Any) -> Any:
-        most = self.max_length
-        if most is None:
+        longest = self.max_length
+        if longest is None:
             return dataset
-        return dataset.filter(lambda row: len(row["prompt_ids"]) < most)
+        return dataset.filter(lambda row: len(row["prompt_ids"]) < longest)
 
 
 def _extract_prompt(row: Row) -> Row:
@@ -255,17 +255,17 @@ def token_pair(
     sequences: Sequence[tuple[Ids, Ids]], prompt_length: int = 0, **facts: Any
 ) -> TokenPair:
     """Return one or two sequences with their masks as a pair that shares its first tokens."""
-    (chosen, first), *others = sequences
-    rejected, second = others[0] if others else ([], [])
+    (chosen, first), *second_side = sequences
+    rejected, second = second_side[0] if second_side else ([], [])
     shared = min(prompt_length, len(chosen))
-    if others:
+    if second_side:
         shared = min(shared, common_length(chosen, rejected))
     return TokenPair(
         np.array(chosen[:shared], np.int32),
         np.array(chosen[shared:], np.int32),
         np.array(rejected[shared:], np.int32),
         spans_of(first),
-        spans_of(second) if others else (),
+        spans_of(second) if second_side else (),
         **facts,
     )
 

@@ -121,7 +121,7 @@ class WithReference(PackedTrainer):
     def reference(self, batch: PairBatch, rows: Sequence[int]) -> Reference:
         """Return the reference's columns of a micro-batch: known ones, or those of its model."""
         names = ["sum", *sorted(self.loss.token_columns & {"shared"})]
-        own_rows = [rows[place] for place in batch.pair_P.tolist()]
+        own_rows = [rows[index] for index in batch.pair_P.tolist()]
         if not all(row in self.known for row in own_rows):
             columns = self._ask_reference(batch)
             if -1 in own_rows:  # streamed rows have no number
@@ -135,8 +135,8 @@ class WithReference(PackedTrainer):
         with self.accelerator.autocast():
             if self.ref_model is not None:
                 with self.packed_reference.attention():
-                    found: Reference = self.ref_model(pairs=batch)
-                return found
+                    columns: Reference = self.ref_model(pairs=batch)
+                return columns
             with self.packed.attention():
                 if not hasattr(self.model, "peft_config"):
                     if self.state.global_step:
@@ -158,14 +158,16 @@ def dpo_loss(args: Any) -> PairLoss:
         )
     numbers = {"beta": args.beta, "discopop_tau": args.discopop_tau}
     numbers["label_smoothing"] = args.label_smoothing
-    taken = {key for name in args.loss_type for key in LOSSES.find(name, "loss_type").numbers}
+    numbers_of_loss = {
+        key for name in args.loss_type for key in LOSSES.find(name, "loss_type").numbers
+    }
     kind = DIVERGENCES.get(args.f_divergence_type, args.f_divergence_type)
     modifiers = {"ld_alpha": args.ld_alpha, "use_weighting": args.use_weighting or None}
     if kind != "reverse_kl":
         modifiers["f_divergence_type"] = kind
     if kind == "alpha":
         modifiers["f_alpha_divergence_coef"] = args.f_alpha_divergence_coef
-    numbers = {key: value for key, value in numbers.items() if key in taken}
+    numbers = {key: number for key, number in numbers.items() if key in numbers_of_loss}
     return configure(args.loss_type, numbers, args.loss_weights, modifiers)
 
 
@@ -181,8 +183,10 @@ class DPOTrainer(WithReference, Pairwise):
         return self.recipe.preference(dataset, drops=self.args.truncation_mode == "keep_start")
 
     def token_pairs(self, row: Row) -> list[TokenPair]:
-        prompt, kept = row["prompt_ids"], self.recipe.kept_part(self.args.truncation_mode)
-        sides = [cut_answer(prompt, row[f"{side}_ids"], kept) for side in ("chosen", "rejected")]
+        prompt, kept_tokens = row["prompt_ids"], self.recipe.kept_part(self.args.truncation_mode)
+        sides = [
+            cut_answer(prompt, row[f"{side}_ids"], kept_tokens) for side in ("chosen", "rejected")
+        ]
         return [token_pair(sides, len(prompt))]
 
     def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
@@ -193,14 +197,16 @@ class DPOTrainer(WithReference, Pairwise):
             reference = self.reference(batch, inputs["rows"].tolist())
         x = self.logps(batch, policy, reference)
         loss = self.loss(x).mean()
-        seen = self.loss.effective(x)
-        rewards = self.args.beta * (log_ratios(seen) if reference else seen.policy).detach()
+        effective = self.loss.effective(x)
+        rewards = (
+            self.args.beta * (log_ratios(effective) if reference else effective.policy).detach()
+        )
         self.note_ratio(mode, "entropy", policy["entropy"].sum(), x.length.sum())
         self._note_logits(mode, policy, x.length)
         self.note_ratio(
             mode, "mean_token_accuracy", policy["top1"][:, 0].sum(), x.length[:, 0].sum()
         )
-        self._note_rewards(mode, rewards, seen.policy)
+        self._note_rewards(mode, rewards, effective.policy)
         return loss
 
 
@@ -228,9 +234,9 @@ class KTOTrainer(WithReference):
         return self.recipe.unpaired(dataset, size if self.with_kl else None)
 
     def token_pairs(self, row: Row) -> list[TokenPair]:
-        prompt, kept = row["prompt_ids"], self.recipe.kept_part("keep_start")
+        prompt, kept_tokens = row["prompt_ids"], self.recipe.kept_part("keep_start")
         names = ("completion_ids", "KL_completion_ids") if self.with_kl else ("completion_ids",)
-        sides = [cut_answer(prompt, row[name], kept) for name in names]
+        sides = [cut_answer(prompt, row[name], kept_tokens) for name in names]
         return [token_pair(sides, len(prompt), soft_label=float(row["label"]))]
 
     def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
@@ -415,8 +421,8 @@ class ORPOTrainer(WithoutReference):
         columns = model(pairs=batch)
         every = self.logps(batch, columns)
         is_pair = batch.pair_P % 2 == 0
-        whole = every.policy[~is_pair, 0].sum(), every.length[~is_pair, 0].sum()
-        nll = -whole[0] / whole[1]
+        sums_of_chosen = every.policy[~is_pair, 0].sum(), every.length[~is_pair, 0].sum()
+        nll = -sums_of_chosen[0] / sums_of_chosen[1]
         x = every._replace(policy=every.policy[is_pair], length=every.length[is_pair])
         policy = {name: column[is_pair] for name, column in columns.items()}
         log_odds = log_odds_ratio(x)
@@ -438,8 +444,8 @@ class CPOTrainer(WithoutReference):
         if args.loss_type == "sigmoid":
             return configure(["cpo"], {**numbers, "cpo_alpha": args.cpo_alpha})
         if args.loss_type == "simpo" and args.alpha:
-            own = {"gamma": args.simpo_gamma, "alphapo_alpha": args.alpha}
-            return configure(["alphapo"], {**numbers, **own}, None, modifiers)
+            alphapo_numbers = {"gamma": args.simpo_gamma, "alphapo_alpha": args.alpha}
+            return configure(["alphapo"], {**numbers, **alphapo_numbers}, None, modifiers)
         if args.loss_type == "simpo":
             return configure(["simpo"], {**numbers, "gamma": args.simpo_gamma}, None, modifiers)
         if args.loss_type in ("hinge", "ipo"):

@@ -149,7 +149,7 @@ class Handler(BaseHTTPRequestHandler):
         in_address = any(map(self.server.knows, query.get("token", [])))
         # Other programs on this host set cookies too; SimpleCookie stops at `a={"b":1}`.
         pairs = (text.strip().partition("=") for text in self.headers.get("Cookie", "").split(";"))
-        tokens = [value for name, _, value in pairs if name == self.server.cookie]
+        tokens = [cookie for name, _, cookie in pairs if name == self.server.cookie]
         tokens.append(self.headers.get("Authorization", "").removeprefix("Bearer "))
         if not in_address and not any(map(self.server.knows, tokens)):
             text = "Open the address that `rather board` printed: it carries the token."

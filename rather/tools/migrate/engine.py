@@ -99,8 +99,8 @@ SEEING = re.compile(r"(?i)qwen2\.?5-?vl|qwen3-?vl|llava-?(v1\.6|next)|smolvlm") 
 FREEZE = _MODEL + "freeze"
 FREEZING = ("llama-factory", "swift")
 IMAGE_SIZES = (
-    "tools scale images before the processor does, so sizes and tokens of images may differ; compare "
-    "`rather data --show 3`, set data_args.image_dir and image_max_pixels"
+    "tools scale images before the processor does, so sizes and tokens of images may differ; "
+    "compare `rather data --show 3`, set data_args.image_dir and image_max_pixels"
 )
 
 

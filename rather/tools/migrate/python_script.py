@@ -181,8 +181,8 @@ class Script(Module):
     def _unchanged_call(self, node: ast.expr) -> ast.Call | None:
         """Return the call that makes an object; None if that is not known, or it is changed."""
         is_changed = isinstance(node, ast.Name) and any(map(is_stored, self.uses(node.id)))
-        made = self._made(node)
-        return made if isinstance(made, ast.Call) and not is_changed else None
+        constructor = self._made(node)
+        return constructor if isinstance(constructor, ast.Call) and not is_changed else None
 
     def _followed(self, node: ast.expr, check: Callable[[str], None]) -> ast.expr:
         """Return the expression behind names, each of which is checked for changes."""
@@ -262,7 +262,9 @@ class Script(Module):
 
     def _later_changes(self, trainer: ast.Call) -> None:
         """Note what a script does to a trainer that it has made."""
-        names = [ast.unparse(name) for name, made in self.value_of.items() if made is trainer]
+        names = [
+            ast.unparse(name) for name, expression in self.value_of.items() if expression is trainer
+        ]
         for use in chain.from_iterable(map(self.uses, names)):
             if isinstance(use, ast.Attribute) and (is_stored(use) or use.attr in CHANGES_TRAINER):
                 self.unknown[ast.unparse(use)] = self.note(use, "it changes the trainer")

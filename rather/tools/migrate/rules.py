@@ -85,7 +85,7 @@ def full(path: str) -> str:
 def pairs(text: str) -> dict[Any, Any]:
     """Return {"a": 1, "b": True} for `a=1 b=true`."""
     words = (word.partition("=") for word in text.split())
-    return {plain(key): plain(value) for key, _, value in words}
+    return {plain(key): plain(text_of_value) for key, _, text_of_value in words}
 
 
 def keys(names: str) -> list[str]:

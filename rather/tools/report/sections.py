@@ -133,7 +133,9 @@ def tiles(run: Folder, state: str) -> str:
                 first, last = f"{column.values[0]:{form}}", f"{column.values[-1]:{form}}"
                 notes = []
                 if metric_name == "accuracy":
-                    values = {key: each.values for key, each in run.metrics.items()}
+                    values = {
+                        key: metric_column.values for key, metric_column in run.metrics.items()
+                    }
                     _, _, low, high = accuracy_of(values, prefix)
                     notes.append(f"95 %: {low:.1%} to {high:.1%}")
                     if ties and ties.values[0] == 1:

@@ -81,10 +81,10 @@ class AnswerSource:
         command = [word.replace("{model}", self.model).replace("{port}", port) for word in words]
         tied = [sys.executable, "-S", "-c", TIED, str(os.getpid())]
         log = self.folder / "server.log"
-        with open(log, "wb", opener=own) as out:
+        with open(log, "wb", opener=own) as log_file:
             self.process = subprocess.Popen(
                 [*(tied if sys.platform == "linux" else []), *command],
-                stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True,
+                stdout=log_file, stderr=log_file, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         url = f"http://127.0.0.1:{port}"
         server = Server(url, keys.timeout)
@@ -139,9 +139,9 @@ def _port(file: Path) -> str:
                 free.bind(("127.0.0.1", port))
             except OSError:
                 continue
-            found = str(free.getsockname()[1])
-        file.write_text(found)
-        return found
+            free_port = str(free.getsockname()[1])
+        file.write_text(free_port)
+        return free_port
     raise ServerError("rounds.server.start: no port of this machine is free.")
 
 

@@ -32,8 +32,8 @@ from rather.run_folder.model_source import here, weights_of
 def evaluate(model: str, first_model: str, answers: Path, base: Evaluated | None) -> JsonObject:
     """Return the figures of a round, as eval.json has them.
 
-    `answers` are those to the held-out prompts, with their scores if there is a judge. `base` is the
-    evaluation of the first model; None for that itself.
+    `answers` are those to the held-out prompts, with their scores if there is a judge. `base` is
+    the evaluation of the first model; None for that itself.
     """
     rows = read_answers(answers)
     scores = scores_of_rows(rows)
@@ -44,7 +44,7 @@ def evaluate(model: str, first_model: str, answers: Path, base: Evaluated | None
         figures |= {"score": mean, "score_low": low, "score_high": high, "scores": scores}
     if scores and base:
         figures |= _win_rate(base, rows, scores)
-    facts = {name: value[0] for name, value in answer_facts(rows).items()}
+    facts = {name: values[0] for name, values in answer_facts(rows).items()}
     figures |= {"length": facts.pop("mean_length"), **facts}
     figures["drift"] = drift(model, first_model, rows) if base else 0.0
     forgotten = forgetting_of(model).as_json()
@@ -73,7 +73,7 @@ def scores_of_rows(rows: Sequence[AnswerRow]) -> list[float]:
 
 def interval_of_mean(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of a mean over prompts; sound for shares of few prompts."""
-    if all(0 <= value <= 1 for value in values):
+    if all(0 <= number <= 1 for number in values):
         return interval(values)
     mean, half = float(np.mean(values)), half_width(values)
     return mean - half, mean + half

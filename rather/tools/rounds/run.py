@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import typer
@@ -108,8 +109,10 @@ class RoundsRun:
         make_folder(folder)
         self._write_answers(number, "answers", source, self.plan.prompts(number), sampled=True)
         for i, name in enumerate(self.plan.pool):
-            with AnswerSource(name, None, folder, number) as other:
-                self._write_answers(number, f"pool-{i}", other, self.plan.prompts(number), True)
+            with AnswerSource(name, None, folder, number) as pool_source:
+                self._write_answers(
+                    number, f"pool-{i}", pool_source, self.plan.prompts(number), True
+                )
 
     def _write_answers(
         self, number: int, name: str, source: AnswerSource, prompts: Path, sampled: bool
@@ -120,7 +123,7 @@ class RoundsRun:
         decoding = Decoding(rounds.max_new_tokens, rounds.temperature, rounds.top_p)
         seed = self.plan.base.seed + number
         request = Request(rounds.answers, decoding, seed) if sampled else Request(1, greedy)
-        out = self.plan.round_folder(number) / f"{name}.jsonl"
+        answers_file = self.plan.round_folder(number) / f"{name}.jsonl"
         server = source.keys.model_dump(include={"url", "start"}) if source.keys else None
         inputs: JsonObject = {
             "weights": weights_of(source.model).digest(),
@@ -129,11 +132,13 @@ class RoundsRun:
             "server": server,
         }
         stages = Stages(self.plan.round_folder(number))
-        if not stages.is_done(name, inputs, out):
+        if not stages.is_done(name, inputs, answers_file):
             say(f"round {number}: {source.model} answers {prompts}")
-        stages.run(name, inputs, out, lambda _: source.write(prompts, out, request))
+        stages.run(
+            name, inputs, answers_file, lambda _: source.write(prompts, answers_file, request)
+        )
         release_memory()
-        return out
+        return answers_file
 
     def _judge(self, number: int) -> None:
         """Write scored.jsonl of a round from its answers and those of the pool."""
@@ -145,7 +150,7 @@ class RoundsRun:
     def _score(self, number: int, name: str, files: Sequence[Path]) -> Path:
         judge = self.rounds.judge
         folder = self.plan.round_folder(number)
-        out = folder / f"{name}.jsonl"
+        scored_file = folder / f"{name}.jsonl"
         inputs: JsonObject = {"files": [file_sha(file) for file in files], "judge": digest(judge)}
 
         def work(_: bool) -> None:
@@ -154,13 +159,13 @@ class RoundsRun:
                 answers = folder / "pooled.jsonl"
                 write_atomic(answers, pooled(files))
             if judge:
-                score_file(answers, judge, out)
+                score_file(answers, judge, scored_file)
             else:
-                write_atomic(out, scored_by_source(files))
+                write_atomic(scored_file, scored_by_source(files))
 
-        Stages(folder).run(name, inputs, out, work)
+        Stages(folder).run(name, inputs, scored_file, work)
         release_memory()
-        return out
+        return scored_file
 
     def _train(self, number: int) -> None:
         plan, folder = self.plan, self.plan.round_folder(number)
@@ -197,7 +202,7 @@ class RoundsRun:
         if number:
             first = plan.round_folder(0) / answers.name
             base = Evaluated(self.evaluated[0], first)
-        out = folder / EVALUATION
+        evaluation_file = folder / EVALUATION
         inputs: JsonObject = {
             "answers": file_sha(answers),
             "weights": weights_of(source.model).digest(),
@@ -208,10 +213,12 @@ class RoundsRun:
             say(f"round {number}: evaluating {source.model}")
             figures = evaluate(source.model, plan.first_model, answers, base)
             figures |= pairs_of(folder / "train") if number else {}
-            write_atomic(out, [strict_json({"round": number, **figures}, indent=1), "\n"])
+            write_atomic(
+                evaluation_file, [strict_json({"round": number, **figures}, indent=1), "\n"]
+            )
 
-        Stages(folder).run("eval", inputs, out, work)
-        self.evaluated.append(read_json(out, own))
+        Stages(folder).run("eval", inputs, evaluation_file, work)
+        self.evaluated.append(read_json(evaluation_file, own))
         self._write_metrics()
         say(line_of(self.evaluated[-1]))
 
@@ -228,9 +235,9 @@ class RoundsRun:
         """Write metrics.jsonl, by which the board shows all rounds as one run."""
         lines = []
         for figures in self.evaluated:
-            found = {f"rounds/{name}": figures.get(name) for name in FIGURES}
-            known = {name: value for name, value in found.items() if value is not None}
-            lines.append(strict_json({"step": figures["round"], **known}) + "\n")
+            every_figure = {f"rounds/{name}": figures.get(name) for name in FIGURES}
+            record = {name: figure for name, figure in every_figure.items() if figure is not None}
+            lines.append(strict_json({"step": figures["round"], **record}) + "\n")
         write_atomic(self.plan.folder / METRICS, lines)
 
     def _end(self, reason: str) -> JsonObject:
@@ -241,24 +248,24 @@ class RoundsRun:
             copy_model(Path(self.plan.model(best)), target)
         elif target.exists():
             shutil.rmtree(target)
-        result: JsonObject = {
+        reached: JsonObject = {
             "best": best,
             "model": str(target) if best else self.plan.first_model,
             "reason": reason,
             "rounds": [without_lists(figures) for figures in self.evaluated],
         }
-        write_atomic(self.plan.folder / RESULT, [strict_json(result, indent=1), "\n"])
+        write_atomic(self.plan.folder / RESULT, [strict_json(reached, indent=1), "\n"])
         replace_own(self.plan.folder / FINISHED, f"{best}\n")
-        return result
+        return reached
 
 
 def line_of(figures: JsonObject) -> str:
     """Return the figures of a round in one line."""
     texts = [f"round {figures['round']}"]
     for name in FIGURES:
-        value = figures.get(name)
-        if value is not None:
-            texts.append(f"{name.replace('_', ' ')} {value:.4g}")
+        figure = figures.get(name)
+        if figure is not None:
+            texts.append(f"{name.replace('_', ' ')} {figure:.4g}")
     return ", ".join(texts)
 
 
@@ -290,8 +297,8 @@ def pooled(files: Sequence[Path]) -> Iterator[str]:
             merged[name] = [entry for row in rows for entry in row.question.row[name]]
         ids = [row.question.row.get("response_ids") for row in rows]
         same_tokens = len({row.question.row.get("tokens_digest") for row in rows}) == 1
-        is_known = same_tokens and all(each is not None for each in ids)
-        merged["response_ids"] = [one for each in ids for one in each] if is_known else None
+        is_known = same_tokens and all(ids_of_row is not None for ids_of_row in ids)
+        merged["response_ids"] = list(chain.from_iterable(ids)) if is_known else None
         yield strict_json(merged) + "\n"
 
 
@@ -300,8 +307,8 @@ def scored_by_source(files: Sequence[Path]) -> Iterator[str]:
     own_answers = [len(row.responses) for row in read_answers(files[0])]
     for text, count in zip(pooled(files), own_answers, strict=True):
         row = parse_json(text)
-        others = len(row["responses"]) - count
-        yield strict_json({**row, "scores": [1.0] * count + [0.0] * others}) + "\n"
+        answers_of_pool = len(row["responses"]) - count
+        yield strict_json({**row, "scores": [1.0] * count + [0.0] * answers_of_pool}) + "\n"
 
 
 def copy_model(source: Path, target: Path) -> None:

@@ -56,7 +56,7 @@ class RoundsKeys(Section):
     max_new_tokens: Count = 256
     """Longest answer; one that is cut there makes no pair."""
     judge: Text | None = None
-    """What gives scores: a rule (rule.py:score) or a reward model; without one, `pool` is needed."""
+    """What gives scores: a rule (rule.py:score) or a reward model; without one, set `pool`."""
     reference: Literal["first", "previous"] = "first"
     """The reference of a round: the model before the first round, or before this one."""
     start_from: Literal["previous", "base"] = "previous"
@@ -66,7 +66,7 @@ class RoundsKeys(Section):
     server: ServerKeys | None = None
     """Where answers come from; default: the model in this process."""
     pool: Text | list[Text] | None = None
-    """Other models whose answers to the same prompts are added; without a judge, they are rejected."""
+    """Other models whose answers are added to each prompt; without a judge, they are rejected."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,14 @@ class Plan:
         files = [str(self.round_folder(i) / "scored.jsonl") for i in range(first, number + 1)]
         before = self.model(number - 1)
         values = deepcopy(self.values)
-        data = self.base.actor_train.data_args
+        data_args = self.base.actor_train.data_args
         changes = {
             "exp_name": "train",
             "output_dir": str(self.round_folder(number)),
             "logging_dir": str(self.base.log_dir / f"round-{number}"),
             "overwrite": overwrite,
             "actor_train.data_args.file_name": files,
-            "actor_train.data_args.cache_dir": str(self.base.data_cache_dir(data)),
+            "actor_train.data_args.cache_dir": str(self.base.data_cache_dir(data_args)),
             "actor_train.model_args.model_name_or_path": (
                 before if rounds.start_from == "previous" else self.first_model
             ),
@@ -128,8 +128,8 @@ class Plan:
             ),
             "reference.cache.path": str(self.base.reference_cache_dir),
         }
-        for path, value in changes.items():
-            set_at(values, path, value)
+        for path, setting in changes.items():
+            set_at(values, path, setting)
         return config_from_dict(values)
 
 
@@ -138,23 +138,25 @@ def load_plan(file: Path, overrides: Sequence[str] = ()) -> Plan:
     values = composed_values(file, overrides)
     if not isinstance(values.get("rounds"), dict):
         raise ConfigError(f"{file.name}: has no key rounds; train with `rather train {file}`.")
-    given = values.pop("rounds")
+    rounds_keys = values.pop("rounds")
     values.setdefault("exp_name", file.stem)
     try:
-        rounds = RoundsKeys.model_validate(given)
+        rounds = RoundsKeys.model_validate(rounds_keys)
     except ValidationError as error:
         problems: dict[str, str] = {}  # of a union, the first reason is enough
-        for one in error.errors():
+        for problem in error.errors():
             # After the key, pydantic names the member of a union that it tried.
-            names = [str(name) for name in one["loc"] if str(name).islower() and name != "str"]
-            problems.setdefault(".".join(names), f"{one['msg'][:1].lower()}{one['msg'][1:]}")
+            names = [str(name) for name in problem["loc"] if str(name).islower() and name != "str"]
+            problems.setdefault(
+                ".".join(names), f"{problem['msg'][:1].lower()}{problem['msg'][1:]}"
+            )
         raise ConfigError(
             [f"rounds.{name} ({file.name}): {text}." for name, text in problems.items()]
         ) from None
     for path in OWN_PLACES:
-        top, _, rest = path.partition(".")
+        top, _, keys = path.partition(".")
         section = values.get(top)
-        for name in rest.split(".") if rest else ():
+        for name in keys.split(".") if keys else ():
             section = section.get(name) if isinstance(section, dict) else None
         if section:
             raise ConfigError(f"{path} ({file.name}): every round sets it itself; remove it.")

@@ -23,10 +23,10 @@ class Stages:
         self.folder = folder
         self.file = folder / STAGES
         try:
-            known = read_json(self.file, own)
+            stored = read_json(self.file, own)
         except (OSError, ValueError):
-            known = {}
-        self.known: JsonObject = known if isinstance(known, dict) else {}
+            stored = {}
+        self.known: JsonObject = stored if isinstance(stored, dict) else {}
 
     def is_done(self, name: str, inputs: JsonObject, output: Path) -> bool:
         """Return whether a stage has ended with these inputs, and its output is still there."""

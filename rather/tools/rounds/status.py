@@ -27,7 +27,7 @@ def best_round(evaluated: list[JsonObject]) -> int:
 
 
 def without_lists(figures: JsonObject) -> JsonObject:
-    return {name: value for name, value in figures.items() if not isinstance(value, list | dict)}
+    return {name: figure for name, figure in figures.items() if not isinstance(figure, list | dict)}
 
 
 def status_of(plan: Plan) -> JsonObject:
@@ -58,7 +58,7 @@ def print_rounds(found: JsonObject) -> None:
     rows = []
     for figures in found["rounds"]:
         values = [figures.get(name) for name in FIGURES]
-        texts = ["" if value is None else f"{value:.4g}" for value in values]
+        texts = ["" if figure is None else f"{figure:.4g}" for figure in values]
         rows.append((str(figures["round"]), *texts))
     print_table(("round", *(name.replace("_", " ") for name in FIGURES)), rows)
     echo(f"{found['reason']}.")
