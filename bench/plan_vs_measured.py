@@ -2,6 +2,7 @@
 
     python bench/plan_vs_measured.py             # two to four minutes on an H200
     python bench/plan_vs_measured.py --cpu       # a few minutes
+    python bench/plan_vs_measured.py --families  # memory of the families that are not plain decoders; also with --cpu
     python bench/plan_vs_measured.py --page      # makes the table of docs/plan.md from bench/results
 
 Qwen2.5 shapes (on a CPU small Llamas) with random weights; UltraFeedback-like pairs; nothing is compiled, so that steps
@@ -89,6 +90,7 @@ class Case:
     precision: str = "exact"
     recompute: str | None = None
     scale: float = 1.0  # of the lengths
+    settings: dict[str, Any] = field(default_factory=dict)  # of the family, in its config.json
 
 
 CUDA = [
@@ -108,6 +110,80 @@ CPU = [
     Case("11M Qwen2, full, recompute full", "11M", 4, 1024, recompute="full", scale=0.3),
     Case("11M Qwen2, LoRA", "11M", 4, 1024, rank=8, scale=0.3),
 ]
+
+
+LINEAR = {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
+SCANS = ["linear_attention"] * 3 + ["full_attention"]
+WINDOWS = ["sliding_attention"] * 3 + ["full_attention"]
+
+
+def families(width: int, layers: int) -> dict[str, dict[str, Any]]:
+    """Settings of families by their name; `width` of a head, with 8 heads."""
+    hidden = 8 * width
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden // 2}
+    linear = {**LINEAR, "linear_key_head_dim": width, "linear_value_head_dim": width}
+    linear["layer_types"] = SCANS * (layers // 4)
+    mamba = {"mamba_num_heads": 16, "mamba_head_dim": width, "ssm_state_size": width}
+    latent = {"kv_lora_rank": hidden // 2, "qk_nope_head_dim": width, "v_head_dim": width}
+    latent |= {"q_lora_rank": None, "qk_rope_head_dim": width // 2, "head_dim": width // 2}
+    gemma = {"layer_types": WINDOWS * (layers // 4), "sliding_window": 128}
+    gemma |= {"global_head_dim": width, "num_kv_shared_layers": 0}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    return {
+        "qwen3_5_text": linear,
+        "qwen3_next": {
+            **linear, **experts, "num_experts": 8, "shared_expert_intermediate_size": hidden // 2,
+        },
+        "olmo_hybrid": linear,
+        "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * (layers // 4)},
+        "gpt_oss": {
+            **rope, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128,
+            "intermediate_size": hidden,
+        },
+        "gemma4_text": {
+            **gemma, "vocab_size_per_layer_input": 8000, "hidden_size_per_layer_input": width,
+        },
+        "gemma4_text experts": {
+            **gemma, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8,
+            "top_k_experts": 2, "moe_intermediate_size": hidden // 2,
+        },
+        "nemotron_h": {
+            **mamba, "layers_block_type": ["mamba", "mlp", "attention", "mlp"] * (layers // 4),
+            "n_groups": 2,
+        },
+        "falcon_h1": {
+            "mamba_d_ssm": 2 * hidden, "mamba_n_heads": 16, "mamba_d_head": width,
+            "mamba_d_state": width, "mamba_n_groups": 1,
+        },
+        "llama4_text": {
+            "intermediate_size_mlp": 3 * hidden, "intermediate_size": hidden,
+            "num_local_experts": 8, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+        },
+        "deepseek_v3": {
+            **latent, **experts, "qk_head_dim": 3 * width // 2, "n_routed_experts": 8,
+            "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        },
+    }  # fmt: skip
+
+
+def family_cases(kind: str) -> list[Case]:
+    """About 0.3B weights on a GPU, 4M on a CPU; scans in torch keep up to 0.6 MB of a token and layer."""
+    width, layers, vocabulary = (128, 12, 32_000) if kind == "cuda" else (32, 4, 2000)
+    shape = f"family {kind}"
+    SMALL[shape] = Shape("", 8 * width, layers, 8, 4, 24 * width, vocabulary, True)
+    options: dict[str, Any] = {"pairs": 2, "tokens": 1024, "scale": 0.5}
+    if kind == "cuda":
+        options = {"pairs": 8, "tokens": 4096}
+    return [
+        Case(
+            name,
+            shape,
+            reference=False,
+            settings={"model_type": name.split()[0], **more},
+            **options,
+        )
+        for name, more in families(width, layers).items()
+    ]
 
 
 @dataclass
@@ -140,6 +216,9 @@ def main() -> None:
     parser.add_argument(
         "--page", action="store_true", help="write the table into docs/plan.md and run nothing"
     )
+    parser.add_argument(
+        "--families", action="store_true", help="other families than plain decoders"
+    )
     parser.add_argument("--only", help="one configuration by its name")
     parser.add_argument(
         "--train", help="only trains this configuration, and writes what was measured"
@@ -156,8 +235,10 @@ def main() -> None:
     if args.train:
         train_here(args.train, args.json)
         return
-    cases = [case for case in (CPU if args.cpu else CUDA) if args.only in (None, case.name)]
-    path, began, rows = args.json or RESULTS / f"plan_vs_measured_{kind}.json", time.monotonic(), []
+    every = family_cases(kind) if args.families else CPU if args.cpu else CUDA
+    cases = [case for case in every if args.only in (None, case.name)]
+    name = "plan_families" if args.families else "plan_vs_measured"
+    path, began, rows = args.json or RESULTS / f"{name}_{kind}.json", time.monotonic(), []
     print(told(machine()), flush=True)
     for case in cases:
         if time.monotonic() - began > args.seconds:
@@ -186,7 +267,7 @@ def train_in_child(
 
 
 def train_here(name: str, file: Path) -> None:
-    (case,) = (case for case in CPU if case.name == name)
+    (case,) = (case for case in [*CPU, *family_cases("cpu")] if case.name == name)
     row = Row(name)
     with tempfile.TemporaryDirectory() as folder:
         train(config_of(case, Path(folder)), case, "cpu", steps_of(case), row)
@@ -244,6 +325,8 @@ def config_of(case: Case, folder: Path) -> DPOConfig:
         "eos_token_id": 2,
         "dtype": "bfloat16",
     }
+    if case.settings:
+        values |= {"head_dim": shape.hidden // shape.heads, "pad_token_id": None, **case.settings}
     (model / "config.json").write_text(json.dumps(values), encoding="utf-8")
     (folder / "pairs.jsonl").write_text("{}\n", encoding="utf-8")
     strategy = (
@@ -289,7 +372,10 @@ def planned(config: DPOConfig, case: Case, kind: str, steps: list[list[Any]]) ->
     largest = max(pair.tokens for step in steps for pair in step)
     pairs = PairSample(sum(map(len, steps)), 0, len(steps), 1.0, steps, largest)
     device = Device(kind, there)
-    chosen = Forecast(config, sizes, device, pairs, None, reference=case.reference).chosen
+    forecast = Forecast(config, sizes, device, pairs, None, reference=case.reference)
+    if case.settings:  # of other families, only memory is compared
+        return forecast
+    chosen = forecast.chosen
     speed = measured_speed(config, sizes, steps[0], chosen, kind)
     return Forecast(config, sizes, device, pairs, speed, reference=case.reference)
 

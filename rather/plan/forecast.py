@@ -16,11 +16,13 @@ import numpy as np
 from rather.config.inherit import set_at
 from rather.config.load import config_from_dict
 from rather.config.run_config import DPOConfig
-from rather.config.schema import ActorModelArgs, ModelArgs
+from rather.config.schema import ActorConfig, ActorModelArgs, ModelArgs
 from rather.config.strategies import layout
 from rather.data.batch import TokenPair
 from rather.errors import ConfigError
 from rather.model.vision import PARTS
+from rather.parallel.load import stored_dtype
+from rather.plan.layer_trial import LayerTrial, is_plain, try_layers
 from rather.plan.memory import Device, MemoryForecast, adapter_weights, trains_tower
 from rather.plan.speed import GIB, Flops, Speed, StepSeconds, seconds_of_step, worth_compiling
 from rather.reference.logprob_cache import RECORD
@@ -74,6 +76,7 @@ class Forecast:
             reference=reference,
             compiled=self.compiled,
             images=any(pair.images for step in pairs.sample for pair in step),
+            layers=_tried_layers(config.actor_train, sizes, device.kind, pairs.sample[0]),
         )
         self.layout, step = memory.layout, pairs.sample[0]
         self.chosen = memory.chosen(pairs.sample, pairs.largest)
@@ -168,6 +171,16 @@ class Forecast:
         total, available = self.parts.total / GIB, self.device.memory / GIB
         fits = "fits" if self.fits else "may NOT fit"
         return f"forecast: {total:.3g} of {available:.3g} GiB ({listed}): {fits}{time}"
+
+
+def _tried_layers(
+    actor: ActorConfig, sizes: Sizes, kind: str, pairs: Sequence[TokenPair]
+) -> LayerTrial | None:
+    """Return what layers keep that the formulas do not know; None for those of plain decoders."""
+    if is_plain(sizes):
+        return None
+    itemsize = stored_dtype(actor.model_args, kind).itemsize
+    return try_layers(actor.model_path, actor.model_args, kind, itemsize, pairs)
 
 
 def caches_features(args: ActorModelArgs) -> bool:

@@ -45,6 +45,7 @@ from rather.model.sizes import LAYER, Shapes, Sizes, sizes_of, stacked
 from rather.optim.adamw import BLOCK
 from rather.optim.host import KEPT, LOTS, SLOTS
 from rather.parallel.load import compute_dtype, stored_dtype
+from rather.plan.layer_trial import LayerTrial
 
 if TYPE_CHECKING:
     from rather.data.batch import PairBatch, TokenPair
@@ -274,6 +275,7 @@ class LayerBytes:
     compiled: bool = False
     adapter: bool = False  # the base is frozen, and its linear layers have adapters
     gathered: int = 1  # ranks from which attention and MLP gather their inputs, and keep them
+    factor: float = 1.0  # of a family that is not a plain decoder: see layer_trial.py
 
     @property
     def kept(self) -> float:
@@ -294,6 +296,10 @@ class LayerBytes:
 
     @property
     def _everything(self) -> float:
+        return self.factor * self.plain
+
+    @property
+    def plain(self) -> float:
         """What is kept if nothing is recomputed; a compiler recomputes norms and a wide product."""
         sizes = self.sizes
         attention, mlp = 2 * sizes.query + 2.0 * sizes.key, (3 if sizes.gated else 2) * sizes.inner
@@ -399,12 +405,13 @@ class MemoryForecast:
         compiled: bool,
         stage: int | None = None,
         images: bool = False,
+        layers: LayerTrial | None = None,
     ) -> None:
         """`stage` is a rank of a pipeline; default: the one with most weights.
 
-        With `images`, a vision tower is part of the model.
+        With `images`, a vision tower is part of the model. `layers`: of a family that is not plain.
         """
-        self.stage = stage
+        self.stage, self.layers = stage, layers
         self.tower = sum(map(prod, sizes.tower.values())) if images else 0
         self.config, self.sizes, self.device, self.kind = config, sizes, device, device.kind
         self.layout, self.args = layout(config.actor_train), config.actor_train.model_args
@@ -508,7 +515,7 @@ class MemoryForecast:
         part, found, size, adapter = self.part, self.layout, self.compute, self.args.has_adapter
         gathered = found.tp if found.sequence_parallel else 1
         how = chosen.recompute, self.compiled, adapter, gathered
-        layer = LayerBytes(part, self.kind, size, *how)
+        layer = LayerBytes(part, self.kind, size, *how, factor=self._factor)
         resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
         # The first micro-batch finds no gradients but the sums of linear layers.
         early = self._summed_share(narrow=chosen.narrow) if work.batches == 1 else 1.0
@@ -531,6 +538,17 @@ class MemoryForecast:
         yield replace(before, activations=kept, buffers=before.buffers + busy)
         first = tokens * (layer.kept + outside)  # whose backward is the last
         yield replace(resting, activations=first, buffers=resting.buffers + busy + head)
+
+    @property
+    def _factor(self) -> float:
+        """By how much the layers keep more than those of a plain decoder."""
+        if self.layers is None:
+            return 1.0
+        adapter = self.args.has_adapter
+        return (
+            self.layers.kept
+            / LayerBytes(self.sizes, self.kind, self.compute, adapter=adapter).plain
+        )
 
     @property
     def _tower_bytes(self) -> float:

@@ -1,0 +1,62 @@
+"""Layers that are not those of a plain decoder: what a trial without memory counts is what they keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from rather.config.schema import ModelArgs
+from rather.data.pack import pack
+from rather.model.check import random_pairs
+from rather.model.policy import PolicyModel
+from rather.model.sizes import few_layers, sizes_of
+from rather.plan.layer_trial import is_plain, try_layers
+from tests.cells import cells
+from tests.model.test_hybrids import hybrid
+
+LENGTHS = [(90, 130, 110), (40, 150, 170)]
+
+
+def saved_bytes(folder: Path, layers: int) -> float:
+    """What autograd keeps of each token; the hidden state behind the layers is no part of it."""
+    policy = PolicyModel(few_layers(str(folder), ModelArgs(), layers, "cpu", torch.float32))
+    batch = pack(random_pairs(128, LENGTHS), 1024)[0]
+    known = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.hidden(batch)
+    return sum(size for size, _ in kept.values()) / len(batch.ids_N)
+
+
+KEPT = ["lfm2", "gpt_oss", "gemma4_text"]
+FAMILIES = [*KEPT, "qwen3_5_text", "qwen3_next", "olmo_hybrid", "nemotron_h", "falcon_h1"]
+
+
+@pytest.mark.parametrize("name", cells(FAMILIES, keep=KEPT))
+def test_a_trial_counts_what_layers_keep(name: str, tmp_path: Path) -> None:
+    hybrid(name).config.save_pretrained(tmp_path)
+    sizes = sizes_of(str(tmp_path), ModelArgs())
+    assert not is_plain(sizes)
+    trial = try_layers(str(tmp_path), ModelArgs(), "cpu", 4, random_pairs(128, LENGTHS))
+    measured = saved_bytes(tmp_path, sizes.layers) - saved_bytes(tmp_path, 0)
+    assert trial.kept * sizes.layers == pytest.approx(measured, rel=0.1)
+    on_gpu = try_layers(str(tmp_path), ModelArgs(), "cuda", 2, random_pairs(128, LENGTHS))
+    assert on_gpu.kept < trial.kept
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "olmo2"])
+def test_plain_decoders_need_no_trial(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(family, num_hidden_layers=2, vocab_size=128)
+    config.architectures = []
+    config.save_pretrained(tmp_path)
+    assert is_plain(sizes_of(str(tmp_path), ModelArgs()))
