@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = sides[config.option.wide_only]
     if config.option.part:
         _keep_part(config, items)
-    items.sort(key=lambda item: ORDER.index(_group(item.nodeid)))
+    items.sort(key=lambda item: _order(item.nodeid))
 
 
 def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -116,20 +116,29 @@ def _is_wide(item: pytest.Item) -> bool:
 
 
 # Tests that share costly processes or trained runs stay in one worker; elsewhere a file does.
-# The longest groups start first. `children` are forked from the server of tests/tiny.py.
+# The longest groups start first. `children` are forked from the server of tests/tiny.py, whose
+# start takes ten seconds; rules about the source share the parsed files.
 SHARING = {
     "ray": r"cluster/(?!test_hang.py::test_one)|faults/.*(on_ray|\[ray)",
-    "children": r"same/|cluster/test_hang|adapters/test_run|api/test_(ranks|resume)"
-    r"|checkpoint/test_(background|control|disk|store)|house/test_(adding|layers)"
-    r"|model/test_(export|head)|reference/test_resume|security/test_secrets"
-    r"|train/test_(nonfinite|resume|signals)",
+    "children": r"same/|house/|cluster/test_hang|adapters/test_run|api/test_(ranks|resume)"
+    r"|checkpoint/test_(background|control|disk|store)|docs/test_(pages|size)|faults/test_tasks"
+    r"|health/test_answers_at_end|model/test_(export|head|towers|vision_layouts)"
+    r"|reference/test_resume|security/test_(page|secrets)|train/test_(nonfinite|resume|signals)",
     "fork_server": r"faults/",
+    "health": r"health/",
     "board": r"board/",
     "commands": r"commands/",
-    "health": r"health/",
     "others": "",
 }
 ORDER = list(SHARING)
+# A file that takes half a minute must not be the last one to start.
+LONG_FILES = re.compile(
+    r"rounds/test_rounds|train/test_pipeline|train/test_tasks|sweep/|plan/test_run"
+)
+
+
+def _order(test: str) -> tuple[int, bool]:
+    return ORDER.index(_group(test)), not LONG_FILES.match(test.removeprefix("tests/"))
 
 
 def _group(test: str) -> str:

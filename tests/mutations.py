@@ -457,7 +457,7 @@ def _test(copy: Path, mutation: Mutation) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in ("rather", "tests")]:
         del sys.modules[name]
     pytest = importlib.import_module("pytest")
-    options = ["-q", "-x", "-p", "no:cacheprovider"]
+    options = ["-q", "-x", "--all", "-p", "no:cacheprovider"]
     sys.exit(int(pytest.main([*options, *(str(copy / test) for test in mutation.tests)])))
 
 

@@ -39,7 +39,9 @@ WIDE = {
     "same/test_adapters.py::test_a_checkpoint_resumes_under_another_layout": "same/test_elastic.py",
     "same/test_adapters.py::test_the_layout_does_not_matter[fsdp2 pissa]": "its other cells",
     "same/test_adapters.py::test_roles_share_one_model_and_leave_one_adapter": "adapters/test_run.py",
-    "same/test_context.py::test_together_with_other_axes[dp]": "its cell zero3",
+    "same/test_context.py::test_together_with_other_axes": (
+        "the canonical run on cp 2; same/test_stages.py: stages with cp"
+    ),
     "same/test_context.py::test_losses_and_families": "the canonical run",
     "same/test_elastic.py::test_any_layout_resumes_under_any_other"
     "[zero3-tp2|tp2-pp2|cp2-dp2|zero2-zero1|dp2-1]": "1-zero3 and pp2-cp2",
@@ -49,7 +51,9 @@ WIDE = {
     "same/test_stages.py::test_layers_that_compute_their_activations_again": "every schedule",
     "same/test_stages.py::test_models_and_losses": "every schedule, same file",
     "same/test_stages.py::test_four_ranks_with_virtual_stages": "interleaved on two ranks",
-    "same/test_tensor.py::test_together_with_other_axes[plain-cp|plain-dp]": "its cell plain-zero3",
+    "same/test_tensor.py::test_together_with_other_axes": (
+        "the canonical run on tp 2, plain and sequence parallel; same/test_experts.py: ep with tp"
+    ),
     "same/test_tensor.py::test_losses_and_families": "the canonical run",
     "sweep/test_sweep.py::test_a_signal_is_passed_on_to_the_children": "train/test_signals.py",
     "sweep/test_sweep.py::test_the_children_of_a_killed_sweep_are_asked_to_end": "test_signals.py",
@@ -95,7 +99,7 @@ WIDE = {
     "bench/test_merge.py": "adapters/test_merge.py: merged files compute what was trained",
     "bench/test_quality.py::test_quick_runs_in_parts_and_continues": "its checks and page, in the same file",
     "bench/test_layouts.py": "same/test_load.py: no rank holds more than its shards",
-    "adapters/test_run.py::test_killed_and_resumed_to_the_bit[pissa|dora|rs.*]": "its cell lora",
+    "adapters/test_run.py::test_killed_and_resumed_to_the_bit[pissa]": "its cell lora",
     "adapters/test_run.py::test_the_cache_distinguishes_adapters": "reference/test_cache.py: keys",
     "board/test_page.py::test_a_browser_enters_by_the_private_page": "board/test_serve.py: token",
     "checkpoint/test_background_saves.py::test_a_kill_during_a_save_loses_only_that_save": (
@@ -200,7 +204,7 @@ WIDE = {
     "same/test_stages.py::test_two_ranks_by_every_schedule[2-(gpipe|zero_bubble)]": (
         "1f1b, and zbv and dualpipev, which divide the backward pass"
     ),
-    r"same/test_stages.py::test_with_other_axes[interleaved-.*]": "its cells 1f1b with dp and with cp",
+    r"same/test_stages.py::test_with_other_axes[interleaved-.*]": "its cell 1f1b with cp",
     "same/test_tasks.py::test_kto_does_not_depend_on_the_number_of_ranks[(1-dtype0|4-dtype1).*]": (
         "the other two cells"
     ),
@@ -211,6 +215,42 @@ WIDE = {
     "train/test_signals.py::test_a_signal_ends_in_a_checkpoint[last evaluation-15|reference-15"
     "|last save-15|evaluation-2]": "the other phases; SIGINT while training",
     "train/test_signals.py::test_a_second_signal_quits_immediately[15-15|2-2]": "15-2 and 2-15",
+    "same/test_experts.py::test_a_checkpoint_resumes_on_another_ep": (
+        "same/test_elastic.py: any layout resumes under any other; ranks read and write the files "
+        "of one process, in the same file"
+    ),
+    "same/test_experts.py::test_half_precision": (
+        "every axis in the same file; same/test_rounding.py: bfloat16 in every layout"
+    ),
+    "same/test_shard.py::test_shards_on_the_host": (
+        "the canonical run on zero3; optim/test_host.py: the state on the host"
+    ),
+    "same/test_stages.py::test_log_probs_follow_the_weights": (
+        "every schedule, same file; same/test_shard.py: log-probs of all ranks follow a step"
+    ),
+    r"same/test_stages.py::test_with_other_axes[1f1b-\{'dp'.*]": (
+        "its cell with cp; same/test_shard.py: dp with shards"
+    ),
+    "faults/test_tasks.py::test_the_layout_does_not_matter[reward-ep2|bco-pp2]": (
+        "its cell kto-zero3; same/test_tasks.py: kto and groups on ranks; same/test_experts.py: ep"
+    ),
+    "train/test_vision_run.py::test_a_full_cache_computes_the_rest": (
+        "hits in the second epoch, in the same file"
+    ),
+    "train/test_tasks.py::test_an_exported_reward_model_gives_the_scores_of_the_run[changes0]": (
+        "its cell changes1"
+    ),
+    "train/test_tasks.py::test_eval_prints_what_training_logged_last[changes0]": "its cell bco",
+    "board/test_page.py::test_curves_comparison_filter_and_findings": (
+        "board/test_serve.py: what the page draws; page/test_page.py: charts in a browser; "
+        "test_pairs_token_by_token, in the same file"
+    ),
+    "board/test_page.py::test_a_damaged_folder_and_a_diverged_model_are_shown": (
+        "board/test_serve.py: damaged folders, and numbers that are not finite"
+    ),
+    "sweep/test_sweep.py::test_three_betas_take_one_pass_of_the_reference": (
+        "runs side by side share one pass, same file; reference/test_cache.py: another beta"
+    ),
 }
 
 
