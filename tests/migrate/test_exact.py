@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import yaml
 from typer.testing import CliRunner
 
 from rather.cli import app
+from rather.config.keys import table
 from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError
-from rather.tools.migrate.engine import Migrated, migrate
+from rather.tools.migrate import NAMES, rules
+from rather.tools.migrate.engine import Migrated, _is_in_mapping, migrate
 from rather.tools.migrate.peers import PEERS
 from rather.tools.migrate.rules import IMPOSSIBLE, MISSING, NEEDLESS, UNKNOWN
 from rather.tools.migrate.source import read_file, read_line
@@ -436,3 +439,19 @@ def test_splits_of_older_versions_of_openrlhf() -> None:
 def test_an_empty_key_that_no_list_has_changes_nothing(tmp_path: Path) -> None:
     result = of_file(tmp_path, {**AXOLOTL, "eval_table_max_new_tokens": None}, "axolotl")
     assert problems(result) == {}
+
+
+@pytest.mark.parametrize("name", ["shared", *(name.replace("-", "_") for name in NAMES)])
+def test_every_key_in_a_table_exists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables are texts: a typing error in one of Rather's keys must not wait for a user."""
+    paths = []
+    translate = rules._same
+
+    def record(text: str, note: str) -> rules.Rule:
+        paths.append(rules.full(text.partition(": ")[0].rstrip(":")))
+        return translate(text, note)
+
+    monkeypatch.setattr(rules, "_same", record)
+    runpy.run_path(str(Path(rules.__file__).parent / "peers" / f"{name}.py"))
+    assert paths or name == "roll"  # it has Rather's own keys
+    assert [path for path in paths if path not in table() and not _is_in_mapping(path)] == []
