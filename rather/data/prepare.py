@@ -29,10 +29,10 @@ from rather.config.strategies import data_parallel
 from rather.data import hub
 from rather.data.cache import Cache, batch_writer
 from rather.data.findings import examine, mix
-from rather.data.formats import FORMATS, IMAGES, RowLayout, has_images
+from rather.data.formats import FORMATS, IMAGES, IMAGES_REFUSED, RowLayout, has_images
 from rather.data.image_tokens import FAMILIES, ImageRecipe, family_of, image_recipe
 from rather.data.messages import common_length
-from rather.data.pairs import IMAGE_SCHEMA, IMAGE_TOKEN, SCHEMA, PairDataset, corrected
+from rather.data.pairs import IMAGE_SCHEMA, IMAGE_TOKEN, SCHEMA, PairDataset, PairFile, corrected
 from rather.data.pool import ChunkResult, encode_chunks
 from rather.data.read import DataFile, chunks, chunks_of, find_sources, parsed_rows
 from rather.data.report import TOO_LONG, Json, RowCounts, add_paths, as_lines, share_dropped
@@ -273,9 +273,7 @@ def recipe_of(
     )
 
 
-NO_EARLY_IMAGES = (
-    "none of the first rows of its set has; set data_args.image_dir if the model reads images"
-)
+NO_EARLY_IMAGES = f"this model's images are not read; {LIMITS}"
 
 
 def images_of(model: str, revision: str | None, data: DataArgs) -> tuple[ImageRecipe | None, str]:
@@ -360,10 +358,18 @@ class _Builder:
         layout = layout_of(self.keys, self.rows, data)
         images, layout = self._image_layout(sources, data, layout)
         shas = [[cache.sha(source.path) for source in group] for group in groups]
-        address = self._address(shas, data, layout, images)
-        pair_file, report = cache.find_or_build(
-            address, lambda target: self._build(target, groups, data, layout, images)
-        )
+
+        def find_or_build() -> tuple[str, PairFile, Json]:
+            address = self._address(shas, data, layout, images)
+            return address, *cache.find_or_build(
+                address, lambda target: self._build(target, groups, data, layout, images)
+            )
+
+        address, pair_file, report = find_or_build()
+        if layout.refuse_images == NO_EARLY_IMAGES and IMAGES_REFUSED in report["dropped"]:
+            images, layout = self._image_layout(sources, data, layout, has_images=True)
+            if images:  # the first rows were text: all are read again, with images
+                address, pair_file, report = find_or_build()
         counts = iter([entry["pairs"] for entry in report["files"]])
         ends = list(accumulate(sum(islice(counts, len(group))) for group in groups))
         rows_of_files = tuple(zip([0, *ends], ends, weights, strict=False))
@@ -374,13 +380,19 @@ class _Builder:
         return PairDataset(pair_file, address, rows_of_files), report
 
     def _image_layout(
-        self, sources: list[DataFile], data: DataArgs, layout: RowLayout
+        self,
+        sources: list[DataFile],
+        data: DataArgs,
+        layout: RowLayout,
+        *,
+        has_images: bool = False,
     ) -> tuple[ImageRecipe | None, RowLayout]:
         """Return how images of these files are read, and the layout that says so."""
         if data.image_dir and not Path(data.image_dir).expanduser().is_dir():
             raise DataError(f"data_args.image_dir: {data.image_dir} is not a folder.")
         are_named = bool(data.image_dir) or not layout.columns.keys().isdisjoint(IMAGES)
-        if not are_named and not any(_begins_with_images(file, data.encoding) for file in sources):
+        has_images = has_images or are_named
+        if not has_images and not any(_begins_with_images(file, data.encoding) for file in sources):
             return None, replace(layout, refuse_images=NO_EARLY_IMAGES)
         revision = self.actor.model_args.revision
         recipe, refusal = images_of(self.actor.model_path, revision, data)

@@ -50,6 +50,7 @@ glued_boundary: prompt and answer run together; set data_args.separator
 identical_after_truncation: both answers are the same tokens
 identical_text: both answers are the same text
 image_count: another number of images than of places for them
+images_refused: images, which are not read here
 in_training_data: the same pair is in the training data
 length_gap: answers whose lengths differ by more than max_length_gap
 missing_key: a needed key is missing

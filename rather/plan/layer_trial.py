@@ -96,7 +96,7 @@ def _try_layers(
             set_attention(policy.causal_lm, ON_GPU)
         for parameter in policy.parameters():
             if parameter.requires_grad:  # the gradients are counted elsewhere
-                parameter.register_post_accumulate_grad_hook(_forget_gradient)
+                parameter.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
         for layer in layers_of(policy):
             layer.register_forward_pre_hook(lambda *_: kept.append(live.now))
             layer.register_forward_hook(lambda *_: kept.append(live.now - kept.pop()))
@@ -105,7 +105,7 @@ def _try_layers(
         with live:
             hidden = policy.hidden(fake_batch)
             live.most = forward = live.now
-            hidden.sum().backward()
+            hidden.sum().backward()  # type: ignore[no-untyped-call]
     by_kind = dict(zip(kinds, kept, strict=False))
     mean = sum(by_kind[layer_kind] for layer_kind in kinds) / len(kinds)
     its_input = sizes.hidden * itemsize  # lives until the layer returns
@@ -138,7 +138,7 @@ class _OneKernel(torch.autograd.Function):
 def _attend_on_gpu(
     _module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any = None, **_unused: Any
 ) -> tuple[Tensor, None]:
-    attended: Tensor = _OneKernel.apply(query, key, value)
+    attended: Tensor = _OneKernel.apply(query, key, value)  # type: ignore[no-untyped-call]
     return attended, None
 
 
@@ -146,11 +146,11 @@ AttentionInterface.register(ON_GPU, _attend_on_gpu)
 AttentionMaskInterface.register(ON_GPU, lambda *_args, **_kwargs: None)
 
 
-class _LiveBytes(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all tensors that live; those of bfloat16 as if they had `itemsize`."""
 
     def __init__(self, itemsize: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
         self._factor = itemsize / torch.bfloat16.itemsize
         self._counted: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -340,7 +340,7 @@ def test_extra_columns_weights_and_ids() -> None:
         ({"prompt": "q", "chosen": True, "rejected": "b"}, "bad_type", "bool"),
         ({"prompt": 5, **AB}, "bad_type", "prompt"),
         ({"messages": [{"content": "q"}], **AB}, "bad_type", "no role"),
-        ({"messages": [user([{"type": "image"}])], **AB}, "bad_type", "only text"),  # type: ignore[arg-type]
+        ({"messages": [user([{"type": "image"}])], **AB}, "images_refused", "only text"),  # type: ignore[arg-type]
         ({"messages": [user(None)], **AB}, "bad_type", "null"),  # type: ignore[arg-type]
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "identical_text", ""),
         ({"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("a")]}, "identical_text", ""),
@@ -455,8 +455,9 @@ def test_any_row_gives_pairs_or_a_counted_reason(columns: dict[str, str]) -> Non
 @pytest.mark.parametrize("name", ["images", "image", "videos", "video", "audios", "audio"])
 def test_rows_with_pictures_or_sound_are_refused(name: str) -> None:
     row = {"prompt": "q", **AB}
-    assert reason({**row, name: ["1.png"]}) == "bad_type"
-    assert reason({**row, name: "1.png"}) == "bad_type"
+    why = "images_refused" if name.startswith("image") else "bad_type"
+    assert reason({**row, name: ["1.png"]}) == why
+    assert reason({**row, name: "1.png"}) == why
     for empty in (None, [], ""):
         assert one({**row, name: empty}) == one(row)
 

@@ -175,7 +175,7 @@ def test_every_shape_is_one_question_about_one_image(shape: str) -> None:
     assert pair.images == ("a.png",)
     assert not row_pairs.ignored
     [refused] = read_row(SHAPES[shape], RowLayout()).dropped
-    assert refused.reason == "bad_type"
+    assert refused.reason == "images_refused"
     assert "only text is read" in refused.detail
 
 
@@ -453,7 +453,6 @@ def test_text_is_prepared_as_before_whatever_the_model(
 
     monkeypatch.setattr("rather.data.prepare.text_sha", sha)
     rows = [{"prompt": "What <image>?", **ANSWERS}] * 300
-    rows += [{"prompt": "q", "images": ["late.png"], **ANSWERS}]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs, report = _prepared(folders["qwen3_5"], path)
@@ -467,9 +466,21 @@ def test_text_is_prepared_as_before_whatever_the_model(
     # What was hashed before images were read.
     assert int(pairs.column("pair_hash")[0]) == 15126211106175468177
     assert int(pairs.column("normal_prompt")[0]) == 6269488697681391200
-    [example] = report["train"]["dropped"]["bad_type"]["examples"]
-    assert "set data_args.image_dir if the model reads images" in example["detail"]
-    assert _prepared(folders["qwen3_5"], path, {"image_dir": str(tmp_path)}, max_bad_fraction=1.0)
+    assert not report["train"]["dropped"]
+
+
+def test_images_may_come_late(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "late.png").write_bytes(png())
+    rows = [{"prompt": f"What {number}?", **ANSWERS} for number in range(300)]
+    rows += [{"prompt": "q", "images": ["late.png"], **ANSWERS}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for _ in ("built", "from the cache"):
+        pairs, report = _prepared(folders["qwen3_5"], path)
+        assert pairs.has_images
+        assert len(pairs) == 301
+        assert not report["train"]["dropped"]
+        assert [image.source for image in pairs.images()] == [str(tmp_path / "late.png")]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ GRADES = ("label", "kto_tag", "score")
 EXTRAS = ("weight", "margin", "soft_label", "id", "tools", "chat_template_kwargs")
 IMAGES = ("images", "image")
 MEDIA = ("videos", "video", "audios", "audio")
+IMAGES_REFUSED = "images_refused"  # why a row is dropped
 TEXT_ONLY = f"only text is read here; {LIMITS}"
 GENERATED = ("ended", "response_ids", "prompt_ids", "tokens_digest")  # by `rather generate`
 OPTIONAL = ("input", "system", "history", "ranks", "scores", *GENERATED, *GRADES, *EXTRAS, *IMAGES)
@@ -211,7 +212,7 @@ def place_images(prompt: str | Turns, row: Row, refuse: str) -> tuple[str | Turn
     if not images and not any(REFERENCES in turn for turn in turns):
         return prompt, ()
     if refuse:
-        raise DropReason("bad_type", f"the row has images, but {refuse}")
+        raise DropReason(IMAGES_REFUSED, f"the row has images, but {refuse}")
     places = list(chain.from_iterable(map(_places_of, turns)))
     turns = tuple({key: turn[key] for key in turn if key != REFERENCES} for turn in turns)
     if not places:
