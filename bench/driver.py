@@ -53,6 +53,7 @@ from rather.pipeline.steps import PreparedSteps
 from rather.run_folder.control import StopRequest
 from rather.tracking.json_lines import MetricsPosition
 from rather.tracking.run import RunTracker
+from rather.tracking.trackers import TrackedRun
 from rather.train.rank_trainer import StepResult
 
 PAIRS = 4  # of a rank, in a step
@@ -160,14 +161,16 @@ class Driver(Hook):
     ) -> None:
         self.counts = counts
         state, objective = RunState(), from_config(config)
-        kept: Any = {"identity": {}, "run_dir": None, "stop": StopRequest()}
+        kept: Any = {"saving": None, "run_dir": None, "stop": StopRequest()}
         self.parts = parts = RunParts.build(config, roles, source, objective, state, **kept)
         parts.packing.tokens["train"] = 16_384
         stream = parts.reference_stream
         stream._loaded = True
         assert stream.logps
         stream.logps.open(own)
-        tracker = RunTracker(config, total_steps=source.total_steps, start_step=0, quiet=True)
+        tracker = RunTracker(
+            TrackedRun(config), total_steps=source.total_steps, start_step=0, quiet=True
+        )
         hooks = Hooks()
         hooks += [
             WritePairLedger(tracker, objective),

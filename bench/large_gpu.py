@@ -99,8 +99,9 @@ def forecast(
     """What `rather plan` says before anything is loaded."""
     from plan_vs_measured import Case, config_of
 
+    from rather.config.load import changed
     from rather.model.sizes import sizes_of
-    from rather.plan.forecast import Forecast, PairSample, changed
+    from rather.plan.forecast import Forecast, PairSample
     from rather.plan.memory import Device
     from rather.plan.speed import listed_speed
 

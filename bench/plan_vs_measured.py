@@ -376,7 +376,7 @@ def planned(config: DPOConfig, case: Case, kind: str, steps: list[list[Any]]) ->
     if case.settings:  # of other families, only memory is compared
         return forecast
     chosen = forecast.chosen
-    speed = measured_speed(config, sizes, steps[0], chosen, kind)
+    speed = measured_speed(actor, sizes, steps[0], chosen, kind)
     return Forecast(config, sizes, device, pairs, speed, reference=case.reference)
 
 

@@ -13,7 +13,6 @@ import torch
 
 from rather.api.in_memory import InMemorySteps, process_rank
 from rather.api.trainer import DPOTrainer as Trainer
-from rather.api.trainer import tracker_in
 from rather.config.run_config import DPOConfig
 from rather.config.schema import StrategyArgs, TrainingArgs
 from rather.errors import ConfigError
@@ -167,7 +166,7 @@ class DPOTrainer:
                 file.write_text(f"\nEvaluation Result:\n{lines}")
             return found
 
-        with tracker_in(folder, trainer.config, use_wandb=use_wandb) as tracker:
+        with trainer.tracker_in(folder, use_wandb=use_wandb) as tracker:
             records = trainer._run(
                 source, evaluate if eval_preference_dataloader is not None else None, on_record,
                 self.save_dir, save_steps=self.save_interval or None,

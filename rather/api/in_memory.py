@@ -108,7 +108,7 @@ class InMemoryWorker(ActorWorker):
     def refuse_columns(self, name: str, facts: PairFacts) -> None:
         """Raise a DataError if the loss needs a column that some of these pairs do not have."""
         loss = self.trainer.loss
-        refuse_columns(self.config, loss, name, lambda column: getattr(facts, column).numpy())
+        refuse_columns(loss, name, lambda column: getattr(facts, column).numpy())
 
     def numbers(self) -> dict[str, Any]:
         optimizer = self.trainer.optimizer

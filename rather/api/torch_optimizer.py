@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rather.config.run_config import DPOConfig
-from rather.config.schema import TrainingArgs
+from rather.config.schema import ActorConfig, TrainingArgs
 from rather.errors import ConfigError
 from rather.optim.adamw import local
 from rather.optim.optimizer import LossScale, Optimizer
@@ -178,18 +177,15 @@ def replace_parameters(
         group["params"] = now
 
 
-def with_args(config: DPOConfig, given: Any) -> DPOConfig:
-    """Return the config with `args` as its training arguments, checked like a config file."""
-    if given is None:
-        return config
-    if known := sorted(config.actor_train.training_args.model_fields_set):
+def with_args(actor: ActorConfig, given: Any) -> ActorConfig:
+    """Return the section with `args` as its training arguments."""
+    if known := sorted(actor.training_args.model_fields_set):
         raise ConfigError(
             f"args: train_config has training_args too ({', '.join(known)}); keep one of them."
         )
     try:
         own = given if isinstance(given, TrainingArgs) else TrainingArgs(**_shared_values(given))
-        actor = config.actor_train.model_copy(update={"training_args": own})
-        return DPOConfig.model_validate(config.model_copy(update={"actor_train": actor}))
+        return actor.model_copy(update={"training_args": own})
     except ValidationError as error:
         found = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
         raise ConfigError([f"{key}: {text}" if key else text for key, text in found]) from None

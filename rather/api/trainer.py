@@ -64,7 +64,7 @@ from rather.pipeline.steps import log_length
 from rather.run_folder.layout import with_rounding_of_run
 from rather.tracking.json_lines import read_records
 from rather.tracking.run import NoTracker, RunTracker
-from rather.tracking.trackers import check_installed
+from rather.tracking.trackers import TrackedRun, check_installed
 from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,11 @@ class DPOTrainer:
         calculate_per_token_loss: bool = False,
         sequence_packing: bool = False,
     ) -> None:
-        self.config, self.tokenizer = with_args(train_config or DPOConfig(), args), tokenizer
+        self.config, self.tokenizer = train_config or DPOConfig(), tokenizer
+        if args is not None:
+            actor = with_args(self.config.actor_train, args)
+            config = self.config.model_copy(update={"actor_train": actor})
+            self.config = DPOConfig.model_validate(config)  # checked like a config file
         self.args = self.config.actor_train.training_args
         self.nonfinite = 0  # training steps in a row with NaN or Inf
         self.loss = from_config(self.config)
@@ -449,13 +453,12 @@ class DPOTrainer:
             log_length(self.args, self.config.max_steps, total)
         if rows := feed.rows:
             refuse_columns(
-                self.config, self.loss, "training",
-                lambda name: np.array([getattr(pair, name) for pair in rows]),
-            )  # fmt: skip
+                self.loss, "training", lambda name: np.array([getattr(pair, name) for pair in rows])
+            )
         accumulation = self.args.gradient_accumulation_steps
         source = InMemorySteps(feed, range(math.ceil(epochs)), accumulation, total)
         log_dir = log_dir if self.roles.is_main else None
-        with tracker_in(log_dir, self.config, use_wandb=use_wandb) as tracker:
+        with self.tracker_in(log_dir, use_wandb=use_wandb) as tracker:
             records = self._run(
                 source,
                 None if held_out is None else lambda: self.evaluate(held_out),
@@ -591,6 +594,20 @@ class DPOTrainer:
                 export_stored(part.causal_lm, files, self.tokenizer, folder, card, cast)
             self.roles.max_over_drivers(0)  # exported
 
+    def tracker_in(self, log_dir: str | Path | None, *, use_wandb: bool) -> NoTracker:
+        """Return a tracker that writes metrics.jsonl and the files of trackers to `log_dir`."""
+        if log_dir is None:
+            return NoTracker()
+        folder = Path(log_dir).expanduser().absolute()
+        parent, names = str(folder.parent), [*self.config.trackers]
+        if use_wandb and "wandb" not in names:
+            names.append("wandb")
+        check_installed(names)
+        places = {"output_dir": parent, "logging_dir": parent, "exp_name": folder.name}
+        changes = {**places, "track_with": names, "pair_ledger": False}
+        run = TrackedRun(self.config.model_copy(update=changes))
+        return RunTracker(run, total_steps=0, start_step=0, quiet=True)
+
 
 def _unwrap(models: Any) -> tuple[Any, Any]:
     """Return the Hugging Face model of one model or a list with one, and its PEFT model or None."""
@@ -603,17 +620,3 @@ def _unwrap(models: Any) -> tuple[Any, Any]:
     return (
         (models.get_base_model(), models) if hasattr(models, "get_base_model") else (models, None)
     )
-
-
-def tracker_in(log_dir: str | Path | None, config: DPOConfig, *, use_wandb: bool) -> NoTracker:
-    """Return a tracker that writes metrics.jsonl and the files of trackers to `log_dir`."""
-    if log_dir is None:
-        return NoTracker()
-    folder = Path(log_dir).expanduser().absolute()
-    parent, names = str(folder.parent), [*config.trackers]
-    if use_wandb and "wandb" not in names:
-        names.append("wandb")
-    check_installed(names)
-    places = {"output_dir": parent, "logging_dir": parent, "exp_name": folder.name}
-    own = config.model_copy(update={**places, "track_with": names, "pair_ledger": False})
-    return RunTracker(own, total_steps=0, start_step=0, quiet=True)

@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rather.cluster.group import RankInfo, broadcast
+from rather.cluster.group import broadcast
 from rather.cluster.health import PHASES, Failure
 from rather.cluster.memory import Room, sentence
 from rather.cluster.preflight import refuse_private_folder, refuse_unlike_cpus
 from rather.cluster.process import Process
 from rather.cluster.rank_output import CallResult, LogRecords
 from rather.cluster.supervision import Watchdog
-from rather.cluster.worker import ActorWorker, make_worker
-from rather.config.run_config import DPOConfig
+from rather.cluster.worker import ActorWorker
+from rather.config.schema import RoleConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch
 from rather.data.shares import Batches, RunPairs
@@ -92,21 +92,24 @@ class ReferenceApart:
 
     role, device = "reference", "cpu"  # where log-probs arrive
 
-    def __init__(self, config: DPOConfig, kind: str, bridge: Bridge | None) -> None:
-        self.config, self.kind, self.bridge = config, kind, bridge
-        self.layout = layout(config.reference)
+    def __init__(
+        self, section: RoleConfig, kind: str, bridge: Bridge | None, shared_dir: Path | None
+    ) -> None:
+        """Its weights pass through `shared_dir`, if the reference moves."""
+        self.args, self.kind, self.bridge = section.model_args, kind, bridge
+        self.shared_dir, self.layout = shared_dir, layout(section)
         self._seconds = 0.0  # that it worked since `take_seconds`
         self._asked = 0  # the number of the last question
         self._dropped = 0  # the last number whose answer nobody waits for any more
         self._early: dict[int, Answer] = {}  # that came before they were waited for
 
     def initialize(self, total_steps: int) -> None:
-        if self.config.sync_ref_model:  # its weights pass through the run folder
+        if self.shared_dir:
             refuse_private_folder(
-                self.config.run_dir, lambda folder: self._call("folder_problem", folder) or []
+                self.shared_dir, lambda folder: self._call("folder_problem", folder) or []
             )
         rooms: Sequence[Room] = self._call("rooms") or []
-        refuse_unlike_cpus(self.role, self.config.reference.model_args, self.kind, rooms)
+        refuse_unlike_cpus(self.role, self.args, self.kind, rooms)
         self._call("initialize", total_steps)
 
     def open_pairs(self, pairs: RunPairs) -> None:
@@ -191,30 +194,18 @@ class ReferenceApart:
 # --- the ranks of the reference ---
 
 
-def follow(
-    config: DPOConfig,
-    member: RankInfo,
-    kind: str,
-    bridge: Bridge | None,
-    world: int,
-    *,
-    takes_turns: bool,
-) -> None:
+def follow(worker: ActorWorker, kind: str, bridge: Bridge | None, watchdog: Watchdog) -> None:
     """Do what the policy's first rank asks for until it asks to end; all ranks of the role do.
 
-    `world` counts the ranks of both roles, which may take turns on a device. A failure ends this rank, and with it the job: its own
-    words are the first cause.
+    A failure ends this rank, and with it the job: its own words are the first cause.
     """
-    worker = make_worker("reference", config, member)
-    worker.takes_turns = takes_turns
-    watchdog = Watchdog(config.timeouts, config.log_dir, world, None)
     watchdog.watch(worker, PHASES)
     watchdog.start(links=False)
     records = LogRecords()
     logging.getLogger("rather").addHandler(records)
     logging.getLogger("rather").setLevel(logging.INFO)
     # The default group would give up if all log-probs are cached for an hour.
-    group = dist.new_group(backend="gloo", timeout=FOR_EVER) if member.world > 1 else None
+    group = dist.new_group(backend="gloo", timeout=FOR_EVER) if worker.member.world > 1 else None
     try:
         while True:
             number, (method, args) = broadcast(bridge.receive() if bridge else None, group)

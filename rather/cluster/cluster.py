@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rather.cluster.group import RankInfo
 from rather.cluster.health import GRACE, Failure, Limit, first_cause, hang_error, place_of
 from rather.cluster.rank_output import CallResult
 from rather.cluster.resources import ResourceManager, SeatWatch, failure_of, name_of
+from rather.cluster.worker import make_worker
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorConfig, ReferenceConfig, RoleConfig
 from rather.config.strategies import layout
@@ -55,8 +57,8 @@ class Cluster:
         for rank, seat in enumerate(self.seats):
             near = sum(each.node == seat.node for each in self.seats)
             member = RankInfo(rank, len(self.seats), device, near)
-            place = self.role, self.worker_cls, self.config, member
-            made.append(seat.handle.add.remote(*place))
+            make = partial(make_worker, self.role, self.config, member, self.worker_cls)
+            made.append(seat.handle.add.remote(self.role, make))
         self._collect(made)
         self._call("initialize", total_steps, model)
 

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rather.cluster.health import ON_RAY, set_environment
 from rather.cluster.links import interface_to, join_group, use_interface_to
-from rather.config.run_config import DPOConfig
+from rather.config.schema import MachineKeys, RoleConfig
 from rather.errors import ConfigError, DiskError
 from rather.parallel.load import device_of
 from rather.parallel.mesh import gather_objects
@@ -48,62 +48,82 @@ def started_as_rank() -> bool:
 
 
 def join_ranks(
-    config: DPOConfig, roles: Mapping[str, int], closing: ExitStack
+    machine: MachineKeys, roles: Mapping[str, RoleConfig], closing: ExitStack
 ) -> tuple[RankInfo, Any]:
     """Join the process group of one role, or of all if `roles` are not apart.
 
-    `roles` are those with processes of their own, in the order of torchrun's ranks, and the number
-    of their devices. Without others in the group there is none, as on Ray. Returns the place in the
-    group, and the store of all ranks if roles are apart.
+    `roles` are those with processes of their own, in the order of torchrun's ranks. Without others
+    in the group there is none, as on Ray. Returns the place in the group, and the store of all ranks
+    if roles are apart.
     """
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     near = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    devices = sum(roles.values())
-    if world != devices:
-        if len(roles) > 1:
-            raise ConfigError(
-                f"actor_train and reference have {devices} devices together, and torchrun started "
-                f"{world} processes; set --nproc-per-node={devices}"
-            )
-        raise ConfigError(
-            f"actor_train.device_mapping names {devices} devices, and torchrun started {world} "
-            f"processes; set actor_train.device_mapping=0-{world - 1}, or "
-            f"--nproc-per-node={devices}"
-        )
-    role, own, size = role_of(rank, roles)
-    on_ray, settings = os.environ.get(ON_RAY), getattr(config, role)
-    kind = on_ray or device_kind(config.platform)
-    per_node = None if near == world else config.num_gpus_per_node or near
+    _refuse_other_number(world, roles)
+    role, own_rank, size = role_of(rank, roles)
+    on_ray, section = os.environ.get(ON_RAY), roles[role]
+    kind = on_ray or device_kind(machine.platform)
+    per_node = None if near == world else machine.num_gpus_per_node or near
     device = "cpu"
     if kind == "cuda":  # on Ray a process sees no other one
-        device = "cuda:0" if on_ray else device_of(settings, own, per_node)
-    set_environment(config.envs(settings))
-    address = "127.0.0.1" if near == world else os.environ["MASTER_ADDR"]
-    if near < world and interface_to(address) == "lo":  # as a machine resolves its own name
-        address = "192.0.2.1"  # of no machine: its route leads to the others
+        device = "cuda:0" if on_ray else device_of(section, own_rank, per_node)
+    set_environment(machine.envs(section))
     # Longer than any deadline of the watchdog, so that the watchdog reports a hang first.
-    timeout, place, store = timedelta(seconds=60 + config.timeouts.longest), {}, None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if len(roles) > 1 or attempt != "0":
-        found = next(rendezvous("env://", timeout=timeout))[0]
-        closing.callback(lambda _: None, found)  # kept: the first process may be its server
-        # torchrun --max-restarts keeps its store, with the addresses of processes that are gone.
-        store = dist.PrefixStore(f"attempt {attempt}", found)  # type: ignore[attr-defined]
+    timeout, place = timedelta(seconds=60 + machine.timeouts.longest), {}
+    store = _store_of_attempt(timeout, closing, is_apart=len(roles) > 1)
+    if store:
         # Each role counts its own ranks from 0, in a group that does not know the other one.
         prefixed = dist.PrefixStore(role, store)  # type: ignore[attr-defined]
-        place = {"store": prefixed, "rank": own, "world_size": size}
-    use_interface_to(address)
+        place = {"store": prefixed, "rank": own_rank, "world_size": size}
+    use_interface_to(_address_of_peers(is_one_machine=near == world))
     if size > 1 or (len(roles) == 1 and not on_ray):
         join_group(kind, device, timeout, **place)
         closing.callback(dist.destroy_process_group)
     elif kind == "cuda":
         torch.cuda.set_device(device)
-    return RankInfo(own, size, device, min(near, size)), store
+    return RankInfo(own_rank, size, device, min(near, size)), store
 
 
-def role_of(rank: int, roles: Mapping[str, int]) -> tuple[str, int, int]:
+def _refuse_other_number(world: int, roles: Mapping[str, RoleConfig]) -> None:
+    """Refuse another number of processes than the roles have devices."""
+    devices = sum(len(section.devices) for section in roles.values())
+    if world == devices:
+        return
+    if len(roles) > 1:
+        raise ConfigError(
+            f"actor_train and reference have {devices} devices together, and torchrun started "
+            f"{world} processes; set --nproc-per-node={devices}"
+        )
+    raise ConfigError(
+        f"actor_train.device_mapping names {devices} devices, and torchrun started {world} "
+        f"processes; set actor_train.device_mapping=0-{world - 1}, or "
+        f"--nproc-per-node={devices}"
+    )
+
+
+def _address_of_peers(*, is_one_machine: bool) -> str:
+    """Return an address whose route leads to the other ranks."""
+    if is_one_machine:
+        return "127.0.0.1"
+    address = os.environ["MASTER_ADDR"]
+    is_own_name = interface_to(address) == "lo"  # as a machine resolves its own name
+    return "192.0.2.1" if is_own_name else address  # of no machine: its route leads outside
+
+
+def _store_of_attempt(timeout: timedelta, closing: ExitStack, *, is_apart: bool) -> Any:
+    """Return a store of this attempt; None if torch's own meeting place will do."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if not is_apart and attempt == "0":
+        return None
+    store = next(rendezvous("env://", timeout=timeout))[0]
+    closing.callback(lambda _: None, store)  # kept: the first process may be its server
+    # torchrun --max-restarts keeps its store, with the addresses of processes that are gone.
+    return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
+
+
+def role_of(rank: int, roles: Mapping[str, RoleConfig]) -> tuple[str, int, int]:
     """Return the role of one of torchrun's ranks, its rank in that role, and the role's ranks."""
-    for role, size in roles.items():
+    for role, section in roles.items():
+        size = len(section.devices)
         if rank < size:
             return role, rank, size
         rank -= size

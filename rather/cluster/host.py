@@ -32,10 +32,8 @@ from rather.cluster.rank_output import (
 from rather.config import plugins
 
 if TYPE_CHECKING:
-    from rather.cluster.group import RankInfo
     from rather.cluster.memory import Room
     from rather.cluster.worker import ActorWorker
-    from rather.config.run_config import DPOConfig
     from rather.run_folder.control import StopRequest
 
 
@@ -108,12 +106,10 @@ class Host:
         join_group(kind, "cuda:0", limit, store=store, rank=rank, world_size=world)
 
     @_as_result
-    def add(self, role: str, worker_cls: Any, config: DPOConfig, member: RankInfo) -> None:
+    def add(self, role: str, make: Callable[[], ActorWorker]) -> None:
         """Make a worker for `role`; its class may have to be imported first."""
-        from rather.cluster.worker import make_worker
-
         plugins.load_sources(self.imports)
-        self.workers[role] = worker = make_worker(role, config, member, worker_cls)
+        self.workers[role] = worker = make()
         if role == "reference":
             worker.neighbour = self.workers.get("actor_train")
 
@@ -129,9 +125,7 @@ class Host:
 
     # --- a program that all ranks run ---
 
-    def run(
-        self, environment: Mapping[str, str], program: Callable[..., int], config: DPOConfig
-    ) -> int:
+    def run(self, environment: Mapping[str, str], program: Callable[[StopRequest], int]) -> int:
         """Run a program with the environment of a rank; return its exit code."""
         import torch.distributed as dist
 
@@ -150,7 +144,7 @@ class Host:
                 redirect_stdout(self.output.stream(STDOUT)),
                 redirect_stderr(self.output.stream(STDERR)),
             ):
-                return program(config, self.asked)
+                return program(self.asked)
         except SystemExit as end:
             return int(end.code or 0)
         finally:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rather.config.run_config import DPOConfig
-from rather.config.schema import ActorConfig, ModelArgs
+from rather.config.schema import ActorConfig, ModelArgs, RoleConfig
 from rather.config.strategies import layout
 from rather.data.pixel_loader import PixelLoader
 from rather.data.pixels import PixelMaker
@@ -34,9 +33,9 @@ def has_images(pairs: RunPairs) -> bool:
     return any(dataset.has_images for dataset in pairs.sets.values())
 
 
-def refuse_images(config: DPOConfig, data: Prepared) -> None:
+def refuse_images(actor: ActorConfig, reference: RoleConfig, data: Prepared) -> None:
     """Refuse what a run on images cannot do, and keys about images in a run on text."""
-    args = config.actor_train.model_args
+    args = actor.model_args
     sees_images = any(dataset.has_images for dataset in (data.train, *data.evals.values()))
     if not sees_images:
         fields = type(args).model_fields
@@ -48,7 +47,7 @@ def refuse_images(config: DPOConfig, data: Prepared) -> None:
             )
         return
     problems = []
-    for name, role in config.roles.items():
+    for name, role in (("actor_train", actor), ("reference", reference)):
         degrees = layout(role)
         for key, kind in UNDIVIDED.items():
             if getattr(degrees, key.removesuffix("_size")) > 1:

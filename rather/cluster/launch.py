@@ -27,6 +27,7 @@ from rather.cluster.ray_ranks import RayRanks
 from rather.cluster.supervision import PATIENCE, Peers, Supervision, Watchdog
 from rather.cluster.worker import ActorWorker, make_worker
 from rather.config.run_config import DPOConfig
+from rather.config.schema import RoleConfig
 from rather.config.strategies import layout
 from rather.errors import ConfigError
 from rather.model.sizes import model_problems
@@ -109,138 +110,165 @@ class Roles:
         self.closing.close()
 
 
-def mappings(config: DPOConfig) -> tuple[list[int], list[int]]:
-    return config.actor_train.devices, config.reference.devices
-
-
 def launch(
     config: DPOConfig, *, with_reference: bool, supervision: Supervision | None = None
 ) -> Roles:
     """Return the roles of this process, without their models; on Ray, start the ranks."""
-    names = ["actor_train", *(["reference"] if with_reference else [])]
-    found = (each for name in names for each in model_problems(name, getattr(config, name)))
-    if problems := list(found):
-        raise ConfigError(problems)
-    actor, reference = mappings(config)
-    if started_as_rank():
-        roles = _of_rank(config, names)
-    elif (
-        config.num_nodes * len(actor) > 1
-        or config.ray.address is not None
-        or (with_reference and reference != actor)
-    ):
-        return _on_ray(config, with_reference=with_reference)
-    else:
-        kind = device_kind(config.platform)
-        member = RankInfo(device="cpu") if kind == "cpu" else RankInfo()
-        roles = Roles(*_workers(config, names, member), kind)
-    processes = roles.drivers + (len(reference) if roles.apart else 0)
-    if ON_RAY in os.environ:
-        supervision = None  # the process that starts the ranks writes down why they ended
-    roles.watchdog = Watchdog(config.timeouts, config.log_dir, processes, supervision)
-    roles.closing.callback(roles.watchdog.close)
-    for role in filter(None, (roles.actor_train, roles.reference)):
-        # In one process only the steps are watched: loading and saving take what disk and network
-        # take.
-        roles.watchdog.watch(role, PHASES if processes > 1 else STEPS)
-    return roles
+    return Launcher(config, with_reference=with_reference).launch(supervision)
 
 
-def _workers(
-    config: DPOConfig, names: list[str], member: RankInfo
-) -> tuple[ActorWorker, ActorWorker | None]:
-    """Return the workers of both roles in this process; they may share a model."""
-    workers = {name: make_worker(name, config, member) for name in names}
-    for worker in workers.values():
-        worker.set_environment()
-    policy, reference = workers["actor_train"], workers.get("reference")
-    if reference:
-        reference.neighbour = policy
-    return policy, reference
+class Launcher:
+    """Starts the roles of a config: in this process, as one of several ranks, or on Ray."""
 
+    def __init__(self, config: DPOConfig, *, with_reference: bool) -> None:
+        self.config = config
+        self.sections: dict[str, RoleConfig] = {"actor_train": config.actor_train}
+        if with_reference:
+            self.sections["reference"] = config.reference
+        self.is_apart = with_reference and not config.shares_devices
+        overlap = set(config.actor_train.devices) & set(config.reference.devices)
+        self.takes_turns = self.is_apart and bool(overlap)
 
-def _of_rank(config: DPOConfig, names: list[str]) -> Roles:
-    """Return the roles of a process that was started as a rank, if it is one of the policy's.
+    def launch(self, supervision: Supervision | None) -> Roles:
+        problems: list[str] = []
+        for name, section in self.sections.items():
+            problems += model_problems(name, section)
+        if problems:
+            raise ConfigError(problems)
+        if started_as_rank():
+            roles = self._as_rank()
+        elif self.needs_ray:
+            return self._on_ray()
+        else:
+            kind = device_kind(self.config.platform)
+            member = RankInfo(device="cpu") if kind == "cpu" else RankInfo()
+            roles = Roles(*self._workers(member), kind)
+        self._watch(roles, supervision)
+        return roles
 
-    A rank of a reference on other devices follows the policy until its end, and then exits.
-    """
-    actor, reference = mappings(config)
-    apart = "reference" in names and actor != reference
-    takes_turns = apart and bool(set(actor) & set(reference))
-    sizes = {"actor_train": len(actor)} | ({"reference": len(reference)} if apart else {})
-    closing = ExitStack()
-    member, store = join_ranks(config, sizes, closing)
-    kind = "cpu" if member.device == "cpu" else "cuda"
-    peers = Peers(PATIENCE)
-    bridge = None
-    if apart:
-        place = role_of(peers.rank, sizes)
-        peers.write("place", place)
+    @property
+    def needs_ray(self) -> bool:
+        config = self.config
+        has_several = config.num_nodes * len(config.actor_train.devices) > 1
+        return has_several or config.ray.address is not None or self.is_apart
+
+    def _watch(self, roles: Roles, supervision: Supervision | None) -> None:
+        """Give the calls of this process their deadlines."""
+        config = self.config
+        processes = roles.drivers + (len(config.reference.devices) if roles.apart else 0)
+        if ON_RAY in os.environ:
+            supervision = None  # the process that starts the ranks writes down why they ended
+        roles.watchdog = Watchdog(config.timeouts, config.log_dir, processes, supervision)
+        roles.closing.callback(roles.watchdog.close)
+        for role in filter(None, (roles.actor_train, roles.reference)):
+            # In one process only the steps are watched: loading and saving take what disk and
+            # network take.
+            roles.watchdog.watch(role, PHASES if processes > 1 else STEPS)
+
+    def _workers(self, member: RankInfo) -> tuple[ActorWorker, ActorWorker | None]:
+        """Return the workers of this process; policy and reference may share a model."""
+        here = ["actor_train"] if self.is_apart else list(self.sections)
+        workers = {name: make_worker(name, self.config, member) for name in here}
+        for worker in workers.values():
+            worker.set_environment()
+        policy, reference = workers["actor_train"], workers.get("reference")
+        policy.takes_turns = self.takes_turns
+        if reference:
+            reference.neighbour = policy
+        return policy, reference
+
+    def _as_rank(self) -> Roles:
+        """Return the roles of a process that was started as a rank, if it is one of the policy's.
+
+        A rank of a reference on other devices follows the policy until its end, and then exits.
+        """
+        groups = self.sections if self.is_apart else {"actor_train": self.config.actor_train}
+        closing = ExitStack()
+        member, store = join_ranks(self.config, groups, closing)
+        kind = "cpu" if member.device == "cpu" else "cuda"
+        peers = Peers(PATIENCE)
+        bridge = None
+        if self.is_apart:
+            place = role_of(peers.rank, groups)
+            peers.write("place", place)
+            if member.rank == 0:
+                bridge = Bridge(store, POLICY if place[0] == "actor_train" else REFERENCE)
+            if place[0] == "reference":
+                with closing:
+                    self._follow(member, kind, bridge, peers.world)
+                raise SystemExit(0)
+        reference: Role | None
+        policy, reference = self._workers(member)
+        if self.is_apart:
+            reference = self._reference_apart(kind, bridge)
+            closing.callback(reference.close)
         if member.rank == 0:
-            bridge = Bridge(store, POLICY if place[0] == "actor_train" else REFERENCE)
-        if place[0] == "reference":
-            with closing:
-                follow(config, member, kind, bridge, peers.world, takes_turns=takes_turns)
-            raise SystemExit(0)
-    held: Role | None
-    policy, held = _workers(config, names if not apart else ["actor_train"], member)
-    policy.takes_turns = takes_turns
-    if apart:
-        held = distant = ReferenceApart(config, kind, bridge)
-        closing.callback(distant.close)
+            log.info("actor_train: %s", layout(self.config.actor_train).describe())
+        return Roles(
+            policy,
+            reference,
+            kind,
+            rank=member.rank,
+            drivers=member.world,
+            one_machine=peers.on_one_machine,
+            apart=self.is_apart,
+            runs_ahead=self.is_apart and not self.takes_turns,
+            closing=closing,
+        )
+
+    def _reference_apart(self, kind: str, bridge: Bridge | None) -> ReferenceApart:
+        config = self.config
+        shared_dir = config.run_dir if config.sync_ref_model else None
+        reference = ReferenceApart(config.reference, kind, bridge, shared_dir)
         if bridge:
-            how = (
-                "the policy's devices, in turn"
-                if takes_turns
-                else "its own devices, one step ahead"
-            )
-            log.info("reference: %s; on %s", held.layout.describe(), how)
-    if member.rank == 0:
-        log.info("actor_train: %s", layout(config.actor_train).describe())
-    return Roles(
-        policy,
-        held,
-        kind,
-        rank=member.rank,
-        drivers=member.world,
-        one_machine=peers.on_one_machine,
-        apart=apart,
-        runs_ahead=apart and not takes_turns,
-        closing=closing,
-    )
+            how = "its own devices, one step ahead"
+            if self.takes_turns:
+                how = "the policy's devices, in turn"
+            log.info("reference: %s; on %s", reference.layout.describe(), how)
+        return reference
 
+    def _follow(self, member: RankInfo, kind: str, bridge: Bridge | None, world: int) -> None:
+        """Be a rank of the reference; `world` counts the ranks of both roles."""
+        worker = make_worker("reference", self.config, member)
+        worker.takes_turns = self.takes_turns
+        watchdog = Watchdog(self.config.timeouts, self.config.log_dir, world, None)
+        follow(worker, kind, bridge, watchdog)
 
-def _on_ray(config: DPOConfig, *, with_reference: bool) -> Roles:
-    from rather.cluster.cluster import Cluster
-    from rather.cluster.resources import ResourceManager
+    def _on_ray(self) -> Roles:
+        from rather.cluster.cluster import Cluster
+        from rather.cluster.resources import ResourceManager
 
-    actor, reference = mappings(config)
-    if config.ray.address is None:
-        device_kind(config.platform)  # refuses what this machine lacks before anything starts
-        if config.num_nodes > 1:
-            raise ConfigError(
-                f"num_nodes: {config.num_nodes} nodes need a Ray cluster; name it: --address, or "
-                "ray.address"
-            )
-    manager = ResourceManager(
-        config.num_nodes,
-        config.num_gpus_per_node or max([*actor, *(reference if with_reference else [])]) + 1,
-        address=config.ray.address,
-        platform=config.platform,
-        timeouts=config.timeouts,
-    )
-    names = ["actor_train", *(["reference"] if with_reference else [])]
+        config = self.config
+        if config.ray.address is None:
+            device_kind(config.platform)  # refuses what this machine lacks before anything starts
+            if config.num_nodes > 1:
+                raise ConfigError(
+                    f"num_nodes: {config.num_nodes} nodes need a Ray cluster; name it: --address, "
+                    "or ray.address"
+                )
+        last_device = max(max(section.devices) for section in self.sections.values())
+        manager = ResourceManager(
+            config.num_nodes,
+            config.num_gpus_per_node or last_device + 1,
+            address=config.ray.address,
+            platform=config.platform,
+            timeouts=config.timeouts,
+        )
 
-    def clusters() -> list[Any]:
-        given: Any = {"pipeline_config": config}
-        return [Cluster(name, None, manager, getattr(config, name), **given) for name in names]
+        def make_clusters() -> list[Any]:
+            options: Any = {"pipeline_config": config}
+            return [
+                Cluster(name, None, manager, section, **options)
+                for name, section in self.sections.items()
+            ]
 
-    try:
-        made = clusters()
-    except BaseException:
-        manager.close()
-        raise
-    held = made[1] if with_reference else None
-    roles = Roles(made[0], held, manager.kind, ranks=RayRanks(manager, clusters))
-    roles.closing.callback(manager.close)
-    return roles
+        try:
+            clusters = make_clusters()
+        except BaseException:
+            manager.close()
+            raise
+        reference = clusters[1] if len(clusters) > 1 else None
+        ranks = RayRanks(manager, make_clusters)
+        roles = Roles(clusters[0], reference, manager.kind, ranks=ranks)
+        roles.closing.callback(manager.close)
+        return roles

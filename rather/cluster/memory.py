@@ -18,12 +18,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from rather.config.run_config import DPOConfig
-from rather.config.schema import RoleConfig
+from rather.config.schema import LossKeys, ReferenceConfig, RoleConfig
 from rather.config.strategies import layout
 from rather.data.batch import PairBatch
 from rather.errors import ConfigError, MemoryShortage
-from rather.losses.objective import from_config
 from rather.model.layers import Recompute
 from rather.model.sizes import sizes_of
 from rather.optim.adamw import local
@@ -102,15 +100,13 @@ class Ledger:
             )
 
 
-def need_of(
-    config: DPOConfig, role: RoleConfig, kind: str, model: str | None = None
-) -> Need | None:
-    """Return what each rank holds; None if the policy is the model, or its files are not here."""
+def need_of(keys: LossKeys, role: RoleConfig, kind: str, model: str | None = None) -> Need | None:
+    """Return what each rank holds; None if the files of the model are not here."""
     args = role.model_args.of_other_weights() if model else role.model_args
     shapes = known_shapes(model or role.model_path, args)
-    if shapes is None or (not role.trains and config.reference_is_policy):
+    if shapes is None:
         return None
-    state = role_state(config, role, kind, shapes, args, narrow=True)
+    state = role_state(keys, role, kind, shapes, args, narrow=True)
     parts = []
     for part in state.parts:
         each = (sum(part.each) / part.shards + part.gathered) / part.cut
@@ -180,10 +176,19 @@ class Peak:
 # --- when it ran out ---
 
 
+class MemoryKeys(NamedTuple):
+    """What the config says about the memory of a rank, besides the section of its role."""
+
+    sequence_length: int
+    precision: str
+    moves_reference: bool
+    reference: ReferenceConfig | None  # if the policy shares its devices with one
+
+
 class LoadedRank(Protocol):
     """A rank with its model: what the table of its memory is made of."""
 
-    config: DPOConfig
+    memory_keys: MemoryKeys
     role: str
     worker_config: RoleConfig
     device: str
@@ -194,6 +199,9 @@ class LoadedRank(Protocol):
     part: Any
     planned: Any
     compiled: Any
+
+    def memory_need(self, role: RoleConfig) -> Need | None:
+        """Return what each rank of a role holds; None if that is unknown, or another's model."""
 
 
 def largest(batches: Sequence[PairBatch]) -> int:
@@ -225,7 +233,7 @@ def explanation(worker: LoadedRank, tokens: int) -> str:
 def table(worker: LoadedRank) -> dict[str, float]:
     """Return the bytes of what is there, and of what a thousand scored tokens add."""
     rows: dict[str, float] = {}
-    config, kind = worker.config, worker.device.split(":")[0]
+    kind, reference = worker.device.split(":")[0], worker.memory_keys.reference
     if hasattr(worker, "trainer"):
         optimizer = worker.trainer.optimizer
         rows["weights"] = sum(local(weight).nbytes for weight in worker.trainer.policy.parameters())
@@ -233,11 +241,10 @@ def table(worker: LoadedRank) -> dict[str, float]:
             rows["gradients"] = optimizer.gradient_bytes()
             rows["masters and moments"] = optimizer.state_bytes()
         rows |= _per_tokens(worker, kind)
-    elif need := need_of(config, worker.worker_config, kind):
+    elif need := worker.memory_need(worker.worker_config):
         rows[f"state of {worker.role}, computed"] = need.device + need.host
-    shares_device = worker.role == "actor_train" and config.shares_devices
-    if shares_device and from_config(config).needs_reference:
-        need = need_of(config, config.reference, kind)
+    if worker.role == "actor_train" and reference:
+        need = worker.memory_need(reference)
         rows["reference"] = need.device + (need.host if kind == "cpu" else 0.0) if need else 0.0
     return {name: number for name, number in rows.items() if number}
 
@@ -262,15 +269,12 @@ def _per_tokens(worker: LoadedRank, kind: str) -> dict[str, float]:
 
 def _fixes(worker: LoadedRank, tokens: int, rows: dict[str, float]) -> list[str]:
     """Return three settings that are not yet made."""
-    config, shape, role, planned = worker.config, worker.layout, worker.role, worker.planned
-    trains, strategy, length = (
-        role == "actor_train",
-        f"{role}.strategy_args",
-        config.sequence_length,
-    )
+    keys, shape, role, planned = worker.memory_keys, worker.layout, worker.role, worker.planned
+    length, strategy = keys.sequence_length, f"{role}.strategy_args"
+    trains = role == "actor_train"
     alone = worker.on_gpu and shape.devices == 1
-    waits = config.reference.offload == "on" or config.sync_ref_model
-    narrow = config.precision == "lean" or worker.worker_config.model_args.dtype == "fp32"
+    waits = keys.moves_reference or bool(keys.reference and keys.reference.offload == "on")
+    narrow = keys.precision == "lean" or worker.worker_config.model_args.dtype == "fp32"
     work, name = ("train", "zero3") if trains else ("infer", "fsdp2_infer")
     recomputes = planned is not None and planned.recompute == "full"
     ways = {

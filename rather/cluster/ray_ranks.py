@@ -24,7 +24,6 @@ from rather.cluster.health import GRACE, ON_RAY, Failure
 from rather.cluster.rank_output import pass_on
 from rather.cluster.resources import DIED, SNAPSHOTS, ResourceManager, Seat, SeatWatch, failure_of
 from rather.cluster.supervision import report_first_failure
-from rather.config.run_config import DPOConfig
 from rather.errors import RatherError, WorkerError, WorkerLost
 from rather.run_folder.control import SAVES, StopRequest
 
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 POLL = 1.0  # seconds between two looks at the ranks
 LAST_WORDS = 6 * GRACE  # seconds in which ranks agree on the first cause of a failure
-Program = Callable[[DPOConfig, StopRequest], int]
+Program = Callable[[StopRequest], int]
 
 
 class RayRanks:
@@ -55,7 +54,7 @@ class RayRanks:
         """Start new processes in the place of those that are lost."""
         self.manager.renew()
 
-    def run(self, program: Program, config: DPOConfig, stop: StopRequest) -> int:
+    def run(self, program: Program, stop: StopRequest) -> int:
         """Run the program on all ranks; return its exit code, or raise the first cause."""
         seats, server = self.seats, self.manager.open_port()
         address, port = place = server.getsockname()[:2]
@@ -67,7 +66,7 @@ class RayRanks:
         self.attempt += 1
         environments = _environments(seats, place, self.attempt, self.manager.kind)
         running = [
-            seat.handle.run.remote(environment, partial(_as_rank, program), config)
+            seat.handle.run.remote(environment, partial(_as_rank, program))
             for seat, environment in zip(seats, environments, strict=True)
         ]
         self.manager.forget_groups()  # ranks have their own
@@ -156,9 +155,9 @@ class RayRanks:
         return WorkerError("some ranks ended and others did not, and none says why.")
 
 
-def _as_rank(program: Program, config: DPOConfig, stop: StopRequest) -> int:
+def _as_rank(program: Program, stop: StopRequest) -> int:
     """Run the program in the process of a rank; of a failure, all ranks find the first cause."""
-    return report_first_failure(lambda: program(config, stop))
+    return report_first_failure(lambda: program(stop))
 
 
 def _has_cause(store: Any) -> bool:

@@ -49,7 +49,6 @@ from rather.cluster.process import Process, end_with_others
 from rather.cluster.rank_warnings import RankWarnings
 from rather.cluster.worker import ActorWorker
 from rather.config.redaction import printable
-from rather.config.run_config import DPOConfig
 from rather.config.schema import Timeouts
 from rather.errors import HangError, RatherError, WorkerError, WorkerLost
 from rather.parallel.mesh import gather_objects
@@ -79,7 +78,9 @@ class Cause(NamedTuple):
 class Supervision:
     """Counts worker failures since the last checkpoint: progress resets the count."""
 
-    config: DPOConfig
+    run_dir: Path
+    max_failures: int
+    backoff: float  # seconds before the first further attempt
     write: Callable[..., None]  # adds an incident
     step: Callable[[], int]  # returns how many steps are done
     pause: Callable[[float], None] = time.sleep
@@ -92,19 +93,19 @@ class Supervision:
     def _last_saved(self) -> int:
         """When the last checkpoint was completed; 0 if there is none."""
         with suppress(FileNotFoundError):
-            return (self.config.run_dir / LATEST).stat().st_mtime_ns
+            return (self.run_dir / LATEST).stat().st_mtime_ns
         return 0
 
     def survive(self, error: RatherError, kind: str, remedy: str) -> None:
         """Return when it is time for another attempt; raise `error` if none is left."""
-        saved, most = self._last_saved, self.config.max_failures
+        saved, most = self._last_saved, self.max_failures
         self.failures = self.failures + 1 if saved == self._saved else 1
         self._saved = saved
         kind = "hang" if isinstance(error, HangError) else kind
         self.note(kind, error, loss=self.failures, max_failures=most)
         if self.failures > most:
             raise error
-        pause = self.config.failure_backoff * 2 ** (self.failures - 1)
+        pause = self.backoff * 2 ** (self.failures - 1)
         log.warning(
             "%s Now %s in %.0f s: failure %d of %d since the last checkpoint.",
             *(error, remedy, pause, self.failures, most),
@@ -114,12 +115,10 @@ class Supervision:
     def note(self, kind: str, error: RatherError, **facts: Any) -> None:
         self.write(kind, self.step(), cause=str(error), **facts)
 
-    def config_to_resume(self) -> DPOConfig:
-        """Return the config that resumes from the last own checkpoint, or from where it began."""
-        given = self.config.resume_from_checkpoint
-        named = isinstance(given, str) and self._last_saved == self._first
-        changes = {"overwrite": False, "resume_from_checkpoint": given if named else "auto"}
-        return self.config.model_copy(update=changes)
+    @property
+    def has_saved(self) -> bool:
+        """Whether the run has completed a checkpoint since this began."""
+        return self._last_saved != self._first
 
 
 # --- deadlines of calls in this process ---

@@ -29,6 +29,8 @@ from rather.cluster.health import set_environment
 from rather.cluster.images import has_images, make_loader, open_store
 from rather.cluster.memory import (
     Ledger,
+    MemoryKeys,
+    Need,
     Peak,
     Room,
     explanation,
@@ -102,6 +104,13 @@ class ActorWorker:
     def __init__(self, config: DPOConfig, role: str, member: RankInfo | None = None) -> None:
         self.config, self.role, self.member = config, role, member or RankInfo()
         self.worker_config: RoleConfig = getattr(config, role)
+        shares_reference = config.shares_devices and from_config(config).needs_reference
+        self.memory_keys = MemoryKeys(
+            config.sequence_length,
+            config.precision,
+            config.sync_ref_model,
+            config.reference if shares_reference else None,
+        )
         self.device = self.member.device or device_of(self.worker_config)
         self.on_gpu = self.device.startswith("cuda")
         self.log = logging.getLogger(f"rather.worker.{role}-{self.member.rank}")
@@ -209,8 +218,13 @@ class ActorWorker:
                 self.config.run_dir, lambda folder: gather_objects(self.folder_problem(folder))
             )
         refuse_unlike_cpus(self.role, self.worker_config.model_args, kind, self.rooms)
-        need = need_of(self.config, self.worker_config, kind, model)
-        self.ledger.add(self.role, need, self.rooms)
+        self.ledger.add(self.role, self.memory_need(self.worker_config, model), self.rooms)
+
+    def memory_need(self, role: RoleConfig, model: str | None = None) -> Need | None:
+        """Return what each rank of a role holds; None if unknown, or if the policy is its model."""
+        if not role.trains and self.config.reference_is_policy:
+            return None
+        return need_of(self.config, role, self.device.split(":")[0], model)
 
     @property
     def is_divided(self) -> bool:
@@ -305,7 +319,8 @@ class ActorWorker:
             not (shape.offload or self.engine) and shape.tp == shape.cp == shape.pp == shape.ep == 1
         )
         if config.compile == "auto" and self.on_gpu and is_plain:
-            self.compiled = worth_compiling(config, weights, total_steps)
+            tokens = total_steps * config.tokens_per_step
+            self.compiled = worth_compiling(weights, tokens)
         if isinstance(policy, PolicyModel) and not trains:
             if not self.is_divided:
                 policy.requires_grad_(False)

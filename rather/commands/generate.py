@@ -73,7 +73,7 @@ class Prompts:
         self.tokenizer = weights.tokenizer()
         self.image_recipe: ImageRecipe | None = None
         if self.has_images:
-            data_args = weights.run.actor_train.data_args if weights.run else TrainDataArgs()
+            data_args = weights.actor.data_args if weights.actor else TrainDataArgs()
             self.image_recipe, refusal = images_of(weights.model, weights.args.revision, data_args)
             if refusal:
                 raise DataError(f"{file}: a prompt has images, but {refusal}.")

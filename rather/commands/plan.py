@@ -17,6 +17,7 @@ from rather.config.load import load
 from rather.config.paths import check_paths
 from rather.config.plugins import did_you_mean, load_requested
 from rather.config.run_config import DPOConfig
+from rather.config.strategies import layout
 from rather.data.prepare import prepare
 from rather.errors import ConfigError, RatherError
 from rather.model.sizes import Sizes, sizes_of
@@ -25,12 +26,11 @@ from rather.pipeline.steps import PreparedSteps
 from rather.plan.forecast import (
     Alternative,
     Forecast,
+    OtherSettings,
     PairSample,
-    alternatives,
     assumed_pairs,
     best,
     compiles,
-    enough_devices,
 )
 from rather.plan.memory import Device, trains_tower
 from rather.plan.methods import Method, methods_of
@@ -52,22 +52,29 @@ def plan(
         raise ConfigError(
             "--gpus: PyTorch finds no GPU here; choose a model with --gpu, such as --gpu h100."
         )
-    device = _named(name) if name else device_here(config, device_kind(config.platform))
+    devices = layout(config.actor_train).devices
+    device = _named(name) if name else device_here(device_kind(config.platform), devices)
     sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
     try:
         check_paths(config)
         pairs = pairs_of(PreparedSteps.of(config, prepare(config)))
     except RatherError as error:  # without the pairs, the longest possible ones
-        pairs = assumed_pairs(config, str(error).splitlines()[0])
+        pairs = assumed_pairs(
+            config.sequence_length,
+            config.global_batch(),
+            config.max_steps,
+            str(error).splitlines()[0],
+        )
     speed = _speed(config, sizes, device, name, pairs)
 
     def judge(other: DPOConfig) -> Forecast:
         return Forecast(other, sizes, device, _for_batch(pairs, other), speed)
 
     forecast = judge(config)
-    ways = best(list(alternatives(config, sizes, device.kind, judge)))
+    others = OtherSettings(config, sizes, device.kind, judge)
+    ways = best(list(others.alternatives()))
     fits = forecast.fits or any(way.forecast.fits for way in ways)
-    more_devices = enough_devices(config, judge) if device.kind == "cuda" and not fits else None
+    more_devices = others.enough_devices() if device.kind == "cuda" and not fits else None
     sentence = verdict(forecast, ways, more_devices)
     if as_json:
         other_settings = [{"settings": dict(way.change), **way.forecast.as_json()} for way in ways]
@@ -170,7 +177,8 @@ def _speed(
     config: DPOConfig, sizes: Sizes, device: Device, gpu: str | None, pairs: PairSample
 ) -> Speed | None:
     """Measure the speed of a device that is here; otherwise, or if compiled, use its data sheet."""
-    compiled = compiles(config, sizes, device, pairs.steps)
+    tokens = pairs.steps * config.tokens_per_step
+    compiled = compiles(config.compile, config.actor_train, sizes, device.kind, tokens)
     name = gpu or (gpu_here(device.kind) if compiled else None)
     if name:
         return listed_speed(name, sizes.active, compiled=compiled)
@@ -178,7 +186,7 @@ def _speed(
     if 8 * timed > device.memory:  # weights and gradients
         return None
     chosen = Forecast(config, sizes, device, pairs, None).chosen
-    return measured_speed(config, sizes, pairs.sample[0], chosen, device.kind)
+    return measured_speed(config.actor_train, sizes, pairs.sample[0], chosen, device.kind)
 
 
 def verdict(own: Forecast, ways: Sequence[Alternative], more: Alternative | None) -> str:

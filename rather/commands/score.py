@@ -95,7 +95,7 @@ def score(
     prepared = prepare(config, console=console)
     print_report(prepared.report, console)
     if objective:
-        refuse_missing_columns(config, objective, prepared)
+        refuse_missing_columns(objective, prepared)
     pair_set = prepared.train
     if not pair_set.column("weight").any():
         raise DataError(f"{pairs}: all pairs have weight 0; there is nothing to score.")
@@ -137,8 +137,8 @@ def settings_for(model: Weights, pairs: Path, overrides: Sequence[str]) -> DPOCo
     if dead := [name for name in names if name not in ALLOWED]:
         raise ConfigError([f"{name}: has no effect on a score; leave it out." for name in dead])
     data_args: JsonObject = {"file_name": str(pairs.expanduser().absolute())}
-    if model.run and model.run.actor_train.data_args.template:
-        data_args["template"] = model.run.actor_train.data_args.template
+    if model.actor and model.actor.data_args.template:
+        data_args["template"] = model.actor.data_args.template
     args = {name: getattr(model.args, name) for name in ("revision", "trust_remote_code")}
     args["tokenizer_name_or_path"] = model.tokenizer_path
     actor = {"model_args": args, "data_args": data_args}
@@ -217,7 +217,8 @@ def forward(
 ) -> tuple[PairFacts, Columns]:  # fmt: skip
     """Return what a forward pass yields for all pairs; a bar on stderr shows `name`."""
     trainer = RankTrainer(policy, from_config(config))
-    packing = Packing(config, here().partition(":")[0])
+    kind = here().partition(":")[0]
+    packing = Packing(config.actor_train, config.reference, kind, at_end=config.task == "reward")
     facts, columns = [], []
     console, total = Console(stderr=True), ceil_div(count, EVALUATION_CHUNK)
     for pairs in track(chunks, name, total, console=console, transient=True):

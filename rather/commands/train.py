@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from functools import partial
 
 from rich.console import Console
 
@@ -13,14 +14,14 @@ from rather.data.show import print_report
 from rather.pipeline.loop import TrainingLoop
 from rather.pipeline.pipeline import DPOPipeline, run_rank
 from rather.run_folder.control import StopRequest
-from rather.run_folder.layout import locked
+from rather.run_folder.layout import RunFolder
 from rather.tracking.logs import close_logging, setup_logging, worker_log
 
 
 def train_run(config: DPOConfig, stop: StopRequest) -> int:
     """Train, or resume, and return the exit code."""
     rank = int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
-    with locked(config, is_main=rank == 0):
+    with RunFolder.of(config).locked(is_main=rank == 0):
         if rank == 0:
             setup_logging(config.log_dir)
         try:
@@ -35,7 +36,7 @@ def dry_run(config: DPOConfig, stop: StopRequest) -> int:
     """Do everything up to the first step, as a rank, or let the ranks of a Ray cluster do it."""
     with closing(DPOPipeline(config)) as pipeline:
         if pipeline.roles.ranks:
-            return pipeline.roles.ranks.run(dry_run, config, stop)
+            return pipeline.roles.ranks.run(partial(dry_run, config), stop)
         if pipeline.roles.is_main:
             print_report(pipeline.data.report, Console(stderr=True))
         pipeline.initialize()

@@ -34,6 +34,7 @@ from pydantic import ValidationError
 from rather.config import paths
 from rather.config.compat import Names, roll_keys
 from rather.config.found import ALLOWED, NO_TRUST, Trust, found_values
+from rather.config.inherit import set_at
 from rather.config.keys import field_problems, nearest, table
 from rather.config.run_config import FOR_A_PART, FOR_A_RUN, DPOConfig
 from rather.config.show import public_values
@@ -226,6 +227,14 @@ def config_from_dict(
             path = ".".join(names)
             log.warning("%s%s: %s", path, _near(path, sources), text)
     return config
+
+
+def changed(config: DPOConfig, settings: Mapping[str, Any]) -> DPOConfig:
+    """Return the config with some key paths set to other values, checked like a file."""
+    values = config.model_dump(exclude_unset=True)
+    for path, setting in settings.items():
+        set_at(values, path, setting)
+    return config_from_dict(values)
 
 
 def _valid_config(

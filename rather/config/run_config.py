@@ -65,6 +65,11 @@ class DPOConfig(RunConfig):
         has_start = self.reference.model_args.adapter_name_or_path is not None
         return self.reference_is_policy and (has_start or self.actor_train.model_args.changes_base)
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the most tokens of one optimizer step."""
+        return self.global_batch() * self.sequence_length
+
     def global_batch(self, dp: int | None = None) -> int:
         """Return the pairs of one optimizer step, for the policy's own dp degree or another."""
         training = self.actor_train.training_args

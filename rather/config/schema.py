@@ -586,6 +586,15 @@ class StepKeys(Section):
     spike: SpikeArgs | None = None
     """Detect loss and gradient spikes; null disables it."""
 
+    @property
+    def selects_a_step(self) -> bool:
+        """Whether evaluations decide which model is the best, or when to stop."""
+        return self.save_best or self.early_stopping_patience is not None
+
+    def selects_by(self, beginning: str) -> bool:
+        """Whether a step is selected by a metric whose name begins like this."""
+        return self.selects_a_step and self.metric_for_best_model.startswith(beginning)
+
     def interval(self, key: str, total_steps: int | None) -> int | None:
         """Return eval_steps or save_steps as a number of steps; a fraction is rounded up."""
         every: float | int | None = getattr(self, key)
@@ -850,6 +859,9 @@ class MachineKeys(Section):
     num_gpus_per_node: Count | None = None
     """Devices per machine; device_mapping and the cluster are checked against it."""
 
+    def envs(self, role: RoleConfig) -> dict[str, str]:
+        return self.system_envs | role.system_envs
+
 
 class RoleKeys(Section):
     """Roles"""
@@ -883,6 +895,17 @@ class RunConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
     def sources(self) -> dict[str, str]:
         """Return key path -> the source of its value; empty unless loaded from a file."""
         return self._sources
+
+    def resumed(self, *, has_saved: bool) -> Self:
+        """Return the config that resumes a run: from its own checkpoint, or where it began."""
+        begins_elsewhere = isinstance(self.resume_from_checkpoint, str) and not has_saved
+        source = self.resume_from_checkpoint if begins_elsewhere else "auto"
+        return self.model_copy(update={"overwrite": False, "resume_from_checkpoint": source})
+
+    @property
+    def rounding_in_file(self) -> Literal["dithered", "nearest"]:
+        """Return how a finished run rounded; the config of one from before that key lacks it."""
+        return self.rounding if "rounding" in self.model_fields_set else "nearest"
 
     @property
     def shares_devices(self) -> bool:
@@ -930,9 +953,6 @@ class RunConfig(RoleKeys, MachineKeys, TrackingKeys, PairKeys, LossConfig, StepK
     def data_seed(self) -> int:
         data_seed = self.actor_train.training_args.data_seed
         return self.seed if data_seed is None else data_seed
-
-    def envs(self, role: RoleConfig) -> dict[str, str]:
-        return self.system_envs | role.system_envs
 
     def data_cache_dir(self, data: DataArgs) -> Path:
         return Path(data.cache_dir or f"{self.output_dir}/.cache/data").expanduser()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -86,6 +87,23 @@ def _reads_environment(text: str, root: Any) -> bool:
         return True
     key_paths = re.findall(r"\$\{\s*([\w.]+)\s*\}", text)
     return any(_reads_environment(str(value_at(root, path)), root) for path in key_paths)
+
+
+def changed_settings(config: DPOConfig) -> JsonObject:
+    """Return every key that is not at its default, without secrets, and its source."""
+    defaults = {path: key.default for path, key in table().items()}
+    # As JSON gives them back, so that a path and its text are equal.
+    values, defaults = json.loads(json.dumps([public_values(config), defaults], default=str))
+    changed = {}
+    for path, key in table().items():
+        setting, default = value_at(values, path), defaults[path]
+        has_parent = not key.parent or value_at(values, key.parent) is not None
+        if has_parent and not key.section and setting != default:
+            inherited = config.followed.get(path)
+            source = f"follows {inherited}" if inherited else "set in Python"
+            source = config.sources.get(path, source)
+            changed[path] = {"value": setting, "default": default, "from": source}
+    return changed
 
 
 def show(config: DPOConfig) -> str:

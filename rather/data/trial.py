@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from pathlib import Path
 
-from rather.config.run_config import DPOConfig
+from rather.config.schema import PairKeys, TrainDataArgs, ValidationDataArgs
 from rather.data.formats import FORMATS, FormatError, RowLayout, read_row
 from rather.data.json_rows import DropReason
 from rather.data.prepare import layout_of
@@ -13,19 +13,19 @@ from rather.data.read import chunks, find_sources, parsed_rows
 from rather.errors import DataError
 
 
-def try_own_formats(config: DPOConfig) -> None:
+def try_own_formats(
+    keys: PairKeys, rows: str, training: TrainDataArgs, validation: ValidationDataArgs
+) -> None:
     """Read the first row of each file with the user's format, or raise a DataError.
 
     Rows of a file that is not on this machine yet are read when they arrive.
     """
-    training = config.actor_train.data_args
-    validation = config.validation.data_args
     evaluation_files = list(chain.from_iterable(validation.sets.values()))
     for data_args, files in ((training, training.files), (validation, evaluation_files)):
         if data_args.format in FORMATS and FORMATS.is_own(data_args.format):
             for file in files:
                 if file.is_file():
-                    layout = layout_of(config, config.rows, data_args)
+                    layout = layout_of(keys, rows, data_args)
                     _try_first_row(file, data_args.encoding, layout)
 
 

@@ -22,10 +22,7 @@ from rather.checkpoint.sharded_tensors import (
     TensorStream,
     safetensors_file,
 )
-from rather.config.redaction import redact
-from rather.config.run_config import DPOConfig
 from rather.config.schema import ModelArgs
-from rather.config.strategies import engine_label
 from rather.errors import ConfigError, DiskError
 from rather.files import refuse_outside, sync
 from rather.model.files import (
@@ -415,43 +412,3 @@ def publish(temporary: Path, folder: Path, card: str) -> None:
                 old.rename(folder)
             raise
         shutil.rmtree(old, ignore_errors=True)
-
-
-def model_card(
-    config: DPOConfig, step: int, pairs: int, *, with_reference: bool, result: str = ""
-) -> str:
-    """Return Markdown with the front matter that model hubs read."""
-    training, settings = (
-        config.actor_train.training_args,
-        config.loss_numbers | config.loss_modifiers,
-    )
-    numbers = ", ".join(f"{key} {value}" for key, value in settings.items())
-    reference = f"`{config.reference.model_path}`" if with_reference else "none"
-    adapter = config.actor_train.model_args.adapter_settings or {}
-    adapter_text = ", ".join(f"{key} {value}" for key, value in adapter.items() if value)
-    row = f"\n| adapter | {adapter_text} |" if adapter_text else ""
-    separator = "\n\n" if result else ""
-    kind = "text-classification" if config.task == "reward" else "text-generation"
-    task = "preference-alignment" if config.task == "preference" else config.task
-    tags = ["rather", task, *config.loss_names]
-    card = f"""---
-library_name: transformers
-pipeline_tag: {kind}
-tags: [{", ".join(tags)}]
----
-
-# {config.exp_name}
-
-{result}{separator}`{config.actor_train.model_path}` trained by Rather (task: {config.task}).
-
-| | |
-|---|---|
-| loss | {" + ".join(config.loss_names)}{f" ({numbers})" if numbers else ""} |
-| reference | {reference} |{row}
-| {config.unit} | {pairs} in training, {config.global_batch()} per step, {step} steps |
-| learning rate | {training.learning_rate} ({training.lr_scheduler_type}) |
-| sequence length | {config.sequence_length} |
-| engine | {engine_label(config.actor_train)} |
-| seed | {config.seed} |
-"""
-    return redact(card)  # a URL of a model may contain a password

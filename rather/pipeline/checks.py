@@ -15,7 +15,7 @@ from torch import Tensor
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Role
 from rather.config.run_config import DPOConfig
-from rather.config.schema import ActorConfig
+from rather.config.schema import ActorConfig, RoleConfig
 from rather.config.strategies import layout
 from rather.data.cache import Cache
 from rather.data.prepare import Prepared
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 ROUNDING = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
-def refuse_other_bases(config: DPOConfig) -> None:
+def refuse_other_bases(sections: Mapping[str, RoleConfig]) -> None:
     """Refuse an adapter to start from that was trained on other weights than the model has."""
-    for role, section in config.roles.items():
+    for role, section in sections.items():
         adapter, base = section.model_args.adapter_name_or_path, section.model_path
         if adapter is None:
             continue
@@ -56,10 +56,10 @@ def refuse_other_bases(config: DPOConfig) -> None:
             )
 
 
-def refuse_missing_columns(config: DPOConfig, objective: PairLoss, data: Prepared) -> None:
+def refuse_missing_columns(objective: PairLoss, data: Prepared) -> None:
     """Refuse a run whose loss needs columns that some pairs do not have, or without any weight."""
     for name, dataset in {"training": data.train, **data.evals}.items():
-        refuse_columns(config, objective, name or "evaluation", dataset.column)
+        refuse_columns(objective, name or "evaluation", dataset.column)
         if dataset.column("weight").any():
             continue
         if dataset is data.train:
@@ -68,10 +68,10 @@ def refuse_missing_columns(config: DPOConfig, objective: PairLoss, data: Prepare
 
 
 def refuse_columns(
-    config: DPOConfig, objective: PairLoss, name: str, column: Callable[[str], NDArray[np.float64]]
+    objective: PairLoss, name: str, column: Callable[[str], NDArray[np.float64]]
 ) -> None:
     """Refuse pairs without a column that the loss reads, or with weights if it sorts pairs."""
-    loss = f"loss '{' + '.join(config.loss_names)}'"
+    loss = f"loss '{' + '.join(term.name for term in objective.terms)}'"
     sorts_pairs = any(term.rule.whole_batch for term in objective.terms)
     if sorts_pairs and (column("weight") != 1).any():
         raise DataError(
@@ -87,19 +87,19 @@ def refuse_columns(
             )
 
 
-def refuse_foreign_tokens(config: DPOConfig, data: Prepared, worker: Role) -> None:
+def refuse_foreign_tokens(data: Prepared, worker: Role) -> None:
     """Refuse token ids beyond a model's embeddings: an index error at best."""
     largest = max(dataset.largest_id for dataset in (data.train, *data.evals.values()))
     if largest >= worker.embedding_rows():
         raise ConfigError(
-            f"{worker.role}: the tokenizer {config.actor_train.tokenizer_path} gives ids up to "
+            f"{worker.role}: the tokenizer {data.report['tokenizer']} gives ids up to "
             f"{largest}, the model {worker.embedding_rows()} embeddings; use the tokenizer that "
             "belongs to the model."
         )
 
 
 def check_step_zero(
-    config: DPOConfig,
+    roles: Sequence[RoleConfig],
     kind: str,
     lengths: Tensor,
     policy: Tensor,
@@ -110,10 +110,9 @@ def check_step_zero(
 ) -> None:
     """Untrained, a policy with the weights of the reference must have its log-probs.
 
-    `lengths` are the scored tokens, and `cache` is where log-probs of the reference came from. In a
+    `roles` are those of policy and reference, `lengths` are the scored tokens, and `cache` is where log-probs of the reference came from. In a
     `routed` model of any dtype rounding can change the choice of an expert.
     """
-    roles = (config.actor_train, config.reference)
     paths, args = [role.model_path for role in roles], [role.model_args for role in roles]
     loaded = [(compute_dtype(x, kind), x.revision, x.adapter_name_or_path) for x in args]
     if loaded[0] != loaded[1] or not same_weights(*paths):
@@ -172,25 +171,13 @@ STATE_OF_A_RUN = {
 
 def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[str, Any]:
     """Return what a checkpoint remembers of its run; what cannot be known here is left out."""
+    actor, reference = config.actor_train, config.reference
     synced = [config.ref_model_mixup_alpha, config.ref_model_sync_steps]
     grouped = config.group_responses and data.train.groups is not None
-    roles = {"model": config.actor_train, "reference": config.reference}
-    paths = {name: (role.model_path, role.model_args.revision) for name, role in roles.items()}
-    digests = {
-        f"{name} config": config_digest(role.config_path, role.model_args.revision)
-        for name, role in roles.items()
-    }
     commits = data.report["train"]["commits"]
-    sha = Cache(config.data_cache_dir(config.actor_train.data_args)).sha
-    for name, path in paths.items():
-        # Weights that are read again at each start: they are not in the checkpoint.
-        frozen = (
-            roles[name].model_args.has_adapter if name == "model" else objective.needs_reference
-        )
-        if frozen and (folder := model_folder(*path)):
-            digests[f"{name} weights"] = model_digest(folder, sha)
-            if name == "model":  # without the config: commands compare it with an adapter's base
-                digests[BASE_WEIGHTS] = weights_digest(folder)
+    sha = Cache(config.data_cache_dir(actor.data_args)).sha
+    digests = _digests("model", actor, sha, is_frozen=actor.model_args.has_adapter)
+    digests |= _digests("reference", reference, sha, is_frozen=objective.needs_reference)
     return {
         "data": {
             "pairs": data.train.fingerprint,
@@ -199,18 +186,36 @@ def identity_of(config: DPOConfig, objective: PairLoss, data: Prepared) -> dict[
         **({"data commits": [*commits.values()]} if commits else {}),
         "tokenizer": data.report["tokenizer_sha256"],
         "chat template": dict(data.report["train"]["template"]),
-        **{name: list(path) for name, path in paths.items()},
-        **{name: digest for name, digest in digests.items() if digest},
+        "model": [actor.model_path, actor.model_args.revision],
+        "reference": [reference.model_path, reference.model_args.revision],
+        **digests,
         "loss": objective.description(),
         "synced reference": synced if config.sync_ref_model else None,
         "seed": [config.seed, config.data_seed],
         "global batch": config.global_batch(),
-        "adapter": config.actor_train.model_args.adapter_settings,
+        "adapter": actor.model_args.adapter_settings,
         "grouped responses": True if grouped else None,
         "rounding": config.rounding,
-        "engine": layout(config.actor_train).engine_identity,
-        **(_frozen_parts(config.actor_train) if data.train.has_images else {}),
+        "engine": layout(actor).engine_identity,
+        **(_frozen_parts(actor) if data.train.has_images else {}),
     }
+
+
+def _digests(
+    name: str, role: RoleConfig, sha: Callable[[Path], str], *, is_frozen: bool
+) -> dict[str, str]:
+    """Return the digests of a role's files, as far as they are known.
+
+    Those of weights if they are read again at each start, because no checkpoint has them.
+    """
+    revision = role.model_args.revision
+    digests = {f"{name} config": config_digest(role.config_path, revision)}
+    folder = model_folder(role.model_path, revision) if is_frozen else None
+    if folder:
+        digests[f"{name} weights"] = model_digest(folder, sha)
+        if name == "model":  # without the config: commands compare it with an adapter's base
+            digests[BASE_WEIGHTS] = weights_digest(folder)
+    return {key: digest for key, digest in digests.items() if digest}
 
 
 def _frozen_parts(actor: ActorConfig) -> dict[str, Any]:

@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 
 from rather.cluster.launch import Role, Roles
 from rather.cluster.worker import ActorWorker
-from rather.config.run_config import DPOConfig
-from rather.config.schema import EvalPrompts
-from rather.config.values import WIN_RATE
+from rather.config.schema import DataArgs, EvalPrompts
 from rather.data.batch import Columns, PairFacts
 from rather.data.formats import TextPair
 from rather.data.json_rows import DropReason
@@ -189,15 +187,24 @@ class Answers:
     random number is drawn and no weight is touched.
     """
 
-    def __init__(self, config: DPOConfig, roles: Roles, last_step: int) -> None:
-        assert config.eval_prompts is not None
-        self.last_step = last_step
-        self.config, self.roles, self.asked = config, roles, config.eval_prompts
-        self.file = config.run_dir / ANSWERS
-        self.prompts = read_prompts(self.asked, config)
+    def __init__(
+        self,
+        asked: EvalPrompts,
+        roles: Roles,
+        last_step: int,
+        *,
+        run_dir: Path,
+        data_args: DataArgs,
+        sequence_length: int,
+        parity: str | None,
+        is_always_judged: bool,
+    ) -> None:
+        self.asked, self.roles, self.last_step = asked, roles, last_step
+        self.run_dir, self.file = run_dir, run_dir / ANSWERS
+        self.data_args, self.sequence_length, self.parity = data_args, sequence_length, parity
+        self.prompts = read_prompts(asked, data_args)
         self.known: list[GeneratedAnswer] | None = None  # of the reference
-        selects = bool(config.save_best or config.early_stopping_patience)
-        self.is_always_judged = selects and config.metric_for_best_model == WIN_RATE
+        self.is_always_judged = is_always_judged
         self.judge: JudgeAnswers | None = None
         if self.asked.judge:
             self.judge = tool("answer_judge")(self.asked.judge, self.file)
@@ -209,10 +216,9 @@ class Answers:
         compared with its beginning.
         """
         self.tokenizer = tokenizer
-        config = self.config
-        data_args = config.actor_train.data_args
-        recipe = recipe_of(tokenizer, data_args, config.sequence_length, config.parity)
-        encoder, limit = encoder_of(recipe, "eval_prompts"), self.config.sequence_length
+        limit = self.sequence_length
+        recipe = recipe_of(tokenizer, self.data_args, limit, self.parity)
+        encoder = encoder_of(recipe, "eval_prompts")
         self.end_of_turn, self.ids = encoder.end_of_turn, list[Ids]()
         for number, text in enumerate(self.prompts, 1):
             try:
@@ -233,7 +239,7 @@ class Answers:
         """Remove the answers of evaluations that metrics.jsonl lacks: they will be repeated."""
         if not self.file.exists():
             return
-        metrics, _ = read_lines(self.config.run_dir / "metrics.jsonl")
+        metrics, _ = read_lines(self.run_dir / "metrics.jsonl")
         logged = {line["step"] for line in metrics if f"{METRICS}prompts" in line}
         self._write(line for line in read_lines(self.file)[0] if line["step"] in logged)
 
@@ -331,11 +337,11 @@ def is_local(role: Role) -> TypeGuard[ActorWorker]:
     return isinstance(role, ActorWorker) and role.member.world == 1
 
 
-def read_prompts(asked: EvalPrompts, config: DPOConfig) -> list[str]:
+def read_prompts(asked: EvalPrompts, data_args: DataArgs) -> list[str]:
     """Return the prompts of the config, or of its file: lines of text, or rows with `prompt`."""
     if asked.file is None:
         return list(asked.prompts or [])
-    path = config.actor_train.data_args.locate(asked.file)
+    path = data_args.locate(asked.file)
     try:
         content = read_bytes(path).decode("utf-8").replace("\r\n", "\n")
     except (OSError, ValueError) as error:

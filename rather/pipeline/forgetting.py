@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rather.cluster.launch import Roles
-from rather.config.run_config import DPOConfig
-from rather.config.schema import DataArgs
+from rather.config.schema import DataArgs, StepKeys
 from rather.config.values import BY_CHANCE, FORGETTING
 from rather.data.batch import Columns, TokenPair
 from rather.data.tokens import Ids
@@ -46,25 +45,32 @@ class ForgettingCheck:
 
     @staticmethod
     def of(
-        config: DPOConfig,
+        keys: StepKeys,
+        data_args: DataArgs,
+        sequence_length: int,
         roles: Roles,
         retry: OutOfMemoryRetry,
         state: RunState,
         source: PreparedSteps,
     ) -> ForgettingCheck | None:
         """Return the check, or None if the config or the length of the run leaves it out."""
-        selects = bool(config.save_best or config.early_stopping_patience)
-        is_metric = selects and config.metric_for_best_model.startswith(FORGETTING)
-        if config.forgetting == "off" or config.task == "reward":
+        if keys.forgetting == "off":
             return None
         file = None
-        if config.forgetting != "auto":
-            file = config.actor_train.data_args.locate(config.forgetting)
-        elif not is_metric and _tokens_of(source) < LONG_ENOUGH[roles.kind]:
+        if keys.forgetting != "auto":
+            file = data_args.locate(keys.forgetting)
+        elif not keys.selects_by(FORGETTING) and _tokens_of(source) < LONG_ENOUGH[roles.kind]:
             return None
-        data, length = config.actor_train.data_args, config.sequence_length
-        last_step = source.total_steps
-        return ForgettingCheck(roles, retry, state, last_step, selects, data, length, file)
+        return ForgettingCheck(
+            roles,
+            retry,
+            state,
+            source.total_steps,
+            keys.selects_a_step,
+            data_args,
+            sequence_length,
+            file,
+        )
 
     def begin(self, tokenizer: Any) -> None:
         """Tokenise texts and questions, as training does."""

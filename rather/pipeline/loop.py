@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.launch import Roles
@@ -23,6 +23,7 @@ from rather.pipeline.requests import Requests
 from rather.pipeline.saving import Saving
 from rather.pipeline.steps import Packing, PreparedSteps, Step, StepSource, ahead
 from rather.pipeline.timeline import Timeline, Times
+from rather.reference.logps import ReferenceLogps
 from rather.run_folder.control import StopRequest
 from rather.run_folder.layout import Incidents
 from rather.train.rank_trainer import StepResult
@@ -58,19 +59,26 @@ class RunParts:
         objective: PairLoss,
         state: RunState,
         *,
-        identity: Mapping[str, Any],
+        saving: Saving | None,
         run_dir: Path | None,
         stop: StopRequest,
     ) -> RunParts:
         """Build the parts. Only steps from data files have cached reference log-probs."""
-        packing = Packing(config, roles.kind, baseline=objective.baseline_kind)
+        packing = Packing(
+            config.actor_train,
+            config.reference,
+            roles.kind,
+            baseline=objective.baseline_kind,
+            at_end=config.task == "reward",
+        )
         timeline = Timeline(in_turn=not roles.runs_ahead)
         incidents = Incidents(config.run_dir, silent=run_dir is None or not roles.is_main)
         retry = OutOfMemoryRetry(packing, roles, incidents)
-        stream = ReferenceStream(config, roles, timeline, retry)
+        every = config.ref_model_sync_steps if config.sync_ref_model else None
+        stream = ReferenceStream(config.reference, roles, timeline, retry, moves_every=every)
         if isinstance(source, PreparedSteps):
             source.packing = packing
-            stream = ReferenceStream(config, roles, timeline, retry, source, objective)
+            stream.use_cache(source, objective, partial(ReferenceLogps, config, objective))
         requests = Requests(run_dir, roles, state, stop)
         if roles.drivers > 1:
             roles.actor_train.read_requests = requests.flags
@@ -92,7 +100,7 @@ class RunParts:
             ),
             reference_stream=stream,
             requests=requests,
-            saving=Saving(config, roles, identity, source.total_steps) if run_dir else None,
+            saving=saving,
             state=state,
             keeps_ledger=config.pair_ledger and isinstance(source, PreparedSteps),
         )

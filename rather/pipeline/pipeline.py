@@ -21,6 +21,7 @@ from rather.cluster.worker import ActorWorker
 from rather.config.checks import device_problems, missing
 from rather.config.found import Trust
 from rather.config.run_config import DPOConfig
+from rather.config.values import WIN_RATE
 from rather.data.formats import FORMATS
 from rather.data.hub import refuse_unknown_model
 from rather.data.prepare import BadRows, Prepared, prepare
@@ -41,7 +42,6 @@ from rather.losses.losses import LOSSES
 from rather.losses.objective import Running, from_config
 from rather.losses.own import METRICS
 from rather.losses.trial import try_own_losses, try_own_metrics
-from rather.model.export import model_card
 from rather.outcome.result import LINES, run_result
 from rather.pipeline.answers_at_end import AnswersAtEnd
 from rather.pipeline.callbacks import CALLBACKS, registered_callbacks
@@ -78,7 +78,7 @@ from rather.run_folder.control import StopRequest
 from rather.run_folder.layout import (
     RESULTS,
     Incidents,
-    locked,
+    RunFolder,
     with_rounding_of_run,
     write_run_report,
 )
@@ -112,12 +112,19 @@ class DPOPipeline(Run):
         self.objective = from_config(config)  # reports a wrong number before any work
         try_own_losses(self.objective)
         try_own_metrics(METRICS, with_reference=self.objective.needs_reference)
-        try_own_formats(config)
+        sections = config.actor_train.data_args, config.validation.data_args
+        try_own_formats(config, config.rows, *sections)
         self.callbacks, self.on_record = registered_callbacks(), None
         self.run_dir, self.stop = config.run_dir, StopRequest()
+        self.folder = RunFolder.of(config)
         self.state = RunState()
         self.supervision = Supervision(
-            config, Incidents(config.run_dir).add, self._steps_done, self._pause
+            config.run_dir,
+            config.max_failures,
+            config.failure_backoff,
+            Incidents(config.run_dir).add,
+            self._steps_done,
+            self._pause,
         )
         self.roles = launch(
             config,
@@ -154,7 +161,7 @@ class DPOPipeline(Run):
         if problems := device_problems(config, roles.kind):
             raise ConfigError(problems)
         if roles.is_main:
-            refuse_other_bases(config)
+            refuse_other_bases(config.roles)
         else:
             # One driver tokenises; the others find the result in the cache.
             roles.broadcast(None, PREPARE)
@@ -166,8 +173,8 @@ class DPOPipeline(Run):
             raise DataError(
                 f"0 {config.unit} to train on: every row was dropped, see the table above."
             )
-        refuse_missing_columns(config, self.objective, self.data)
-        refuse_images(config, self.data)
+        refuse_missing_columns(self.objective, self.data)
+        refuse_images(config.actor_train, config.reference, self.data)
         if self.objective.baseline_kind == "kl":
             self.data = self.data.with_partners(config.data_seed, config.sequence_length)
         # Only the main driver reads it, and it hashes the weights.
@@ -186,7 +193,7 @@ class DPOPipeline(Run):
             source,
             self.objective,
             self.state,
-            identity=self.identity,
+            saving=self._saving_of(source, self.identity),
             run_dir=self.run_dir,
             stop=self.stop,
         )
@@ -202,11 +209,25 @@ class DPOPipeline(Run):
         self.evaluators: list[Evaluator] = [self.evaluation.record] if self.data.evals else []
         self.answers: Answers | None = None
         if config.eval_prompts:
-            self.answers = Answers(config, roles, source.total_steps)
+            self.answers = Answers(
+                config.eval_prompts,
+                roles,
+                source.total_steps,
+                run_dir=self.run_dir,
+                data_args=config.actor_train.data_args,
+                sequence_length=config.sequence_length,
+                parity=config.parity,
+                is_always_judged=config.selects_by(WIN_RATE),
+            )
         is_whole = all(is_local(role) for role in (roles.actor_train, roles.reference) if role)
         if self.answers and is_whole:
             self.evaluators.append(self.answers.record)
-        self.forgetting = ForgettingCheck.of(config, roles, parts.retry, self.state, source)
+        self.forgetting: ForgettingCheck | None = None
+        if config.task != "reward":  # which writes no text
+            data_args, length = config.actor_train.data_args, config.sequence_length
+            self.forgetting = ForgettingCheck.of(
+                config, data_args, length, roles, parts.retry, self.state, source
+            )
         if self.forgetting:
             self.evaluators.append(self.forgetting.record)
         self.at_end: AnswersAtEnd | None = None
@@ -236,7 +257,7 @@ class DPOPipeline(Run):
         """
         with closing(self), ExitStack() as stack:
             if stop is None:
-                stack.enter_context(locked(self.config, is_main=self.roles.is_main))
+                stack.enter_context(self.folder.locked(is_main=self.roles.is_main))
                 stop = stack.enter_context(StopRequest())
             self.stop = stop
             if self.roles.ranks:
@@ -252,7 +273,7 @@ class DPOPipeline(Run):
         stop.last_saved = lambda: self._last_step
         while True:
             try:
-                return ranks.run(run_rank, self.config, stop)
+                return ranks.run(partial(run_rank, self.config), stop)
             except (WorkerLost, HangError) as error:
                 if stop.signal is not None:
                     raise
@@ -260,7 +281,7 @@ class DPOPipeline(Run):
                 if number := self.stop.signal:  # it came during the pause
                     text = "stopped while workers were restarting; run the command again"
                     raise Ended(number, text) from error
-            self.config = self.supervision.config_to_resume()
+            self.config = self.config.resumed(has_saved=self.supervision.has_saved)
             ranks.restart()
 
     @property
@@ -298,7 +319,8 @@ class DPOPipeline(Run):
         if self.parts.keeps_ledger:
             hooks.append(WritePairLedger(tracker, self.objective))
         if self.objective.needs_reference:
-            check = partial(check_step_zero, self.config, self.roles.kind)
+            roles = self.config.actor_train, self.config.reference
+            check = partial(check_step_zero, roles, self.roles.kind)
             hooks.append(CheckFirstStep(check, self.reference_stream))
         return hooks
 
@@ -343,11 +365,13 @@ class DPOPipeline(Run):
     def _start(self, newest: Checkpoint | None) -> None:
         """Load the models and the state of a checkpoint."""
         stream = self.reference_stream
-        with_reference = self.roles.broadcast(stream.open(newest))
+        answers = self.config.eval_prompts is not None
+        needs_model = stream.open(self.folder, newest, answers=answers)
+        with_reference = self.roles.broadcast(needs_model)
         self.summary.forecast(reference=with_reference)
         self.initialize(newest, with_reference=with_reference)
         self.stop.begin_training()
-        stream.recheck(self.progress.step)
+        stream.recheck(self.progress.step, self.config.seed)
         self.summary.begin(self.tokenizer, self.progress.step)
 
     def initialize(
@@ -365,7 +389,7 @@ class DPOPipeline(Run):
         self.tokenizer = tokenizer_of(self.config.actor_train)
         self.actor_train.open_pairs(self.source.pairs)
         self.actor_train.initialize(self.source.total_steps, model)
-        refuse_foreign_tokens(self.config, self.data, self.actor_train)
+        refuse_foreign_tokens(self.data, self.actor_train)
         if with_reference:
             self.reference_stream.load()
         if self.answers:
@@ -400,8 +424,7 @@ class DPOPipeline(Run):
     def _export_model(self, folder: Path) -> Mapping[str, float]:
         pairs, with_reference = len(self.data.train), self.reference is not None
         self.result = run_result(self.run_dir) if self.roles.is_main else []
-        card = model_card(
-            self.config,
+        card = self.summary.model_card(
             self.progress.step,
             pairs,
             with_reference=with_reference,
@@ -497,7 +520,7 @@ def evaluate_rank(config: DPOConfig, stop: StopRequest, *, model: str) -> int:
     """Print the metrics of a model on the held-out pairs as JSON."""
     with closing(DPOPipeline(config, is_watched=True)) as pipeline:
         if pipeline.roles.ranks:
-            return pipeline.roles.ranks.run(partial(evaluate_rank, model=model), config, stop)
+            return pipeline.roles.ranks.run(partial(evaluate_rank, config, model=model), stop)
         pipeline.initialize(model=model)
         metrics = pipeline.evaluate()
         if pipeline.roles.is_main:

@@ -21,7 +21,7 @@ from rather.arithmetic import ceil_div
 from rather.checkpoint.checkpoint import Checkpoint
 from rather.cluster.bridge import ReferenceApart
 from rather.cluster.launch import Roles
-from rather.config.run_config import DPOConfig
+from rather.config.schema import ReferenceConfig
 from rather.data.batch import Columns, PairBatch
 from rather.data.shares import TRAIN, Batches, PairRows
 from rather.losses.objective import PairLoss
@@ -32,7 +32,7 @@ from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.steps import PreparedSteps, Step, chunks
 from rather.pipeline.timeline import Timeline
 from rather.reference.logps import ReferenceLogps, Request, needed_columns
-from rather.run_folder.layout import reference_log
+from rather.run_folder.layout import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -45,48 +45,64 @@ VALUES, COMPUTE, COMPUTE_SHARED = 0.0, 1.0, 2.0
 class ReferenceStream:
     """Attaches reference log-probs to the steps of a run; None if the loss has no reference.
 
-    With a `source` of data files the log-probs are cached: under torchrun the main driver reads
-    and writes the cache, and the other drivers compute along with it. Without, every driver
-    computes the log-probs of its own steps.
+    Those of data files are cached: under torchrun the main driver reads and writes the cache, and
+    the other drivers compute along with it. Without, every driver computes the log-probs of its own
+    steps.
     """
 
     def __init__(
         self,
-        config: DPOConfig,
+        section: ReferenceConfig,
         roles: Roles,
         timeline: Timeline,
         retry: OutOfMemoryRetry,
-        source: PreparedSteps | None = None,
-        objective: PairLoss | None = None,
+        *,
+        moves_every: int | None = None,
     ) -> None:
-        self.config, self.roles, self.timeline, self.retry = config, roles, timeline, retry
+        """`moves_every`: the steps between two moves of the reference (TR-DPO)."""
+        self.section, self.roles, self.timeline, self.retry = section, roles, timeline, retry
+        self.moves_every = moves_every
         self.logps: ReferenceLogps | None = None
-        self._loaded = source is None
-        self._follows = source is not None and not roles.is_main
-        if source and objective:
-            self.source, self._names = source, needed_columns(objective)
-            if roles.reference and roles.is_main:
-                given = config, objective, self._ask_model, roles.reference.device
-                self.logps = ReferenceLogps(*given, kind=roles.kind)
-                if not roles.apart:
-                    self.logps.announce = self._announce
+        self._loaded, self._follows = True, False
+
+    def use_cache(
+        self,
+        source: PreparedSteps,
+        objective: PairLoss,
+        open_logps: Callable[..., ReferenceLogps],
+    ) -> None:
+        """Take the steps of data files, whose log-probs are cached.
+
+        `open_logps` is ReferenceLogps with all arguments but those of the model.
+        """
+        self.source, self._names = source, needed_columns(objective)
+        self._loaded, self._follows = False, not self.roles.is_main
+        reference = self.roles.reference
+        if reference and self.roles.is_main:
+            place: Any = {"device": reference.device, "kind": self.roles.kind}
+            self.logps = open_logps(self._ask_model, **place)
+            if not self.roles.apart:
+                self.logps.announce = self._announce
 
     # --- before the first step ---
 
-    def open(self, newest: Checkpoint | None) -> bool:
-        """Read the known log-probs; return whether the run needs the model of the reference."""
+    def open(self, folder: RunFolder, newest: Checkpoint | None, *, answers: bool) -> bool:
+        """Read the known log-probs; return whether the run needs the model of the reference.
+
+        It does if the model `answers` prompts.
+        """
         known = self.logps
         if known is None:
             return False
-        known.open(reference_log(self.config, newest))
-        if self.config.reference.cache.recheck or self.config.eval_prompts or known.is_empty:
+        known.open(folder.reference_log(newest))
+        if self.section.cache.recheck or answers or known.is_empty:
             return True
         data, rows = self.source.data, self.source.rows_after(newest.step if newest else 0)
         wanted = chain(chunks(data.train, rows), *map(chunks, data.evals.values()))
         if not all(map(known.knows, wanted)):
             return True
         text = "reference: %s holds the log-probs of all %s; the model is not loaded"
-        log.info(text, known.folder, self.config.unit)
+        log.info(text, known.folder, self.source.unit)
         return False
 
     def load(self) -> None:
@@ -95,26 +111,26 @@ class ReferenceStream:
             self.roles.reference.open_pairs(self.source.pairs)
             self.roles.reference.initialize(self.source.total_steps)
             if self.roles.is_main:
-                refuse_foreign_tokens(self.config, self.source.data, self.roles.reference)
+                refuse_foreign_tokens(self.source.data, self.roles.reference)
             self._loaded = True
 
     def parking(self) -> Callable[[], bool] | None:
         """Return what moves the model to the host, if that is allowed and steps are long enough."""
-        config, reference = self.config, self.roles.reference
-        if not self._loaded or config.reference.offload != "auto" or config.sync_ref_model:
+        reference = self.roles.reference
+        if not self._loaded or self.section.offload != "auto" or self.moves_every:
             return None
         batches = self.retry.packing.pack(self.source.step_pairs(1), "reference")
         pays = sum(batch.real_tokens for batch in batches) > PARKING_PAYS
         return reference.park if reference and pays else None
 
-    def recheck(self, step: int) -> None:
+    def recheck(self, step: int, seed: int) -> None:
         """Compare the known log-probs of some pairs, drawn by the seed, with the model."""
-        count, role, known = self.config.reference.cache.recheck, self.config.reference, self.logps
+        count, known = self.section.cache.recheck, self.logps
         if not (count and self.roles.reference):
             return
         rows = np.empty(0, np.int64)
         if known:
-            random = np.random.default_rng(self.config.seed)
+            random = np.random.default_rng(seed)
             drawn = random.permutation(self.source.rows_after(step))
             taken = chain.from_iterable(chunks(self.source.data.train, drawn))
             pairs = zip(drawn.tolist(), taken, strict=True)
@@ -125,7 +141,7 @@ class ReferenceStream:
             self._compute_until_known(batches)
             return
         if len(rows):
-            tolerance = ROUNDING[compute_dtype(role.model_args, self.roles.kind)]
+            tolerance = ROUNDING[compute_dtype(self.section.model_args, self.roles.kind)]
             known.recheck(batches, tolerance)
         self.roles.broadcast_numbers(self._message(len(rows)))
 
@@ -141,7 +157,7 @@ class ReferenceStream:
             return
         reference = self.roles.reference
         asked: _Asked | None = None  # the step before, which is not trained yet
-        every = self.config.ref_model_sync_steps if self.config.sync_ref_model else None
+        every = self.moves_every
         try:
             for step in steps:
                 answered = asked and self._answer_of(asked)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,16 @@ from rather.pipeline.hooks import (
 )
 from rather.pipeline.loop import RunParts, TrainingLoop
 from rather.pipeline.progress import Progress, RunState
-from rather.pipeline.saving import Saving
+from rather.pipeline.saving import TOTAL_STEPS, Saving
 from rather.pipeline.steps import NO_LIMIT, StepSource
+from rather.plan.forecast import checkpoint_bytes
+from rather.plan.memory import known_shapes
 from rather.run_folder import control
-from rather.run_folder.layout import (
-    locked,
-    mark_finished,
-    mark_unfinished,
-    metrics_position,
-)
+from rather.run_folder.layout import RunFolder, mark_finished, mark_unfinished
 from rather.tracking.health.watch import record_end
 from rather.tracking.outcome import outcome_text
 from rather.tracking.run import NoTracker, RunTracker
+from rather.tracking.trackers import TrackedRun
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +91,7 @@ class Run:
         if config.save_best:
             raise ConfigError("save_best: only a run that is built from a config exports models.")
         self.config, self.roles, self.run_dir = config, roles, run_dir
+        self.folder = RunFolder.of(config)
         self.stop = control.StopRequest()
         self.evaluators: list[Evaluator] = []
         if evaluate:
@@ -108,13 +106,36 @@ class Run:
             source,
             from_config(config),
             self.state,
-            identity=identity,
+            saving=self._saving_of(source, identity) if run_dir else None,
             run_dir=run_dir,
             stop=self.stop,
         )
         if run_dir is None and self.parts.guard.rolls_back:
             raise ConfigError("on_nonfinite, spike.action: rollback needs an output folder.")
         self.parts.packing.tokens["train"] = NO_LIMIT
+
+    def _saving_of(self, source: StepSource, identity: Mapping[str, Any]) -> Saving:
+        config, actor = self.config, self.config.actor_train
+        shapes = None
+        if actor.model_args.model_name_or_path:  # else the model came in memory
+            shapes = known_shapes(actor.model_path, actor.model_args)
+        schedule = {
+            TOTAL_STEPS: source.total_steps,
+            **actor.training_args.model_dump(mode="json"),
+            "max_grad_norm": config.max_grad_norm,
+            "dtype": actor.model_args.dtype,
+        }
+        return Saving(
+            self.folder,
+            config,
+            self.roles,
+            identity,
+            schedule,
+            moves_reference=config.sync_ref_model,
+            store=config.checkpoint_store,
+            first_bytes=checkpoint_bytes(actor.model_args, config.precision, shapes or {}),
+            deadline=config.timeouts.save,
+        )
 
     @property
     def actor_train(self) -> ActorWorker:
@@ -144,7 +165,7 @@ class Run:
         """Train, complete the run folder, end all workers, and return the exit code."""
         with closing(self), ExitStack() as stack:
             if self.run_dir:
-                stack.enter_context(locked(self.config, is_main=self.roles.is_main))
+                stack.enter_context(self.folder.locked(is_main=self.roles.is_main))
             code = self._resume_and_train()
             if self.saving and (problem := self.saving.upload_problem()):
                 log.warning("%s", problem)
@@ -178,10 +199,10 @@ class Run:
 
     def _tracker(self, newest: Checkpoint | None, *, quiet: bool = True) -> RunTracker:
         return RunTracker(
-            self.config,
+            TrackedRun(self.config),
             total_steps=self.total_steps or 0,
             start_step=self.progress.step,
-            metrics_position=metrics_position(self.config, newest),
+            metrics_position=self.folder.metrics_position(newest),
             quiet=quiet,
         )
 
@@ -216,7 +237,7 @@ class Run:
             KeepReferenceLogps(parts.reference_stream),
             EndRun(state, parts.requests, total_steps),
             checkpoints,
-            TrackMetrics(tracker, partial(metrics_position, config)),
+            TrackMetrics(tracker, self.folder.metrics_position),
         ]
         if self.on_record:
             hooks.append(PassOnRecords(self.on_record))

@@ -17,8 +17,10 @@ import torch
 
 from rather.cluster.launch import Roles
 from rather.cluster.memory import free_memory
+from rather.config.load import dump_yaml
+from rather.config.redaction import redact
 from rather.config.run_config import DPOConfig
-from rather.config.strategies import layout
+from rather.config.strategies import engine_label, layout
 from rather.data.findings import beyond_positions, by_severity
 from rather.data.show import token_view
 from rather.errors import HangError, RayGone, WorkerLost
@@ -31,7 +33,7 @@ from rather.pipeline.timeline import Timeline
 from rather.plan.forecast import SAMPLE, Forecast, PairSample, compiles
 from rather.plan.memory import Device
 from rather.plan.speed import GPUS, listed_speed
-from rather.run_folder.layout import write_config, write_run_report
+from rather.run_folder.layout import RunFolder, write_run_report
 from rather.run_folder.names import DATA_REPORT, PLAN, RUN_REPORT
 from rather.tracking.health import counts
 from rather.tracking.json_lines import read_object
@@ -65,9 +67,11 @@ class RunSummary:
         with _failure_logged("the forecast"):
             pairs, speed = pairs_of(self.source), None
             sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
-            device = device_here(config, roles.kind)
+            device = device_here(roles.kind, layout(config.actor_train).devices)
             if name := gpu_here(device.kind):
-                compiled = compiles(config, sizes, device, pairs.steps)
+                tokens = pairs.steps * config.tokens_per_step
+                actor = config.actor_train
+                compiled = compiles(config.compile, actor, sizes, device.kind, tokens)
                 speed = listed_speed(name, sizes.active, compiled=compiled)
             plan = Forecast(config, sizes, device, pairs, speed, reference=reference)
             self.plan = plan.as_json()
@@ -80,7 +84,8 @@ class RunSummary:
         data = self._data_report()
         with _failure_logged("the look at the first pairs"):
             data["shown"] = token_view(self.source.data.train, tokenizer, PAIRS_SHOWN)
-        write_config(self.config)
+        resumable = self.config.model_copy(update={"overwrite": False})  # the file resumes
+        RunFolder.of(self.config).write_config(dump_yaml(resumable))
         write_run_report(self.run_dir, data, DATA_REPORT)
         if self.plan:
             write_run_report(self.run_dir, self.plan, PLAN)
@@ -124,6 +129,41 @@ class RunSummary:
                 error["time"] = plan["seconds_per_step"] / seconds - 1
             write_run_report(self.run_dir, {**plan, "measured": measured, "error": error}, PLAN)
 
+    def model_card(self, step: int, pairs: int, *, with_reference: bool, result: str = "") -> str:
+        """Return Markdown with the front matter that model hubs read."""
+        config, actor = self.config, self.config.actor_train
+        training, settings = actor.training_args, config.loss_numbers | config.loss_modifiers
+        numbers = ", ".join(f"{key} {value}" for key, value in settings.items())
+        reference = f"`{config.reference.model_path}`" if with_reference else "none"
+        adapter = actor.model_args.adapter_settings or {}
+        adapter_text = ", ".join(f"{key} {value}" for key, value in adapter.items() if value)
+        row = f"\n| adapter | {adapter_text} |" if adapter_text else ""
+        separator = "\n\n" if result else ""
+        kind = "text-classification" if config.task == "reward" else "text-generation"
+        task = "preference-alignment" if config.task == "preference" else config.task
+        tags = ["rather", task, *config.loss_names]
+        card = f"""---
+library_name: transformers
+pipeline_tag: {kind}
+tags: [{", ".join(tags)}]
+---
+
+# {config.exp_name}
+
+{result}{separator}`{actor.model_path}` trained by Rather (task: {config.task}).
+
+| | |
+|---|---|
+| loss | {" + ".join(config.loss_names)}{f" ({numbers})" if numbers else ""} |
+| reference | {reference} |{row}
+| {config.unit} | {pairs} in training, {config.global_batch()} per step, {step} steps |
+| learning rate | {training.learning_rate} ({training.lr_scheduler_type}) |
+| sequence length | {config.sequence_length} |
+| engine | {engine_label(actor)} |
+| seed | {config.seed} |
+"""
+        return redact(card)  # a URL of a model may contain a password
+
 
 @contextmanager
 def _failure_logged(name: str) -> Iterator[None]:
@@ -157,11 +197,11 @@ def pairs_of(source: PreparedSteps) -> PairSample:
     )
 
 
-def device_here(config: DPOConfig, kind: str) -> Device:
-    """Return this machine's GPU, or each rank's share of the host's free memory."""
+def device_here(kind: str, ranks: int = 1) -> Device:
+    """Return this machine's GPU, or the share of its free memory that each of the ranks has."""
     if kind == "cuda":
         return Device("cuda", torch.cuda.get_device_properties(0).total_memory)
-    return Device("cpu", free_memory() / layout(config.actor_train).devices)
+    return Device("cpu", free_memory() / ranks)
 
 
 def gpu_here(kind: str) -> str | None:

@@ -20,8 +20,9 @@ from rather.checkpoint import checkpoint
 from rather.checkpoint.checkpoint import Checkpoint, Draft
 from rather.checkpoint.manifest import Written
 from rather.checkpoint.store import Store, Uploads
-from rather.cluster.launch import Role, Roles, mappings
-from rather.config.run_config import DPOConfig
+from rather.cluster.bridge import ReferenceApart
+from rather.cluster.launch import Role, Roles
+from rather.config.schema import StepKeys
 from rather.errors import (
     CheckpointError,
     DiskError,
@@ -30,20 +31,18 @@ from rather.errors import (
 )
 from rather.pipeline.checks import refuse_other_run
 from rather.pipeline.progress import Progress
-from rather.plan.forecast import checkpoint_bytes
-from rather.plan.memory import known_shapes
 from rather.run_folder.layout import (
     RESULTS,
     STORED_FILES,
     Incidents,
-    checkpoint_to_resume,
-    named_checkpoint,
+    RunFolder,
 )
 from rather.run_folder.names import FINISHED
 from rather.tracking.json_lines import MetricsPosition
 
 log = logging.getLogger(__name__)
 
+TOTAL_STEPS = "optimizer steps"  # in the schedule of a checkpoint
 GRACE = 60.0  # seconds in which workers may finish a save after a run has failed
 
 
@@ -51,20 +50,34 @@ class Saving:
     """Saves and restores checkpoints: the main driver publishes, every rank writes its part."""
 
     def __init__(
-        self, config: DPOConfig, roles: Roles, identity: Mapping[str, Any], total_steps: int | None
+        self,
+        folder: RunFolder,
+        keys: StepKeys,
+        roles: Roles,
+        identity: Mapping[str, Any],
+        schedule: Mapping[str, Any],
+        *,
+        moves_reference: bool,
+        store: str | None,
+        first_bytes: int,
+        deadline: float,
     ) -> None:
-        self.config, self.roles, self.identity = config, roles, dict(identity)
-        self.run_dir, self.total_steps = config.run_dir, total_steps
-        self.moving_reference: Role | None = roles.reference if config.sync_ref_model else None
+        """Save to a folder, and to the address of an object store if there is one.
+
+        - `schedule`: settings that may change at a resume; a change is logged.
+        - `first_bytes`: the size of the first checkpoint, as far as it is known.
+        - `deadline`: the seconds in which all ranks write their parts.
+        """
+        self.folder, self.keys, self.roles = folder, keys, roles
+        self.identity, self.schedule = dict(identity), dict(schedule)
+        self.run_dir, self.total_steps = folder.path, self.schedule[TOTAL_STEPS]
+        self.store, self.deadline = store, deadline
+        self.moving_reference: Role | None = roles.reference if moves_reference else None
         self.last_saved: int | None = None
         self.has_own = False  # the run folder has a checkpoint to roll back to
         # Why consecutive saves found no space, by folder.
-        self.misses: dict[Path, list[str]] = {self.run_dir: [], config.checkpoint_copy_dir: []}
-        shapes, args = None, config.actor_train.model_args
-        if args.model_name_or_path:  # else the model came in memory
-            shapes = known_shapes(config.actor_train.model_path, args)
-        # Later those of the last checkpoint.
-        self._bytes = checkpoint_bytes(args, config.precision, shapes or {})
+        self.misses: dict[Path, list[str]] = {self.run_dir: [], folder.copies: []}
+        self._bytes = first_bytes  # later those of the last checkpoint
         self._is_written = True  # by every rank
         self._no_more_notes = math.inf  # from this time on
         self._thread: threading.Thread | None = None
@@ -72,10 +85,10 @@ class Saving:
         self._abandoned = threading.Event()
         self._uploads: Uploads | None = None
         self._not_uploaded: list[Path] = []
-        if roles.is_main and (address := config.checkpoint_store):
+        if roles.is_main and store:
             add_incident = Incidents(self.run_dir).add
-            where = Store(address), self.run_dir, STORED_FILES
-            self._uploads = Uploads(*where, config.max_ckpt_to_keep, add_incident)
+            where = Store(store), self.run_dir, STORED_FILES
+            self._uploads = Uploads(*where, keys.max_ckpt_to_keep, add_incident)
 
     # --- resuming ---
 
@@ -84,11 +97,11 @@ class Saving:
         newest = None
         if self.roles.is_main:
             checkpoint.clean(self.run_dir)  # a run that saves no more would never do it
-            if self._uploads and not named_checkpoint(self.config):
-                self._uploads.begin(overwrite=self.config.overwrite)
-            newest = checkpoint_to_resume(self.config)
+            if self._uploads and not self.folder.named:
+                self._uploads.begin(overwrite=self.folder.overwrite)
+            newest = self.folder.checkpoint_to_resume()
         if newest:
-            refuse_other_run(newest, self.identity, self.config.resume.allow)
+            refuse_other_run(newest, self.identity, self.keys.resume.allow)
             if self._uploads and newest.path.parent == self.run_dir:
                 self._uploads.add(newest.path, newest.step)
         return self._shared(newest)
@@ -144,7 +157,7 @@ class Saving:
                 draft = checkpoint.Draft(self.run_dir, step, self._bytes)
                 with draft.removed_on_error():
                     stored = {**state, **sync_files()._asdict()}
-                    stored |= {"identity": self.identity, "schedule": self._schedule()}
+                    stored |= {"identity": self.identity, "schedule": self.schedule}
             except DiskError as error:
                 draft = None
                 self._report_missed(self.run_dir, step, error)
@@ -156,7 +169,7 @@ class Saving:
         self.roles.actor_train.write_state(folder)
         if self.moving_reference:
             self.moving_reference.write_state(folder)
-        if self.config.checkpoint_config.async_save == "off":
+        if self.keys.checkpoint_config.async_save == "off":
             self._finish_writing()
             if draft:
                 self._publish(draft, stored)
@@ -178,7 +191,7 @@ class Saving:
             self._thread = None
         if self._failure:
             raise self._failure
-        most = 1 if last else self.config.checkpoint_config.max_missed_saves
+        most = 1 if last else self.keys.checkpoint_config.max_missed_saves
         failing = [reasons[-1] for reasons in self.misses.values() if len(reasons) >= most]
         if reason := self.roles.broadcast(failing[0] if failing else None):
             raise DiskError(reason)
@@ -216,7 +229,7 @@ class Saving:
             return ""
         names = ", ".join(folder.name for folder in self._not_uploaded)
         return (
-            f"{self.config.checkpoint_store}: the last upload of {names} failed (see MISSED UPLOAD "
+            f"{self.store}: the last upload of {names} failed (see MISSED UPLOAD "
             f"above). {self.run_dir} has it; run the same command again to upload it."
         )
 
@@ -237,11 +250,11 @@ class Saving:
 
     def _publish(self, draft: Draft, state: Mapping[str, Any]) -> None:
         """Wait for the parts of all ranks, publish the checkpoint, prune old ones, copy it."""
-        config, copies = self.config, self.config.checkpoint_copy_dir
-        spared = named_checkpoint(config)  # never pruned: the same command resumes from it
+        copies, keep = self.folder.copies, self.keys.max_ckpt_to_keep
+        spared = self.folder.named  # never pruned: the same command resumes from it
 
         def collect() -> Written:
-            options = config.timeouts.save, self._is_over
+            options = self.deadline, self._is_over
             written = checkpoint.collect_parts(draft.folder, self._writers(), *options)
             self._bytes = sum(size for size, _ in written.values())
             return written
@@ -258,17 +271,17 @@ class Saving:
         if self._uploads:
             self._uploads.add(path, draft.step)
             uploading = self._uploads.current
-        checkpoint.prune(self.run_dir, config.max_ckpt_to_keep, spared, uploading)
+        checkpoint.prune(self.run_dir, keep, spared, uploading)
         if copies != self.run_dir:
             try:
                 checkpoint.copy_to(path, copies)
                 self.misses[copies].clear()
-                checkpoint.prune(copies, config.max_ckpt_to_keep, spared)
+                checkpoint.prune(copies, keep, spared)
             except (OSError, DiskError, CheckpointError) as error:
                 self._report_missed(copies, draft.step, error)
 
     def _report_missed(self, folder: Path, step: int, error: Exception) -> None:
-        misses, most = self.misses[folder], self.config.checkpoint_config.max_missed_saves
+        misses, most = self.misses[folder], self.keys.checkpoint_config.max_missed_saves
         misses.append(str(error))
         facts = {"folder": str(folder), "in_a_row": len(misses), "reason": str(error)}
         Incidents(self.run_dir).add("missed_save", step, **facts)
@@ -277,24 +290,15 @@ class Saving:
 
     def _writers(self) -> list[str]:
         """Return the names under which the ranks leave notes of what they have written."""
-        counts = list(map(len, mappings(self.config)))
-        if not self.roles.apart:
-            counts = [self.roles.drivers] * 2
-        ranks = {"actor_train": counts[0], "reference": counts[1] if self.moving_reference else 0}
+        ranks = {"actor_train": self.roles.drivers}
+        if isinstance(self.moving_reference, ReferenceApart):
+            ranks["reference"] = self.moving_reference.layout.devices
+        elif self.moving_reference:
+            ranks["reference"] = self.roles.drivers
         return [f"{name}-{rank:05d}" for name, count in ranks.items() for rank in range(count)]
 
     def schedule_changes(self, newest: Checkpoint) -> dict[str, tuple[Any, Any]]:
         """Return the settings that differ from those of a checkpoint: then, and now."""
         before = newest.state["schedule"]
-        now = self._schedule()
+        now = self.schedule
         return {key: (before.get(key), now[key]) for key in now if before.get(key) != now[key]}
-
-    def _schedule(self) -> dict[str, Any]:
-        """Return settings that may change at a resume; a change is logged."""
-        actor = self.config.actor_train
-        return {
-            "optimizer steps": self.total_steps,
-            **actor.training_args.model_dump(mode="json"),
-            "max_grad_norm": self.config.max_grad_norm,
-            "dtype": actor.model_args.dtype,
-        }

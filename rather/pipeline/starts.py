@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -15,12 +14,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rather.cluster.launch import mappings
-from rather.config.inherit import value_at
-from rather.config.keys import table
 from rather.config.redaction import redact
 from rather.config.run_config import DPOConfig
-from rather.config.show import public_values
+from rather.config.show import changed_settings
 from rather.files import JsonObject
 from rather.run_folder.names import STARTS
 from rather.tracking.json_lines import append_line
@@ -35,6 +31,7 @@ CPU_NAME = re.compile(r"^(?:model name|Hardware)\s*:\s*(\S.*)$", re.MULTILINE | 
 def record_start(config: DPOConfig, kind: str, step: int, total_steps: int) -> None:
     """Append this start; a new run has no earlier ones. A failure never ends the run."""
     file = config.run_dir / STARTS
+    devices = len({*config.actor_train.devices, *config.reference.devices})
     try:
         if not step:
             file.unlink(missing_ok=True)
@@ -44,8 +41,8 @@ def record_start(config: DPOConfig, kind: str, step: int, total_steps: int) -> N
             "total_steps": total_steps,
             "command": redact(command()),
             "launcher": launcher(),
-            "environment": environment(config, kind),
-            "settings": settings(config),
+            "environment": environment(kind, devices, config.num_nodes),
+            "settings": changed_settings(config),
         }
         append_line(file, record)
     except Exception as error:
@@ -66,13 +63,13 @@ def command() -> str:
     return shlex.join(["python", name, *arguments])
 
 
-def environment(config: DPOConfig, kind: str) -> JsonObject:
+def environment(kind: str, devices: int, nodes: int) -> JsonObject:
     import torch
 
     facts: JsonObject = {
-        "devices": len({device for mapping in mappings(config) for device in mapping}),
+        "devices": devices,
         "device": kind,
-        "hosts": int(os.environ.get("GROUP_WORLD_SIZE") or config.num_nodes),
+        "hosts": int(os.environ.get("GROUP_WORLD_SIZE") or nodes),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "Python": platform.python_version(),
     }
@@ -87,20 +84,3 @@ def environment(config: DPOConfig, kind: str) -> JsonObject:
         with suppress(PackageNotFoundError):
             facts[name] = _version(name)
     return facts
-
-
-def settings(config: DPOConfig) -> JsonObject:
-    """Return every key that is not at its default, without secrets, and its source."""
-    defaults = {path: key.default for path, key in table().items()}
-    # As JSON gives them back, so that a path and its text are equal.
-    values, defaults = json.loads(json.dumps([public_values(config), defaults], default=str))
-    found = {}
-    for path, key in table().items():
-        value, default = value_at(values, path), defaults[path]
-        has_parent = not key.parent or value_at(values, key.parent) is not None
-        if has_parent and not key.section and value != default:
-            inherited = config.followed.get(path)
-            source = f"follows {inherited}" if inherited else "set in Python"
-            source = config.sources.get(path, source)
-            found[path] = {"value": value, "default": default, "from": source}
-    return found

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rather.config.run_config import DPOConfig
-from rather.config.schema import TrainingArgs
+from rather.config.schema import ActorConfig, RoleConfig, TrainingArgs
 from rather.config.strategies import layout
 from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
 from rather.data.pairs import PairDataset
@@ -91,6 +91,7 @@ class PreparedSteps:
     data: Prepared
     order: Order
     total_steps: int
+    unit: str = "pairs"
     packing: Packing | None = None  # set once the roles have started
 
     @staticmethod
@@ -104,7 +105,8 @@ class PreparedSteps:
             text = "There are fewer %s (%d) than a step takes (%d): each epoch is one small step."
             log.warning(text, config.unit, pairs, order.batch)
         epochs = config.actor_train.training_args.num_train_epochs
-        return PreparedSteps(data, order, order.steps(epochs, config.max_steps or math.inf))
+        total_steps = order.steps(epochs, config.max_steps or math.inf)
+        return PreparedSteps(data, order, total_steps, config.unit)
 
     def steps(self, done: int, position: Mapping[str, Any] | None = None) -> Iterator[Step]:
         assert self.packing is not None
@@ -176,11 +178,13 @@ Use = Literal["train", "actor_train", "reference"]
 class Packing:
     """Packs pairs into micro-batches, by the layout and the sizes of each role."""
 
-    config: DPOConfig
+    actor: ActorConfig
+    reference: RoleConfig
     kind: str  # of the devices: cpu or cuda
     tokens: dict[Use, int] = field(default_factory=dict)  # lowered when memory runs out
     baseline: str | None = None  # the objective's baseline_kind
     limits: dict[Use, int] = field(default_factory=dict)  # what fitted before a resume
+    at_end: bool = False  # a reward model reads the last token of an answer
 
     def __post_init__(self) -> None:
         default = 2 * TOKENS[self.kind]  # without gradients twice the tokens fit
@@ -189,11 +193,10 @@ class Packing:
 
     @cached_property
     def configured(self) -> dict[Use, int | None]:
-        actor, reference = self.config.actor_train, self.config.reference
         return {
-            "train": actor.max_tokens_per_microbatch_in_train,
-            "actor_train": actor.max_tokens_per_microbatch_in_infer,
-            "reference": reference.max_tokens_per_microbatch_in_infer,
+            "train": self.actor.max_tokens_per_microbatch_in_train,
+            "actor_train": self.actor.max_tokens_per_microbatch_in_infer,
+            "reference": self.reference.max_tokens_per_microbatch_in_infer,
         }
 
     def set_train_tokens(self, planned: int) -> None:
@@ -222,12 +225,11 @@ class Packing:
 
     def pack(self, pairs: Sequence[TokenPair], use: Use, budget: int | None = None) -> Batches:
         """Return micro-batches of up to `budget` tokens; by default what is known to fit."""
-        role = self.config.reference if use == "reference" else self.config.actor_train
+        role = self.reference if use == "reference" else self.actor
         most_pairs = None if use == "train" else role.infer_batch_size
         budget, ladder = budget or self.tokens[use], LADDER[self.kind]
         side = "chosen" if use == "train" and self.baseline == "kl" else None
-        at_end = self.config.task == "reward"
-        return Batches(pairs, budget, most_pairs, ladder, layout(role).bins, side, at_end)
+        return Batches(pairs, budget, most_pairs, ladder, layout(role).bins, side, self.at_end)
 
     def step(self, pairs: Sequence[TokenPair], number: int, use: Use = "actor_train") -> Step:
         """Name the micro-batches of both roles: for the policy to train on, or to evaluate."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rather.config.inherit import set_at
-from rather.config.load import config_from_dict
+from rather.arithmetic import ceil_div
+from rather.config.load import changed
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorConfig, ActorModelArgs, ModelArgs
 from rather.config.strategies import layout
@@ -68,7 +68,8 @@ class Forecast:
     ) -> None:
         """A complete log-prob cache makes the `reference` unnecessary."""
         self.config, self.device, self.pairs, self.sizes = config, device, pairs, sizes
-        self.compiled = compiles(config, sizes, device, pairs.steps)
+        tokens = pairs.steps * config.tokens_per_step
+        self.compiled = compiles(config.compile, config.actor_train, sizes, device.kind, tokens)
         memory = MemoryForecast(
             config,
             sizes,
@@ -102,14 +103,35 @@ class Forecast:
             evaluations = 1 + max(1, pairs.steps // every if every else 0)
             self.run_seconds = pairs.steps * self.seconds.total + evaluations * evaluation
         everything = pairs.count + pairs.held_out if memory.with_reference else 0
-        self.disk = disk_of(
-            config, sizes, steps=pairs.steps, pairs=everything, data=pairs.data_bytes
-        )
+        self.disk = self.disk_of(steps=pairs.steps, pairs=everything, data=pairs.data_bytes)
         if pairs.image_tokens and caches_features(config.actor_train.model_args):
             limit = config.actor_train.model_args.vision_cache_gb * 1e9
             rows = pairs.image_tokens * sizes.hidden * memory.compute * feature_layers(sizes)
             self.disk["image features"] = min(rows, limit)
         self.disk_free = free_disk(config.run_dir)
+
+    def disk_of(self, *, steps: int, pairs: int, data: int) -> dict[str, float]:
+        """Return the bytes of a run by purpose; `pairs` have reference log-probs.
+
+        While a checkpoint is written, those that are kept are still there.
+        """
+        config, sizes = self.config, self.sizes
+        args = config.actor_train.model_args
+        tower = sum(map(prod, sizes.tower.values()))  # is in every export
+        each = checkpoint_bytes(args, config.precision, sizes.shapes)
+        each += tower * SAVED[config.precision] if trains_tower(args) else 0
+        model = (sizes.weights + tower) * sizes.stored
+        every = config.interval("save_steps", steps)
+        saves = max(1, ceil_div(steps, every)) if every else 1
+        kept = min(saves, (config.max_ckpt_to_keep or saves) + 1)
+        each += model if config.sync_ref_model else 0
+        model += 4 * adapter_weights(args, sizes.shapes) if args.has_adapter else 0
+        return {
+            "checkpoints": kept * each,
+            "model": model * (2 if config.save_best else 1),
+            "data": data,
+            "reference": 2 * 2 * RECORD * pairs,  # both answers, in the cache and in the run's log
+        }
 
     @property
     def fits(self) -> bool:
@@ -194,23 +216,23 @@ def feature_layers(sizes: Sizes) -> int:
     return 1 + len(inner)
 
 
-def compiles(config: DPOConfig, sizes: Sizes, device: Device, steps: int) -> bool:
-    """Return whether workers compile; several devices do so only if it is set."""
-    alone = device.kind == "cuda" and layout(config.actor_train).devices == 1
-    if config.compile != "auto" or not alone:
-        return config.compile == "on" and device.kind == "cuda"
-    return worth_compiling(config, sizes.active, steps)
+def compiles(choice: str, actor: ActorConfig, sizes: Sizes, kind: str, tokens: int) -> bool:
+    """Return whether workers compile for so many tokens; several devices only if it is set."""
+    is_alone = kind == "cuda" and layout(actor).devices == 1
+    if choice != "auto" or not is_alone:
+        return choice == "on" and kind == "cuda"
+    return worth_compiling(sizes.active, tokens)
 
 
-def assumed_pairs(config: DPOConfig, why: str) -> PairSample:
-    """Return one step of pairs as long as sequence_length allows, half of it prompt."""
-    prompt = config.sequence_length // 2
-    answer = config.sequence_length - prompt
+def assumed_pairs(length: int, count: int, steps: int | None, why: str) -> PairSample:
+    """Return one step of `count` pairs as long as `length` allows, half of it prompt."""
+    prompt = length // 2
+    answer = length - prompt
     draw, scored = np.random.default_rng(0), ((prompt, prompt + answer),)
-    lengths = [(prompt, answer, answer)] * config.global_batch()
+    lengths = [(prompt, answer, answer)] * count
     ids = [[draw.integers(0, 1 << 30, n).astype(np.int32) for n in each] for each in lengths]
     step = [TokenPair(one, two, three, scored, scored) for one, two, three in ids]
-    return PairSample(0, 0, config.max_steps or 0, 0.0, [step], step[0].tokens, assumed=why)
+    return PairSample(0, 0, steps or 0, 0.0, [step], step[0].tokens, assumed=why)
 
 
 # --- disk ---
@@ -220,31 +242,6 @@ def checkpoint_bytes(args: ModelArgs, precision: str, shapes: Shapes) -> int:
     """Return the bytes of one checkpoint; with an adapter it holds only the adapter's weights."""
     trained = adapter_weights(args, shapes) if args.has_adapter else sum(map(prod, shapes.values()))
     return trained * SAVED[precision]
-
-
-def disk_of(
-    config: DPOConfig, sizes: Sizes, *, steps: int, pairs: int, data: int
-) -> dict[str, float]:
-    """Return the bytes of a run by purpose; `pairs` have reference log-probs.
-
-    While a checkpoint is written, those that are kept are still there.
-    """
-    args = config.actor_train.model_args
-    tower = sum(map(prod, sizes.tower.values()))  # is in every export
-    each = checkpoint_bytes(args, config.precision, sizes.shapes)
-    each += tower * SAVED[config.precision] if trains_tower(args) else 0
-    model = (sizes.weights + tower) * sizes.stored
-    every = config.interval("save_steps", steps)
-    saves = max(1, -(-steps // every)) if every else 1
-    kept = min(saves, (config.max_ckpt_to_keep or saves) + 1)
-    each += model if config.sync_ref_model else 0
-    model += 4 * adapter_weights(args, sizes.shapes) if args.has_adapter else 0
-    return {
-        "checkpoints": kept * each,
-        "model": model * (2 if config.save_best else 1),
-        "data": data,
-        "reference": 2 * 2 * RECORD * pairs,  # both answers, in the cache and in the run's log
-    }
 
 
 def free_disk(folder: Path) -> int:
@@ -287,48 +284,72 @@ class Alternative:
         return not found.fits, seconds, found.parts.total
 
 
-def changed(config: DPOConfig, change: Change) -> DPOConfig:
-    """Return the config with some settings changed, checked like a file."""
-    values = config.model_dump(exclude_unset=True)
-    for key, value in change.items():
-        set_at(values, key, value)
-    return config_from_dict(values)
+@dataclass(frozen=True)
+class OtherSettings:
+    """Settings that could replace some of a config's, judged by their forecasts."""
 
+    config: DPOConfig
+    sizes: Sizes
+    kind: str
+    judge: Judge
 
-def on_devices(config: DPOConfig, count: int) -> DPOConfig:
-    """Return the config on `count` devices; a reference that shared its devices still does."""
-    own = range(count)
-    other = own if config.shares_devices else range(count, count + len(config.reference.devices))
-    change: dict[str, Any] = {
-        "actor_train.device_mapping": [*own],
-        "reference.device_mapping": [*other],
-    }
-    if config.num_gpus_per_node is not None:
-        change |= {"num_nodes": 1, "num_gpus_per_node": other.stop}
-    return changed(config, change)
+    def alternatives(self) -> Iterator[Alternative]:
+        """Yield the alternatives that the checks of the config accept."""
+        for change in self._candidates():
+            try:
+                yield Alternative(change, self.judge(changed(self.config, change)))
+            except ConfigError:
+                continue
 
+    def enough_devices(self) -> Alternative | None:
+        """Return the fewest devices that hold the run if everything is divided among them."""
+        change = {NAME: "zero3", **FULL}
+        for count in (2, 4, 8, 16, 32, 64):
+            try:
+                forecast = self.judge(changed(self.config, change | self.on_devices(count)))
+            except ConfigError:
+                continue
+            if forecast.fits:
+                devices = {"actor_train.device_mapping": f"0-{count - 1}"}
+                return Alternative({**devices, **change}, forecast)
+        return None
 
-def candidates(config: DPOConfig, sizes: Sizes, kind: str) -> Iterator[Change]:
-    """Yield settings that change memory or speed; last those that change what is learned."""
-    divided = layout(config.actor_train)
-    levels = [level for level in ("selective", "full") if level != divided.recompute]
-    alone = divided.devices == 1
-    chooses_tokens = alone and kind == "cuda"  # one GPU does so by itself
-    tokens_set = config.actor_train.max_tokens_per_microbatch_in_train
-    for tokens in (2048, 4096) if alone else (4096, 8192, 16384):
-        if tokens_set > tokens if tokens_set else not chooses_tokens:
-            yield {TOKENS: tokens}
-    if alone:
-        yield from ({RECOMPUTE: level} for level in levels)
-        if kind == "cuda":
-            yield from _smaller_on_one_gpu(config.reference.offload, config.precision)
-    else:
-        yield from _divisions(sizes, divided.devices, levels)
-    args = config.actor_train.model_args
-    if not args.has_adapter and args.freeze is None:  # an adapter trains no tower
-        yield LORA
-        if kind == "cuda" and alone:
-            yield {**LORA, f"{ARGS}.quantization": "4bit"}
+    def on_devices(self, count: int) -> dict[str, Any]:
+        """Return the settings for `count` devices; a reference that shared its devices still does."""
+        config = self.config
+        policy_devices = reference_devices = range(count)
+        if not config.shares_devices:
+            reference_devices = range(count, count + len(config.reference.devices))
+        change: dict[str, Any] = {
+            "actor_train.device_mapping": [*policy_devices],
+            "reference.device_mapping": [*reference_devices],
+        }
+        if config.num_gpus_per_node is not None:
+            change |= {"num_nodes": 1, "num_gpus_per_node": reference_devices.stop}
+        return change
+
+    def _candidates(self) -> Iterator[Change]:
+        """Yield settings that change memory or speed; last those that change what is learned."""
+        config, kind = self.config, self.kind
+        divided = layout(config.actor_train)
+        levels = [level for level in ("selective", "full") if level != divided.recompute]
+        alone = divided.devices == 1
+        chooses_tokens = alone and kind == "cuda"  # one GPU does so by itself
+        tokens_set = config.actor_train.max_tokens_per_microbatch_in_train
+        for tokens in (2048, 4096) if alone else (4096, 8192, 16384):
+            if tokens_set > tokens if tokens_set else not chooses_tokens:
+                yield {TOKENS: tokens}
+        if alone:
+            yield from ({RECOMPUTE: level} for level in levels)
+            if kind == "cuda":
+                yield from _smaller_on_one_gpu(config.reference.offload, config.precision)
+        else:
+            yield from _divisions(self.sizes, divided.devices, levels)
+        args = config.actor_train.model_args
+        if not args.has_adapter and args.freeze is None:  # an adapter trains no tower
+            yield LORA
+            if kind == "cuda" and alone:
+                yield {**LORA, f"{ARGS}.quantization": "4bit"}
 
 
 def _smaller_on_one_gpu(offload: str, precision: str) -> Iterator[Change]:
@@ -350,29 +371,7 @@ def _divisions(sizes: Sizes, devices: int, levels: Sequence[str]) -> Iterator[Ch
             yield from ({NAME: name, **degrees, RECOMPUTE: level} for level in levels[:1])
 
 
-def alternatives(config: DPOConfig, sizes: Sizes, kind: str, judge: Judge) -> Iterator[Alternative]:
-    """Yield the alternatives that the checks of the config accept."""
-    for change in candidates(config, sizes, kind):
-        try:
-            yield Alternative(change, judge(changed(config, change)))
-        except ConfigError:
-            continue
-
-
 def best(options: Sequence[Alternative], count: int = 6) -> list[Alternative]:
     """Return those that fit, fastest first; if none fits, those that need least memory."""
     fitting = [option for option in options if option.forecast.fits]
     return sorted(fitting or options, key=lambda option: option.rank)[:count]
-
-
-def enough_devices(config: DPOConfig, judge: Judge) -> Alternative | None:
-    """Return the fewest devices that hold the run if everything is divided among them."""
-    change = {NAME: "zero3", **FULL}
-    for count in (2, 4, 8, 16, 32, 64):
-        try:
-            found = judge(on_devices(changed(config, change), count))
-        except ConfigError:
-            continue
-        if found.fits:
-            return Alternative({"actor_train.device_mapping": f"0-{count - 1}", **change}, found)
-    return None

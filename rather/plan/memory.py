@@ -19,7 +19,7 @@ import torch
 
 from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.config.run_config import DPOConfig
-from rather.config.schema import ActorModelArgs, ModelArgs, RoleConfig, as_list
+from rather.config.schema import ActorModelArgs, LossKeys, ModelArgs, RoleConfig, as_list
 from rather.config.strategies import (
     Layout,
     keeps_state_on_host,
@@ -120,7 +120,7 @@ class RoleState:
 
 
 def role_state(
-    config: DPOConfig,
+    keys: LossKeys,
     role: RoleConfig,
     kind: str,
     shapes: Shapes,
@@ -138,10 +138,10 @@ def role_state(
     found, compute = layout(role), stored_dtype(args, kind).itemsize
     # In a step zero1 and zero2 hold all weights, zero1 also all gradients.
     gathered = compute * (0, 2, 1, 0)[found.stage]
-    each = WeightBytes(compute, 0, 2 if config.sync_ref_model and _is_rounded(args, kind) else 0)
+    each = WeightBytes(compute, 0, 2 if keys.sync_ref_model and _is_rounded(args, kind) else 0)
     if role.trains:
         each = _bytes_of_weight(
-            found, kind, args, precision=config.precision, rounding=config.rounding, narrow=narrow
+            found, kind, args, precision=keys.precision, rounding=keys.rounding, narrow=narrow
         )
     shards, groups = (
         (found.shard * found.cp, max(1, found.shard // found.ep) * found.cp)

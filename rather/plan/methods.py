@@ -55,7 +55,7 @@ def methods_of(model: str, device: Device, gpu: str | None) -> Iterator[Method]:
     for name, settings in METHODS.items():
         for length in lengths:
             config = config_from_dict(_values(model, length, settings))
-            pairs = assumed_pairs(config, "no file was given")
+            pairs = assumed_pairs(length, config.global_batch(), None, "no file was given")
             yield Method(name, settings, length, Forecast(config, sizes, device, pairs, speed))
 
 

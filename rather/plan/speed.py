@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
-from rather.config.run_config import DPOConfig
+from rather.config.schema import ActorConfig
 from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.model.budget import LADDER
@@ -128,9 +128,8 @@ def _between(measured: Mapping[float, float], weights: int) -> float:
     return float(np.interp(math.log(weights), sizes, list(measured.values())))
 
 
-def worth_compiling(config: DPOConfig, weights: int, steps: int) -> bool:
-    """Return whether the run is likely to take much longer than compiling, a minute or two."""
-    tokens = steps * config.global_batch() * config.sequence_length
+def worth_compiling(weights: int, tokens: int) -> bool:
+    """Return whether so many tokens take much longer than compiling, a minute or two."""
     return 6.0 * weights * tokens / COMMON_SPEED > WORTH_COMPILING
 
 
@@ -197,10 +196,10 @@ def seconds_of_step(
 
 
 def measured_speed(
-    config: DPOConfig, sizes: Sizes, pairs: Sequence[TokenPair], chosen: Chosen, kind: str
+    actor: ActorConfig, sizes: Sizes, pairs: Sequence[TokenPair], chosen: Chosen, kind: str
 ) -> Speed:
     """Return the FLOP/s of micro-batches as they were chosen. Takes seconds."""
-    name, args = config.actor_train.model_path, config.actor_train.model_args
+    name, args = actor.model_path, actor.model_args
     batch = _batch(sizes, pairs, chosen.tokens, kind)
     own = batch.to(kind)
     trained, forward = {}, {}

@@ -15,8 +15,7 @@ from rather.checkpoint.manifest import MANIFEST
 from rather.config.found import NO_TRUST, OF_A_CHECKPOINT, OF_A_RESULT, Trust
 from rather.config.load import load_found
 from rather.config.paths import is_local
-from rather.config.run_config import DPOConfig
-from rather.config.schema import ActorModelArgs, ModelArgs
+from rather.config.schema import ActorConfig, ActorModelArgs, ModelArgs
 from rather.data.hub import refuse_unknown_model
 from rather.data.template import load_tokenizer, tokenizer_of
 from rather.errors import CheckpointError, ConfigError
@@ -30,18 +29,21 @@ from rather.parallel.load import Start, load_policy
 from rather.run_folder.layout import RESULTS
 
 DITHERED = Rounding("dithered")
+NO_START = Start()
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The files that make up a model; for a checkpoint, `run` is the config of its run."""
+    """The files that make up a model, and what is known about the run that trained it."""
 
     name: str  # as it was typed
     model: str  # folder or hub name of the weights, or of an adapter's base
     tokenizer_path: str
     args: ModelArgs = field(default_factory=ActorModelArgs)
     checkpoint: Checkpoint | None = None
-    run: DPOConfig | None = None
+    actor: ActorConfig | None = None  # as the run of a checkpoint configured it
+    start: Start = NO_START
+    trains_reward: bool | None = None  # the run's task is reward; None: its files say it
     group: str = "model"  # of the checkpoint; `reference` for one that followed the policy
     rounding: Rounding = DITHERED  # as in the run
     trained_on: str | None = None  # the digest of an adapter's base in training, if it is known
@@ -49,8 +51,7 @@ class Weights:
     def load(self, device: str, dtype: Any = None, *, sees_images: bool = False) -> PolicyModel:
         """Load the frozen model, with the checks that a run does; a tower only to see images."""
         args = self.args.model_copy(update={"dtype": dtype}) if dtype else self.args
-        start = Start(self.run.seed, self.run.keeps_start) if self.run else Start()
-        options: dict[str, Any] = {"start": start, "rounding": self.rounding}
+        options: dict[str, Any] = {"start": self.start, "rounding": self.rounding}
         options["frozen"] = PARTS if sees_images else None
         if self.checkpoint:
             options["frozen"] = frozen_in(self.checkpoint, self.group) or options["frozen"]
@@ -62,8 +63,8 @@ class Weights:
     @property
     def is_reward(self) -> bool:
         """Return whether it is a reward model."""
-        if self.run:
-            return self.run.task == "reward"
+        if self.trains_reward is not None:
+            return self.trains_reward
         if adapter := self.args.adapter_name_or_path:
             return is_reward_model(read_json(Path(adapter) / "adapter_config.json"))
         folder = model_folder(self.model, self.args.revision)
@@ -87,8 +88,8 @@ class Weights:
 
     def tokenizer(self) -> Any:
         """Load the tokenizer, with the chat template of the training if it is known."""
-        if self.run:
-            return tokenizer_of(self.run.actor_train)
+        if self.actor:
+            return tokenizer_of(self.actor)
         return load_tokenizer(self.tokenizer_path, trust_remote_code=self.args.trust_remote_code)
 
 
@@ -155,12 +156,7 @@ def _precision_of_run(result: Path) -> tuple[Literal["bf16", "fp16", "fp32"] | N
     if result.name not in RESULTS or not files:
         return None, DITHERED
     config = load_found(run / "config.yaml", keys=OF_A_RESULT)
-    return config.actor_train.model_args.dtype, rounding_of(config)
-
-
-def rounding_of(run: DPOConfig) -> Rounding:
-    """Return how a run rounds; the config of one from before that key does not have it."""
-    return Rounding(run.rounding if "rounding" in run.model_fields_set else "nearest")
+    return config.actor_train.model_args.dtype, Rounding(config.rounding_in_file)
 
 
 def _of_checkpoint(name: str, found: Checkpoint, trust: Trust) -> Weights:
@@ -177,8 +173,9 @@ def _of_checkpoint(name: str, found: Checkpoint, trust: Trust) -> Weights:
     trained_on = base_of_checkpoint(found)
     if actor.model_args.has_adapter and not trust.any_base:
         refuse_other_base(name, actor.model_path, actor.model_args.revision, trained_on)
-    options: Any = {"rounding": rounding_of(run), "trained_on": trained_on}
-    return Weights(name, *source, found, run, **options)
+    options: Any = {"rounding": Rounding(run.rounding_in_file), "trained_on": trained_on}
+    start, trains_reward = Start(run.seed, run.keeps_start), run.task == "reward"
+    return Weights(name, *source, found, actor, start, trains_reward, **options)
 
 
 def base_of_checkpoint(found: Checkpoint) -> str | None:

@@ -226,7 +226,7 @@ def choose_start(data: str, model: str, name: TaskName) -> Start:
         rows = len(prepared.train)
         lengths = _row_lengths(prepared.train)
         sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
-        device = device_here(config, kind)
+        device = device_here(kind)
         for length in _lengths(_longest(lengths, _positions(model))):
             config = config_from_dict(
                 sample | {"sequence_length": length, "train_batch_size": _batch(rows)}

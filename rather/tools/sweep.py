@@ -24,7 +24,6 @@ import torch
 import typer
 
 from rather.cluster.group import started_as_rank
-from rather.cluster.launch import mappings
 from rather.commands.score import LOSS_KEYS
 from rather.commands.terminal import (
     ConfigPath,
@@ -318,7 +317,9 @@ def last_message(console: Path) -> str:
 
 def device_groups(configs: Sequence[DPOConfig]) -> list[list[str]]:
     """Return the GPUs in groups as large as the largest run needs; one group: run in turn."""
-    used = {device for config in configs for mapping in mappings(config) for device in mapping}
+    used: set[int] = set()
+    for config in configs:
+        used |= {*config.actor_train.devices, *config.reference.devices}
     visible, size = os.environ.get("CUDA_VISIBLE_DEVICES"), len(used)
     gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     in_turn = not torch.cuda.is_available() or any(

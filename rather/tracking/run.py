@@ -28,7 +28,6 @@ from rather.tracking.ledger import LEDGER_SCHEMA, ledger_part
 from rather.tracking.trackers import TRACKERS, TrackedRun, Tracker
 
 if TYPE_CHECKING:
-    from rather.config.run_config import DPOConfig
     from rather.data.shares import PairRows
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class RunTracker(NoTracker):
 
     def __init__(
         self,
-        config: DPOConfig,
+        run: TrackedRun,
         *,
         total_steps: int,
         start_step: int,
@@ -74,9 +73,9 @@ class RunTracker(NoTracker):
         `metrics_position` is what `position` returned at the checkpoint to resume from; without it
         metrics.jsonl is written from scratch. `quiet` switches the console off.
         """
-        self._metrics = MetricsFile(config.run_dir / "metrics.jsonl")
-        self._ledger = AppendedFile(config.run_dir / LEDGER) if config.pair_ledger else None
-        self._config, self._total_steps, self._quiet = config, total_steps, quiet
+        self._metrics = MetricsFile(run.run_dir / "metrics.jsonl")
+        self._ledger = AppendedFile(run.run_dir / LEDGER) if run.keeps_ledger else None
+        self._run, self._total_steps, self._quiet = run, total_steps, quiet
         self._trackers: dict[str, Tracker] = {}
         self.go_back(metrics_position, start_step)
 
@@ -86,13 +85,14 @@ class RunTracker(NoTracker):
         self._metrics.truncate(*metrics_position[:2])
         if self._ledger:
             self._ledger.truncate(*metrics_position[2:])
-        run, steps = TrackedRun(self._config, start_step), (self._total_steps, start_step)
+        run, steps = self._run, (self._total_steps, start_step)
+        run.begin(start_step)
         makers: dict[str, Callable[[], Tracker]] = {
-            name: partial(TRACKERS[name], run) for name in self._config.trackers
+            name: partial(TRACKERS[name], run) for name in run.trackers
         }
         if not self._quiet:
-            makers["console"] = partial(ProgressView, *steps, self._config.unit)
-        makers["health"] = partial(HealthWatch, self._config.run_dir, *steps, self._config.unit)
+            makers["console"] = partial(ProgressView, *steps, run.unit)
+        makers["health"] = partial(HealthWatch, run.run_dir, *steps, run.unit)
         for name, make in makers.items():
             self._attempt(name, lambda: self._trackers.update({name: make()}))  # noqa: B023 - at once
 

@@ -63,16 +63,26 @@ class TrackedRun:
     Tracker ids are in the run folder, not in the checkpoint: changing trackers keeps the run.
     """
 
-    def __init__(self, config: DPOConfig, start_step: int) -> None:
-        for name, setting in ENVIRONMENT.items():  # before a tracker's package is imported
-            os.environ.setdefault(name, setting)
-        self.options, self.start_step = config.tracker_kwargs, start_step
+    def __init__(self, config: DPOConfig) -> None:
+        self.options, self.start_step = config.tracker_kwargs, 0
+        self.trackers, self.unit = config.trackers, config.unit
+        self.keeps_ledger = config.pair_ledger
         self.project = self.options.project or "rather"
         self.name = self.options.name or config.exp_name
         self.folder, self.run_dir = config.tracker_dir.absolute(), config.run_dir
-        self.settings = public_values(config) | ({RESUMED: start_step} if start_step else {})
+        self.settings = public_values(config)
         self.database = Path(config.logging_dir).expanduser().absolute() / "mlflow.db"
-        if not start_step:
+        self.ids: dict[str, Any] = {}
+
+    def begin(self, start_step: int) -> None:
+        """Continue after so many steps; a new run has no ids."""
+        for name, setting in ENVIRONMENT.items():  # before a tracker's package is imported
+            os.environ.setdefault(name, setting)
+        self.start_step = start_step
+        self.settings.pop(RESUMED, None)
+        if start_step:
+            self.settings[RESUMED] = start_step
+        else:
             (self.run_dir / TRACKER_IDS).unlink(missing_ok=True)
         self.ids = read_object(self.run_dir / TRACKER_IDS)
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from rather.checkpoint.checkpoint import newest_good, open_checkpoint
 from rather.cluster.host import Host, Process
 from rather.cluster.memory import need_of
-from rather.cluster.worker import ActorWorker, RankInfo
+from rather.cluster.worker import ActorWorker, RankInfo, make_worker
 from rather.commands import score
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ModelArgs
@@ -179,7 +180,7 @@ def test_sizes_are_those_of_the_adapter(shared: Path) -> None:
     need = need_of(pipeline.config, pipeline.config.actor_train, "cpu")
     assert need is not None
     assert sum(tensor.numel() * tensor.element_size() for tensor in held) == need.once
-    assert need_of(pipeline.config, pipeline.config.reference, "cpu") is None
+    assert pipeline.actor_train.memory_need(pipeline.config.reference) is None
 
 
 def test_an_existing_adapter_is_trained_on_and_is_the_reference(shared: Path, tuned: Path) -> None:
@@ -297,7 +298,10 @@ def test_roles_in_one_process_of_a_cluster_are_neighbours(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     host, config = Host({}, 1, Process.this()), config_of(shared, "hosted", {})
     for role in ("actor_train", "reference"):
-        assert host.add(role, None, config, RankInfo(device="cpu")).failure is None
+        assert (
+            host.add(role, partial(make_worker, role, config, RankInfo(device="cpu"))).failure
+            is None
+        )
         answered = host.call(role, "initialize", (3,))
         assert answered is not None
         assert answered.failure is None

@@ -150,8 +150,10 @@ def test_a_format_is_tried_on_the_first_row(
 ) -> None:
     file = make_pairs(tmp_path / "pairs.jsonl", 4)
     data = {"file_name": str(file), "format": name}
+    config = DPOConfig(actor_train={"data_args": data})
+    sections = config.actor_train.data_args, config.validation.data_args
     with pytest.raises(DataError, match=text):
-        try_own_formats(DPOConfig(actor_train={"data_args": data}))
+        try_own_formats(config, config.rows, *sections)
 
 
 @pytest.mark.parametrize(

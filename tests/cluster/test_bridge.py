@@ -33,7 +33,7 @@ def ends() -> tuple[Bridge, Bridge]:
 @pytest.fixture
 def apart(ends: tuple[Bridge, Bridge], tmp_path: Any) -> tuple[ReferenceApart, Bridge]:
     policy, reference = ends
-    return ReferenceApart(make_config(tmp_path), "cpu", policy), reference
+    return ReferenceApart(make_config(tmp_path).reference, "cpu", policy, None), reference
 
 
 def answer(value: Any, seconds: float = 0.5) -> Answer:

@@ -160,7 +160,7 @@ def in_a_rank(
 
 def held_up(config: DPOConfig, rank: int, how: str, meeting: Path, stderr: Path) -> int:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    supervision = Supervision(config, Incidents(config.run_dir).add, lambda: 5)
+    supervision = Supervision(config.run_dir, 3, 10.0, Incidents(config.run_dir).add, lambda: 5)
     watchdog = Watchdog(config.timeouts, config.log_dir, 2, supervision)
     watchdog.start()
     stderr.with_name("began").write_text(str(time.time()))

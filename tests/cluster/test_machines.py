@@ -43,6 +43,7 @@ from rather.parallel.mesh import Mesh
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import Packing, Step
 from rather.pipeline.timeline import Timeline
+from rather.reference.logps import ReferenceLogps
 from rather.train.rank_trainer import StepResult
 from tests.reference.test_cache import some_pairs
 from tests.tiny import make_config
@@ -105,10 +106,12 @@ def two_drivers(
         model: Any = SimpleNamespace(compute_log_probs=compute, device="cpu")
         roles = Roles(model, model, "cpu", rank=rank, drivers=2)
         retry: Any = SimpleNamespace(
-            packing=Packing(config, "cpu"), run=lambda _use, step, work: work(step.reference)
+            packing=Packing(config.actor_train, config.reference, "cpu"),
+            run=lambda _use, step, work: work(step.reference),
         )
         source: Any = SimpleNamespace(total_steps=1)
-        stream = ReferenceStream(config, roles, Timeline(in_turn=True), retry, source, objective)
+        stream = ReferenceStream(config.reference, roles, Timeline(in_turn=True), retry)
+        stream.use_cache(source, objective, partial(ReferenceLogps, config, objective))
         stream._loaded = True
         streams.append(stream)
         seen.append(asked)
@@ -310,7 +313,8 @@ def test_gloo_uses_the_interface_that_leads_to_the_others(
     os.environ.update(sizes, MASTER_ADDR=master)
     seen: dict[str, str] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.update(os.environ))
-    member, _ = group.join_ranks(make_config(tmp_path), {"actor_train": 2}, ExitStack())
+    config = make_config(tmp_path, actor_train__device_mapping=[0, 1])
+    member, _ = group.join_ranks(config, {"actor_train": config.actor_train}, ExitStack())
     assert seen["GLOO_SOCKET_IFNAME"] == expected
     assert member == RankInfo(0, 2, "cpu", near)
     assert "expandable_segments" in seen["PYTORCH_ALLOC_CONF"]  # read at the first use of a GPU
@@ -331,13 +335,19 @@ def test_torchrun_uses_the_devices_that_the_config_names(
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **place: joined.update(place))
     os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost")
     config = make_config(tmp_path, actor_train__device_mapping=[4, 6])
-    assert group.join_ranks(config, {"actor_train": 2}, ExitStack())[0].device == "cuda:6"
+    assert (
+        group.join_ranks(config, {"actor_train": config.actor_train}, ExitStack())[0].device
+        == "cuda:6"
+    )
     assert joined["device_id"] == torch.device("cuda:6")
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     config = make_config(
         tmp_path, num_nodes=2, num_gpus_per_node=4, actor_train__device_mapping=[0, 5]
     )
-    assert group.join_ranks(config, {"actor_train": 2}, ExitStack())[0].device == "cuda:1"
+    assert (
+        group.join_ranks(config, {"actor_train": config.actor_train}, ExitStack())[0].device
+        == "cuda:1"
+    )
 
 
 # --- groups and twins ---
@@ -447,9 +457,9 @@ def test_the_reference_cache_is_keyed_by_the_devices_that_compute(tmp_path: Path
         model: Any = SimpleNamespace(device="cpu")
         roles, none = Roles(model, model, kind), SimpleNamespace()
         source: Any = none
-        stream = ReferenceStream(
-            config, roles, Timeline(in_turn=True), source, source, from_config(config)
-        )
+        objective = from_config(config)
+        stream = ReferenceStream(config.reference, roles, Timeline(in_turn=True), source)
+        stream.use_cache(source, objective, partial(ReferenceLogps, config, objective))
         assert stream.logps is not None
         stream.logps.open()
         assert stream.logps.folder is not None

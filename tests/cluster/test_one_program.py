@@ -102,7 +102,7 @@ class Pending:
 def run(stub: Any, stop: StopRequest | None = None) -> int:
     cluster = SimpleNamespace(mapping=stub.mapping, seats=stub.seats())
     ranks = RayRanks(stub, lambda: [cluster])
-    return ranks.run(SimpleNamespace, stub, stop or StopRequest())  # type: ignore[arg-type]
+    return ranks.run(lambda _stop: 0, stop or StopRequest())
 
 
 def test_ranks_get_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

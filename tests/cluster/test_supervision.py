@@ -212,7 +212,14 @@ class Losses:
         self.pauses: list[float] = []
         self.noted: list[tuple[Any, ...]] = []
         self.config = make_config(folder, **changes)
-        self.counted = Supervision(self.config, self._note, lambda: 7, self.pauses.append)
+        self.counted = Supervision(
+            self.config.run_dir,
+            self.config.max_failures,
+            self.config.failure_backoff,
+            self._note,
+            lambda: 7,
+            self.pauses.append,
+        )
 
     def _note(self, *known: Any, **_: Any) -> None:
         self.noted.append(known)
@@ -255,10 +262,12 @@ def test_a_run_resumes_from_its_own_checkpoint_and_deletes_nothing(
 ) -> None:
     run = Losses(tmp_path, resume_from_checkpoint=given, overwrite=given is False)
     named = given == "elsewhere/checkpoint-3"
-    assert run.counted.config_to_resume().resume_from_checkpoint == (given if named else "auto")
-    assert not run.counted.config_to_resume().overwrite
+    resumed = run.config.resumed(has_saved=run.counted.has_saved)
+    assert resumed.resume_from_checkpoint == (given if named else "auto")
+    assert not resumed.overwrite
     run.save(1)
-    assert run.counted.config_to_resume().resume_from_checkpoint == "auto"
+    resumed = run.config.resumed(has_saved=run.counted.has_saved)
+    assert resumed.resume_from_checkpoint == "auto"
 
 
 KINDS = [

@@ -67,7 +67,7 @@ def test_only_micro_batches_with_a_wanted_pair_are_left() -> None:
 def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, PreparedSteps]:
     config = make_config(tmp_path_factory.mktemp("shares"))
     source = PreparedSteps.of(config, prepare(config))
-    source.packing = Packing(config, "cpu", tokens={"train": 128})
+    source.packing = Packing(config.actor_train, config.reference, "cpu", tokens={"train": 128})
     return config, source
 
 

@@ -62,7 +62,10 @@ def test_a_prompt_may_hold_what_only_looks_like_the_end_of_a_line(tmp_path: Path
     file.write_text("one\u2028prompt\nand\x85another\r\n", encoding="utf-8")
     config = make_config(tmp_path, eval_prompts={"file": str(file)})
     assert config.eval_prompts is not None
-    assert read_prompts(config.eval_prompts, config) == ["one\u2028prompt", "and\x85another"]
+    assert read_prompts(config.eval_prompts, config.actor_train.data_args) == [
+        "one\u2028prompt",
+        "and\x85another",
+    ]
 
 
 def state(config: DPOConfig, step: int) -> dict[str, bytes]:
@@ -190,10 +193,10 @@ def test_prompts_come_from_the_config_or_from_a_file(tmp_path: Path) -> None:
     for name, prompts in wanted.items():
         config = asking(tmp_path, file=str(tmp_path / name))
         assert config.eval_prompts
-        assert read_prompts(config.eval_prompts, config) == prompts
+        assert read_prompts(config.eval_prompts, config.actor_train.data_args) == prompts
     config = asking(tmp_path, prompts=["x y"])
     assert config.eval_prompts
-    assert read_prompts(config.eval_prompts, config) == ["x y"]
+    assert read_prompts(config.eval_prompts, config.actor_train.data_args) == ["x y"]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +212,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, name: str, text: str,
     config = asking(tmp_path, file=str(tmp_path / name))
     assert config.eval_prompts
     with pytest.raises(DataError, match=said):
-        read_prompts(config.eval_prompts, config)
+        read_prompts(config.eval_prompts, config.actor_train.data_args)
 
 
 def test_impossible_settings_are_config_errors(tmp_path: Path) -> None:

@@ -191,7 +191,13 @@ def test_a_short_run_is_not_slowed_down(tiny_runs: TinyRuns) -> None:
         pipeline.source.data.train.tokens[:] = math.ceil(tokens)
         parts = pipeline.parts
         found = ForgettingCheck.of(
-            config, pipeline.roles, parts.retry, pipeline.state, pipeline.source
+            config,
+            config.actor_train.data_args,
+            config.sequence_length,
+            pipeline.roles,
+            parts.retry,
+            pipeline.state,
+            pipeline.source,
         )
         assert found
         assert not found.is_always_due

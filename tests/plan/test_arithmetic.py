@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from rather.cluster.worker import ActorWorker, RankInfo
-from rather.config.load import config_from_dict
+from rather.config.load import changed, config_from_dict
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ModelArgs
 from rather.config.strategies import layout
@@ -24,15 +24,11 @@ from rather.model.policy import PolicyModel, pair_columns
 from rather.model.sizes import Sizes, few_layers, sizes_of
 from rather.plan.forecast import (
     Forecast,
+    OtherSettings,
     PairSample,
-    alternatives,
     assumed_pairs,
     best,
-    changed,
     checkpoint_bytes,
-    disk_of,
-    enough_devices,
-    on_devices,
 )
 from rather.plan.memory import Chosen, Device, LayerBytes, MemoryForecast, Work, role_state
 from rather.plan.speed import GPUS, Flops, listed_speed, passes
@@ -397,9 +393,9 @@ def test_a_config_that_does_not_fit_lists_settings_that_do(
     own = judged(found, seven[1], "h100", sample)
     ways = best(
         list(
-            alternatives(
+            OtherSettings(
                 found, seven[1], "cuda", lambda other: judged(other, seven[1], "h100", sample)
-            )
+            ).alternatives()
         )
     )
     assert not own.fits
@@ -420,11 +416,14 @@ def test_too_large_for_any_setting_names_more_devices(
         config(folder, seven[0], **{"actor_train.model_args.lora_rank": None}),
         steps(16),
     )
-    more = enough_devices(found, lambda other: judged(other, seven[1], "l4", sample))
+    others = OtherSettings(
+        found, seven[1], "cuda", lambda other: judged(other, seven[1], "l4", sample)
+    )
+    more = others.enough_devices()
     assert more is not None
     assert more.forecast.fits
     assert more.change["actor_train.device_mapping"] in ("0-7", "0-15", "0-31")
-    wide = on_devices(found, 8)
+    wide = changed(found, others.on_devices(8))
     assert wide.actor_train.device_mapping == wide.reference.device_mapping == list(range(8))
 
 
@@ -441,7 +440,7 @@ def test_batches_steps_and_disk_are_exact(folder: Path, tiny: Sizes) -> None:
     assert own.batch == "16 per device x 4 accumulated x 2 data-parallel = 128 pairs per step"
     assert own.as_json()["pairs_per_step"] == 128
     assert own.step_tokens == 128 * 500
-    disk = disk_of(found, tiny, steps=100, pairs=7, data=5)
+    disk = own.disk_of(steps=100, pairs=7, data=5)
     assert (disk["checkpoints"], disk["model"]) == (4 * 12 * tiny.weights, 2 * tiny.weights)
     assert (disk["data"], disk["reference"]) == (5, 7 * 2 * 2 * 28)
     assert json.loads(json.dumps(own.as_json()))["memory_bytes"]["total"] == round(own.parts.total)
@@ -459,7 +458,7 @@ def test_flops_and_time_follow_from_each_other(folder: Path, tiny: Sizes) -> Non
 
 
 def test_without_data_pairs_are_as_long_as_they_may_be(folder: Path) -> None:
-    found = assumed_pairs(config(folder, folder / "tiny0"), "none here")
+    found = assumed_pairs(1024, 16, None, "none here")
     assert (len(found.sample[0]), found.largest, found.assumed) == (
         16,
         512 + 512 + 512,

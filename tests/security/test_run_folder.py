@@ -13,7 +13,7 @@ from rather.config.load import load_config
 from rather.files import read_bytes
 from rather.run_folder import layout
 from rather.run_folder.control import lock
-from rather.run_folder.layout import claim
+from rather.run_folder.layout import RunFolder
 from rather.tracking.json_lines import JsonLines
 from tests.security.conftest import rather
 
@@ -102,11 +102,11 @@ def test_a_folder_in_memory_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "mounts").write_text(f"disk / ext4 rw 0 0\nnone {tmp_path}/out tmpfs rw 0 0\n")
-    settings = load_config(config())
-    claim(settings)
+    folder = RunFolder.of(load_config(config()))
+    folder.claim()
     assert "is in memory" not in caplog.text
     monkeypatch.setattr(layout, "MOUNTS", tmp_path / "mounts")
-    claim(settings)
+    folder.claim()
     assert "is in memory, not on a disk" in caplog.text
 
 

@@ -19,7 +19,7 @@ from rather.config.load import config_from_dict
 from rather.config.run_config import DPOConfig
 from rather.tracking.json_lines import MetricsPosition
 from rather.tracking.run import ProgressView, RunTracker
-from rather.tracking.trackers import TRACKERS, TensorBoard
+from rather.tracking.trackers import TRACKERS, TensorBoard, TrackedRun
 
 TRAIN = {
     "step": 10,
@@ -47,7 +47,7 @@ def run(
     config: DPOConfig, start: int = 0, position: MetricsPosition = MetricsPosition()
 ) -> RunTracker:
     return RunTracker(
-        config, total_steps=200, start_step=start, metrics_position=position, quiet=True
+        TrackedRun(config), total_steps=200, start_step=start, metrics_position=position, quiet=True
     )
 
 
@@ -270,7 +270,7 @@ def test_a_closed_pipe_does_not_stop_the_run(
 
         monkeypatch.setattr(sys, "stdout", Pipe())
         config = config_in(tmp_path, track_with=None)
-        with RunTracker(config, total_steps=200, start_step=0) as tracker:
+        with RunTracker(TrackedRun(config), total_steps=200, start_step=0) as tracker:
             for _ in range(3):
                 tracker.log(TRAIN)
         monkeypatch.undo()

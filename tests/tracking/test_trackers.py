@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking import trackers
@@ -26,6 +27,12 @@ from tests.train.test_resume import train
 
 REAL = [name for name in ("wandb", "trackio", "mlflow") if find_spec(name)]
 CANARY = "hf_canarycanarycanarycanary"
+
+
+def tracked_run(config: DPOConfig, start_step: int) -> TrackedRun:
+    run = TrackedRun(config)
+    run.begin(start_step)
+    return run
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -228,7 +235,7 @@ def test_wandb_without_a_server_is_kept_in_local_files(
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setitem(trackers.WANDB_TIMEOUTS, "init_timeout", 2)
     config = make_config(tmp_path, track_with="wandb")
-    with RunTracker(config, total_steps=2, start_step=0, quiet=True) as tracker:
+    with RunTracker(TrackedRun(config), total_steps=2, start_step=0, quiet=True) as tracker:
         tracker.log({"step": 1, "loss": 0.5})
     finish_writing()
     assert told in caplog.text
@@ -250,11 +257,11 @@ def with_a_newer_run_of_the_name(folder: Path) -> int:
         for place in places
     ]
     for config in configs:
-        with RunTracker(config, total_steps=2, start_step=0, quiet=True) as tracker:
+        with RunTracker(TrackedRun(config), total_steps=2, start_step=0, quiet=True) as tracker:
             tracker.log({"step": 1, "loss": 0.5})
             position = tracker.position()
     with RunTracker(
-        configs[0], total_steps=2, start_step=1, metrics_position=position, quiet=True
+        TrackedRun(configs[0]), total_steps=2, start_step=1, metrics_position=position, quiet=True
     ) as tracker:
         tracker.log({"step": 2, "loss": 0.4})
     return 0
@@ -278,8 +285,8 @@ def test_records_that_a_tracker_lost_are_read_back_exactly(tmp_path: Path) -> No
     config = make_config(tmp_path)
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "metrics.jsonl").write_text("".join(map(json_line, records)))
-    assert list(TrackedRun(config, 2).records(1)) == records[1:]
-    assert list(TrackedRun(config, 0).records(0)) == []
+    assert list(tracked_run(config, 2).records(1)) == records[1:]
+    assert list(tracked_run(config, 0).records(0)) == []
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"wandb": "a', b"[]", b"\xff"])
@@ -287,10 +294,10 @@ def test_a_damaged_file_of_tracker_ids_starts_a_new_run(tmp_path: Path, torn: by
     config = make_config(tmp_path)
     config.run_dir.mkdir(parents=True)
     (config.run_dir / TRACKER_IDS).write_bytes(torn)
-    run = TrackedRun(config, 2)
+    run = tracked_run(config, 2)
     assert run.ids.get("wandb") is None
     run.keep_id("wandb", "b")
-    assert TrackedRun(config, 2).ids["wandb"] == "b"
+    assert tracked_run(config, 2).ids["wandb"] == "b"
 
 
 def test_each_tracker_is_an_extra() -> None:
@@ -316,11 +323,11 @@ def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     options = {"mode": "offline", "project": "own", "tags": ["tiny"], "notes": "a run"}
     config = make_config(tmp_path, track_with="swanlab", tracker_kwargs=options)
-    with RunTracker(config, total_steps=4, start_step=0, quiet=True) as tracker:
+    with RunTracker(TrackedRun(config), total_steps=4, start_step=0, quiet=True) as tracker:
         tracker.log({"step": 1, "loss": 0.5})
         position = tracker.position()
     with RunTracker(
-        config, total_steps=4, start_step=1, metrics_position=position, quiet=True
+        TrackedRun(config), total_steps=4, start_step=1, metrics_position=position, quiet=True
     ) as tracker:
         tracker.log({"step": 2, "loss": 0.4})
     files = list(tmp_path.glob("logs/run/swanlog/*/*.swanlab"))

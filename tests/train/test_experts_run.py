@@ -110,9 +110,10 @@ def test_adapters_on_experts_are_refused(target: str, text: str) -> None:
 def test_a_flipped_choice_passes_the_check_of_the_first_step(tmp_path: Path) -> None:
     config, lengths = make_config(tmp_path), torch.full((3, 2), 10.0)
     logps = torch.full((3, 2), -30.0, dtype=torch.float64)
+    roles = (config.actor_train, config.reference)
 
     def check(off: float, *, routed: bool) -> None:
-        check_step_zero(config, "cpu", lengths, logps, logps + off, None, routed=routed)
+        check_step_zero(roles, "cpu", lengths, logps, logps + off, None, routed=routed)
 
     check(0.1, routed=True)  # 0.01 per token
     for off, routed in ((0.1, False), (1.0, True)):

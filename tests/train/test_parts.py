@@ -53,7 +53,7 @@ def parts(folder: Path, *, fails_at: int = 0) -> tuple[DPOConfig, Roles, Counted
     for role in (roles.actor_train, roles.reference):
         assert role is not None
         role.initialize(prepared.total_steps)
-    packing = Packing(config, roles.kind, tokens={"train": 4096})
+    packing = Packing(config.actor_train, config.reference, roles.kind, tokens={"train": 4096})
     return config, roles, CountedSteps(replace(prepared, packing=packing), fails_at)
 
 

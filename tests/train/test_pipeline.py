@@ -468,27 +468,31 @@ def test_a_resume_recomputes_at_least_as_much_and_keeps_narrow_gradients(
         assert worker.numbers() == {"fitted": fitted}
 
 
+def packing_of(config: DPOConfig) -> Packing:
+    return Packing(config.actor_train, config.reference, "cpu")
+
+
 def test_a_resume_takes_the_sizes_of_a_checkpoint_as_limits(shared: Path) -> None:
-    packing = Packing(make_config(shared), "cpu")
+    packing = packing_of(make_config(shared))
     first = packing.state()
     packing.set_train_tokens(4096)
     packing.tokens |= {"train": 512, "reference": 1024}
     saved = json.loads(json.dumps(packing.state()))
-    again = Packing(make_config(shared), "cpu")
+    again = packing_of(make_config(shared))
     again.restore(saved)
     again.set_train_tokens(4096)
     assert again.tokens == {**first["tokens"], "train": 512, "reference": 1024}
-    smaller = Packing(make_config(shared), "cpu")
+    smaller = packing_of(make_config(shared))
     smaller.restore(saved)
     smaller.set_train_tokens(256)  # another device has less memory
     assert smaller.tokens["train"] == 256
     own_size = {"actor_train__max_tokens_per_microbatch_in_train": 2048}
-    changed = Packing(make_config(shared, **own_size), "cpu")
+    changed = packing_of(make_config(shared, **own_size))
     changed.restore(saved)
     changed.set_train_tokens(2048)
     assert changed.tokens["train"] == 2048
     assert changed.tokens["reference"] == 1024
-    older = Packing(make_config(shared), "cpu")
+    older = packing_of(make_config(shared))
     older.restore({})
     assert older.state() == first
 

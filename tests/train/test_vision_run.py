@@ -18,7 +18,7 @@ from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.images import refuse_images
 from rather.config.load import config_from_dict
 from rather.config.run_config import DPOConfig
-from rather.data.prepare import prepare
+from rather.data.prepare import Prepared, prepare
 from rather.errors import ConfigError
 from rather.model.files import TOWER
 from rather.pipeline.pipeline import DPOPipeline
@@ -63,6 +63,10 @@ def make_pairs(folder: Path, name: str, count: int, seed: int = 0) -> Path:
     file = folder / f"{name}.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return file
+
+
+def refuse_in(config: DPOConfig, data: Prepared) -> None:
+    refuse_images(config.actor_train, config.reference, data)
 
 
 def vision_config(folder: Path, family: str = "qwen2_5_vl", **changes: Any) -> DPOConfig:
@@ -201,7 +205,7 @@ def test_what_cannot_see_images_is_refused(tmp_path: Path) -> None:
 
     def refusal(**changes: Any) -> str:
         with pytest.raises(ConfigError) as caught:
-            refuse_images(vision_config(tmp_path, **changes), data)
+            refuse_in(vision_config(tmp_path, **changes), data)
         return str(caught.value)
 
     two: dict[str, Any] = {"device_mapping": [0, 1]}
@@ -211,7 +215,7 @@ def test_what_cannot_see_images_is_refused(tmp_path: Path) -> None:
     assert "context parallel does not take images" in refusal(role=two, strategy=context)
     adapter = {"lora_rank": 2, "freeze": []}
     assert "an adapter is of the language model" in refusal(model_args=adapter)
-    refuse_images(vision_config(tmp_path, model_args={"lora_rank": 2}), data)
+    refuse_in(vision_config(tmp_path, model_args={"lora_rank": 2}), data)
     with pytest.raises(ConfigError, match=r"freeze: .*vision \| projector"):
         vision_config(tmp_path, model_args={"freeze": ["tower"]})
 
@@ -221,7 +225,7 @@ def test_keys_about_images_are_refused_for_text(tmp_path: Path) -> None:
     for key, value in {"freeze": [], "vision_cache": "off", "vision_cache_gb": 1.0}.items():
         config = make_config(tmp_path, actor_train__model_args={key: value})
         with pytest.raises(ConfigError, match=f"model_args.{key}: no pair has images"):
-            refuse_images(config, data)
+            refuse_in(config, data)
 
 
 def test_a_full_cache_computes_the_rest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

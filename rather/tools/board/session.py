@@ -31,9 +31,10 @@ from rather.files import JsonObject, own, read_bytes
 from rather.losses.objective import from_config
 from rather.model.files import refuse_other_base
 from rather.model.policy import PolicyModel
-from rather.parallel.load import same_weights, stored_dtype
+from rather.optim.rounding import Rounding
+from rather.parallel.load import Start, same_weights, stored_dtype
 from rather.plan.memory import known_shapes
-from rather.run_folder.model_source import Weights, base_of_checkpoint, rounding_of
+from rather.run_folder.model_source import Weights, base_of_checkpoint
 from rather.run_folder.names import CONFIG, FINISHED
 from rather.tools.report.pairs import MEANINGS, Doctor
 
@@ -130,8 +131,13 @@ class Session:
         actor, reference = self.config.actor_train, self.config.reference
         path, args = actor.model_path, actor.model_args
         newest = checkpoint.newest_good(self.run_dir, full=False)
-        rounds: Any = {"rounding": rounding_of(self.config)}
-        before = Weights(path, path, actor.tokenizer_path, args, run=self.config, **rounds)
+        rounds: Any = {"rounding": Rounding(self.config.rounding_in_file)}
+        run: Any = {
+            "actor": actor,
+            "start": Start(self.config.seed, self.config.keeps_start),
+            "trains_reward": self.config.task == "reward",
+        }
+        before = Weights(path, path, actor.tokenizer_path, args, **run, **rounds)
         frozen = before
         if self.objective.needs_reference:
             name = reference.model_path
