@@ -172,10 +172,7 @@ class ActorWorker:
         if self.member.world > 1:
             self.place = (self.layout.dp_rank(self.member.rank), self.layout.dp)
         if other and other.source[1].has_adapter and self.config.reference_is_policy:
-            self.borrowed, self.trainer, self.part = other, other.trainer, other.part
-            kept = self.config.keeps_start
-            how = "as its adapter began, from a frozen copy" if kept else "with its adapters off"
-            self.log.info("%s: the policy %s; there is no second model", self.role, how)
+            self._borrow(other)
             return
         key, kind = f"{self.role}.strategy_args", self.device.split(":")[0]
         refuse_host_offload(self.worker_config, kind, self.config.precision, key)
@@ -197,6 +194,13 @@ class ActorWorker:
         )  # fmt: skip
         if not trains and self.config.reference.offload == "on":
             self.park()
+
+    def _borrow(self, other: ActorWorker) -> None:
+        """Use the model of the policy's worker, without its adapter or with its initial one."""
+        self.borrowed, self.trainer, self.part = other, other.trainer, other.part
+        kept = self.config.keeps_start
+        how = "as its adapter began, from a frozen copy" if kept else "with its adapters off"
+        self.log.info("%s: the policy %s; there is no second model", self.role, how)
 
     def _refuse_group_of_one(self, kind: str, key: str) -> None:
         """Refuse to shard the weights of a single GPU and to keep their state on the host."""
@@ -305,21 +309,12 @@ class ActorWorker:
         return policy
 
     def _load(self, total_steps: int, *, trains: bool) -> PolicyModel | Stages:
-        config, (name, args) = self.config, self.source
-        self.compiled = config.compile == "on"
+        self.compiled = self.config.compile == "on"
         policy = self.build_policy(trains=trains)
-        counts = [(p.numel(), p.requires_grad) for p in policy.parameters()]
-        weights, trained = (
-            sum(n for n, _ in counts),
-            sum(n for n, is_trained in counts if is_trained),
-        )
-        # Compiling takes a minute or two; auto compiles runs that are likely to take many.
-        shape = self.layout
-        is_plain = (
-            not (shape.offload or self.engine) and shape.tp == shape.cp == shape.pp == shape.ep == 1
-        )
-        if config.compile == "auto" and self.on_gpu and is_plain:
-            tokens = total_steps * config.tokens_per_step
+        weights = sum(p.numel() for p in policy.parameters())
+        if self.config.compile == "auto" and self._may_compile:
+            # Compiling takes a minute or two; auto compiles runs that are likely to take many.
+            tokens = total_steps * self.config.tokens_per_step
             self.compiled = worth_compiling(weights, tokens)
         if isinstance(policy, PolicyModel) and not trains:
             if not self.is_divided:
@@ -327,20 +322,31 @@ class ActorWorker:
             if self.compiled or not self.is_divided:
                 arrange_layers(policy, compiled=self.compiled, alone=not self.is_divided)
         self.part = parts_of(policy)[0]
-        check_length(self.part.causal_lm.config, config.sequence_length)
+        check_length(self.part.causal_lm.config, self.config.sequence_length)
+        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        self._log_loaded(weights, trained if trains else weights)
+        return policy
+
+    @property
+    def _may_compile(self) -> bool:
+        shape = self.layout
+        is_whole = shape.tp == shape.cp == shape.pp == shape.ep == 1
+        return self.on_gpu and is_whole and not (shape.offload or self.engine)
+
+    def _log_loaded(self, weights: int, trained: int) -> None:
+        name, args = self.source
         compute = compute_dtype(args, self.device)
         dtype = str(compute).removeprefix("torch.")
         if stored_dtype(args, self.device) != compute:
             dtype += " (this CPU has no bf16 instructions: float32 products of rounded weights)"
         extra = "; layers are compiled in the first minutes" if self.compiled else ""
-        if trains and trained < weights:
-            where = {True: ", in an adapter", False: ""}[args.has_adapter]
+        if trained < weights:
+            where = ", in an adapter" if args.has_adapter else ""
             extra += f"; {trained / 1e6:.4g}M of them are trained{where}"
         if (strategy := self.worker_config.strategy_args.strategy_name) and not self.mesh.sizes:
             extra += f"; {strategy} has nothing to divide on one device"
         facts = (name, weights / 1e6, dtype, self.device, extra)
         self.log.info("%s: %s, %.4gM weights in %s on %s%s", self.role, *facts)
-        return policy
 
     @property
     def _sees_images(self) -> bool:

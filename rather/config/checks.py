@@ -6,6 +6,7 @@ A check that involves an invalid key is skipped: load.py looks for the key in th
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from rather.config.compat import Problems, clippings, lora_file, parity_problems
 from rather.config.inherit import value_at
@@ -41,8 +42,9 @@ TRACKER_SETTINGS = {
 }
 ARGS, TRAINING = "actor_train.model_args", "actor_train.training_args"
 DTYPE, DETAILS = f"{ARGS}.dtype", "actor_train.strategy_args.strategy_config"
+BEST = "metric_for_best_model"
 ANSWERS_AT_END = (
-    "'{}' needs answers, and on several devices the model answers only after training; choose "
+    "needs answers, and on several devices the model answers only after training; choose "
     "eval/loss, or eval/forgetting/loss"
 )
 EVAL_PAIRS = ("validation.data_args.file_name", "validation.data_args.split")
@@ -176,41 +178,40 @@ def _evaluation(config: RunConfig) -> Problems:
     resume = config.resume_from_checkpoint
     if config.overwrite and resume not in (False, "auto"):
         yield "overwrite", f"starts from scratch, and resume_from_checkpoint is {resume!r}"
-    evaluation_sets = config.validation.data_args.names()
-    metric = config.metric_for_best_model
-    selects_a_step = config.save_best or config.early_stopping_patience
-    prefixes = tuple(_metric_prefix(name) for name in evaluation_sets)
-    if selects_a_step and metric.startswith(FORGETTING):
-        yield from _forgetting_metric(config)
-    elif selects_a_step and metric == WIN_RATE:
-        if not config.eval_prompts or not config.eval_prompts.judge:
-            yield "metric_for_best_model", f"'{metric}' needs eval_prompts.judge"
-        if _has_several_devices(config):
-            yield "metric_for_best_model", ANSWERS_AT_END.format(metric)
-    elif selects_a_step and prefixes and not metric.startswith(prefixes):
-        examples = ", ".join(f"{prefix}loss" for prefix in prefixes)
-        yield "metric_for_best_model", f"'{metric}' is not measured; examples: {examples}"
-    for name, files in evaluation_sets.items():
+    if config.selects_a_step:
+        yield from ((BEST, f"'{config.metric_for_best_model}' {text}") for text in _metric(config))
+    for name, files in config.validation.data_args.names().items():
         if _metric_prefix(name) == FORGETTING:
             yield EVAL_PAIRS[0], f"the name '{name}' is taken by metrics; choose another"
         if not files or not re.fullmatch(r"\w+(-\w+)*|", name):
             text = f"the set '{name}' needs a file, and a name of letters, digits, _ and -"
             yield EVAL_PAIRS[0], text
-    if config.eval_prompts:
-        yield from _eval_prompts(config)
-    if config.task == "reward" and config.forgetting not in ("auto", "off"):
-        yield "forgetting", "a reward model writes no text; remove it"
+    if config.task == "reward":
+        if config.eval_prompts:
+            yield "eval_prompts", "a reward model writes no answers; remove it"
+        if config.forgetting not in ("auto", "off"):
+            yield "forgetting", "a reward model writes no text; remove it"
 
 
-def _forgetting_metric(config: RunConfig) -> Problems:
+def _metric(config: RunConfig) -> Iterator[str]:
+    """Yield why the metric of the best model cannot be measured."""
     metric = config.metric_for_best_model
-    if config.forgetting == "off" or config.task == "reward":
-        yield "metric_for_best_model", f"'{metric}' needs forgetting: auto, or a file of texts"
-    if metric not in (f"{FORGETTING}loss", f"{FORGETTING}right"):
-        names = f"{FORGETTING}loss, {FORGETTING}right"
-        yield "metric_for_best_model", f"'{metric}' is not measured; examples: {names}"
-    elif metric.endswith("right") and _has_several_devices(config):
-        yield "metric_for_best_model", ANSWERS_AT_END.format(metric)
+    prefixes = tuple(map(_metric_prefix, config.validation.data_args.names()))
+    if metric.startswith(FORGETTING):
+        if config.forgetting == "off" or config.task == "reward":
+            yield "needs forgetting: auto, or a file of texts"
+        if metric not in (f"{FORGETTING}loss", f"{FORGETTING}right"):
+            yield f"is not measured; examples: {FORGETTING}loss, {FORGETTING}right"
+        elif metric.endswith("right") and _has_several_devices(config):
+            yield ANSWERS_AT_END
+    elif metric == WIN_RATE:
+        if not config.eval_prompts or not config.eval_prompts.judge:
+            yield "needs eval_prompts.judge"
+        if _has_several_devices(config):
+            yield ANSWERS_AT_END
+    elif prefixes and not metric.startswith(prefixes):
+        examples = ", ".join(f"{prefix}loss" for prefix in prefixes)
+        yield f"is not measured; examples: {examples}"
 
 
 def _has_several_devices(config: RunConfig) -> bool:
@@ -220,11 +221,6 @@ def _has_several_devices(config: RunConfig) -> bool:
 
 def _metric_prefix(evaluation_set: str) -> str:
     return f"eval/{evaluation_set}/" if evaluation_set else "eval/"
-
-
-def _eval_prompts(config: RunConfig) -> Problems:
-    if config.task == "reward":
-        yield "eval_prompts", "a reward model writes no answers; remove it"
 
 
 def _loss(config: RunConfig) -> Problems:

@@ -310,10 +310,10 @@ class RanksHere:
 
     is_running = False
 
-    def run(self, program: Any, config: DPOConfig, stop: Any) -> int:
+    def run(self, program: Any, stop: Any) -> int:
         self.is_running = True
         try:
-            return int(program(config, stop))
+            return int(program(stop))
         finally:
             self.is_running = False
 
