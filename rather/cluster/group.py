@@ -52,9 +52,9 @@ def join_ranks(
 ) -> tuple[RankInfo, Any]:
     """Join the process group of one role, or of all if `roles` are not apart.
 
-    `roles` are those with processes of their own, in the order of torchrun's ranks. Without others
-    in the group there is none, as on Ray. Returns the place in the group, and the store of all ranks
-    if roles are apart.
+    `roles` are those with processes of their own, in the order of torchrun's ranks. On Ray, a rank
+    without others has no group. Returns the place in the group, and the store of all ranks if
+    roles are apart.
     """
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     near = int(os.environ.get("LOCAL_WORLD_SIZE", world))

@@ -110,7 +110,8 @@ def check_step_zero(
 ) -> None:
     """Untrained, a policy with the weights of the reference must have its log-probs.
 
-    `roles` are those of policy and reference, `lengths` are the scored tokens, and `cache` is where log-probs of the reference came from. In a
+    `roles` are policy and reference, `lengths` are the scored tokens, and `cache` is where
+    log-probs of the reference came from. In a
     `routed` model of any dtype rounding can change the choice of an expert.
     """
     paths, args = [role.model_path for role in roles], [role.model_args for role in roles]

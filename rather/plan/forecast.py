@@ -315,7 +315,7 @@ class OtherSettings:
         return None
 
     def on_devices(self, count: int) -> dict[str, Any]:
-        """Return the settings for `count` devices; a reference that shared its devices still does."""
+        """Return the settings for `count` devices; roles that shared their devices still do."""
         config = self.config
         policy_devices = reference_devices = range(count)
         if not config.shares_devices:
