@@ -25,7 +25,7 @@ import numpy as np
 import yaml
 from common import RESULTS, write_facts
 
-from rather.commands.generate import Request, generate_answers
+from rather.commands.generate import AnswerRequest, generate_answers
 from rather.commands.judge import read_answers, score_file
 from rather.data.formats import RowLayout, read_row
 from rather.files import JsonObject, make_folder
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace, model: Path, name: str, prompts: list[str]) ->
 
 def run_offline(args: argparse.Namespace, model: Path, pairs: int) -> tuple[JsonObject, int]:
     """Train the base once on its own answers, on as many pairs as the rounds had."""
-    request = Request(args.answers, Decoding(args.tokens, args.temperature), args.seed)
+    request = AnswerRequest(args.answers, Decoding(args.tokens, args.temperature), args.seed)
     generate_answers(str(model), Path("offline.jsonl"), Path("all.jsonl"), request, force=True)
     score_file(Path("all.jsonl"), f"{EXAMPLE / 'rule.py'}:score", Path("all-scored.jsonl"))
     layout = RowLayout(ranked_pairs="best_vs_worst")

@@ -42,7 +42,7 @@ COLUMNS = ("prompt", "responses", "ended", "response_ids", "prompt_ids", "tokens
 
 
 @dataclass(frozen=True)
-class Request:
+class AnswerRequest:
     """What is asked for: how many answers to each prompt, and how they are decoded."""
 
     answers: int
@@ -56,7 +56,7 @@ class Request:
         return {"answers": self.answers, **decoding, "seed": self.seed, "system": self.system}
 
 
-class Answer(NamedTuple):
+class WrittenAnswer(NamedTuple):
     """A finished answer; the ids are None if a server does not say them."""
 
     text: str
@@ -67,7 +67,7 @@ class Answer(NamedTuple):
 class Prompts:
     """The prompts of a file, rendered and tokenised as `rather chat` does."""
 
-    def __init__(self, weights: Weights, file: Path, request: Request) -> None:
+    def __init__(self, weights: Weights, file: Path, request: AnswerRequest) -> None:
         self.rows = read_prompts(file, refuse_images="")
         self.has_images = any(row.images for row in self.rows)
         self.tokenizer = weights.tokenizer()
@@ -117,7 +117,7 @@ class Prompts:
         text = strict_json([row.row for row in self.rows])
         return text_sha(text + "".join(digests))
 
-    def written_row(self, index: int, answers: Sequence[Answer]) -> JsonObject:
+    def written_row(self, index: int, answers: Sequence[WrittenAnswer]) -> JsonObject:
         """Return the row of the output file for one prompt."""
         row = self.rows[index]
         written = row.written
@@ -136,21 +136,21 @@ class Prompts:
             name: column for name, column in written.items() if name not in COLUMNS
         }
 
-    def cut_at_stop(self, answer: Answer, texts: Sequence[str]) -> Answer:
+    def cut_at_stop(self, answer: WrittenAnswer, texts: Sequence[str]) -> WrittenAnswer:
         """Return the answer up to a stop text, which ends it."""
         stops = [answer.text.find(text) for text in texts if text in answer.text]
         if not stops:
             return answer
         text = answer.text[: min(stops)]
         if answer.ids is None:
-            return Answer(text, True, None)
+            return WrittenAnswer(text, True, None)
         length = len(answer.ids)
         while length and not text.startswith(self.decode(answer.ids[:length])):
             length -= 1
         ids = answer.ids[:length]
         if self.decode(ids) != text:  # the stop text begins inside a token
             ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        return Answer(text, True, ids)
+        return WrittenAnswer(text, True, ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -197,7 +197,9 @@ def progress_bar(total: int, done: int) -> Progress:
     return bar
 
 
-Answered = tuple[dict[int, list[Answer]], Journal, JsonObject]  # the last: more for meta.json
+Answered = tuple[
+    dict[int, list[WrittenAnswer]], Journal, JsonObject
+]  # the last: more for meta.json
 
 
 def write_answers(
@@ -206,7 +208,7 @@ def write_answers(
     model: str,
     file: Path,
     out: Path,
-    request: Request,
+    request: AnswerRequest,
     *,
     trust: Trust = NO_TRUST,
     force: bool = False,
@@ -248,7 +250,13 @@ def write_answers(
 
 
 def generate_answers(
-    model: str, file: Path, out: Path, request: Request, *, batch: int | None = None, **options: Any
+    model: str,
+    file: Path,
+    out: Path,
+    request: AnswerRequest,
+    *,
+    batch: int | None = None,
+    **options: Any,
 ) -> JsonObject:
     """Write the answers of a model in this process, and return meta.json."""
 
@@ -258,10 +266,10 @@ def generate_answers(
         started = first_entry(part) or {}
         sampler.set_batch(batch or started.get("batch"))
         journal = Journal(part, work | {"batch": sampler.batch})
-        answers: dict[int, list[Answer]] = {}
+        answers: dict[int, list[WrittenAnswer]] = {}
         for entry in journal.entries:
             for index, answers_of_prompt in entry["answers"]:
-                answers[index] = [Answer(*fields) for fields in answers_of_prompt]
+                answers[index] = [WrittenAnswer(*fields) for fields in answers_of_prompt]
         count = request.answers
         with progress_bar(len(prompts.ids) * count, len(answers) * count) as bar:
             for number, chunk in enumerate(sampler.chunks):
@@ -277,7 +285,7 @@ def generate_answers(
     return write_answers(answer, source, model, file, out, request, **options)
 
 
-def token_counts(prompts: Prompts, answers: dict[int, list[Answer]]) -> JsonObject:
+def token_counts(prompts: Prompts, answers: dict[int, list[WrittenAnswer]]) -> JsonObject:
     """Return how many tokens prompts and answers have; null if a server does not say ids."""
     ids = [answer.ids for answers_of_prompt in answers.values() for answer in answers_of_prompt]
     lengths = [len(ids_of_answer) for ids_of_answer in ids if ids_of_answer is not None]
@@ -285,7 +293,7 @@ def token_counts(prompts: Prompts, answers: dict[int, list[Answer]]) -> JsonObje
     return {"prompts": sum(map(len, prompts.ids)), "answers": total}
 
 
-def print_forecast(prompts: Prompts, request: Request) -> None:
+def print_forecast(prompts: Prompts, request: AnswerRequest) -> None:
     """Print what would be generated, and the first prompt as the model gets it."""
     count = len(prompts.ids) * request.answers
     prompt_tokens = sum(map(len, prompts.ids)) * request.answers
@@ -299,7 +307,7 @@ def print_forecast(prompts: Prompts, request: Request) -> None:
 class Sampler:
     """Generates answers chunk by chunk; the batch size is part of the result."""
 
-    def __init__(self, causal_lm: Any, prompts: Prompts, request: Request, work: str) -> None:
+    def __init__(self, causal_lm: Any, prompts: Prompts, request: AnswerRequest, work: str) -> None:
         self.causal_lm, self.prompts, self.request, self.work = causal_lm, prompts, request, work
         self.maker = PixelMaker(prompts.image_recipe) if prompts.image_recipe else None
         longest, largest = max(map(len, prompts.ids)), max(map(max, prompts.ids))
@@ -327,7 +335,7 @@ class Sampler:
         size = max(1, self.batch // self.request.answers)
         self.chunks = [order[first : first + size] for first in range(0, len(order), size)]
 
-    def answer(self, number: int) -> dict[int, list[Answer]]:
+    def answer(self, number: int) -> dict[int, list[WrittenAnswer]]:
         """Return the answers of one chunk, by the index of their prompt."""
         chunk = self.chunks[number]
         ids = [self.prompts.ids[index] for index in chunk]
@@ -352,6 +360,6 @@ class Sampler:
                     f"{self.batch} answers at a time do not fit in memory ({error}); lower "
                     "--max-new-tokens or --batch."
                 ) from None
-        answers = [Answer(self.prompts.decode(one.ids), one.ended, one.ids) for one in found]
+        answers = [WrittenAnswer(self.prompts.decode(one.ids), one.ended, one.ids) for one in found]
         cut = [self.prompts.cut_at_stop(answer, decoding.stop) for answer in answers]
         return {index: cut[i * count : (i + 1) * count] for i, index in enumerate(chunk)}

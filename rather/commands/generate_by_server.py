@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rather.commands.generate import (
-    Answer,
     Answered,
+    AnswerRequest,
     Prompts,
-    Request,
+    WrittenAnswer,
     progress_bar,
     write_answers,
 )
@@ -53,10 +53,10 @@ class ServerOptions:
     timeout: float = 120
 
 
-class Reply(NamedTuple):
+class ServerReply(NamedTuple):
     """An answer of the server, and its tokens."""
 
-    answer: Answer
+    answer: WrittenAnswer
     tokens: int
 
 
@@ -64,7 +64,7 @@ class ServedModel:
     """The model on a server, and the way in which it takes prompts."""
 
     def __init__(
-        self, options: ServerOptions, prompts: Prompts, request: Request, model: str
+        self, options: ServerOptions, prompts: Prompts, request: AnswerRequest, model: str
     ) -> None:
         self.server, self.prompts, self.request = (
             Server(options.url, options.timeout),
@@ -85,7 +85,7 @@ class ServedModel:
                 return names[0]
         return model
 
-    def ask(self, place: Place, *, variant: int = 0, tries: int | None = None) -> Reply:
+    def ask(self, place: Place, *, variant: int = 0, tries: int | None = None) -> ServerReply:
         """Return one answer; `variant` gives it another seed."""
         prompt, _ = place
         decoding = self.request.decoding
@@ -127,7 +127,7 @@ class ServedModel:
             body["chat_template_kwargs"] = row.template_kwargs
         return body
 
-    def _reply(self, prompt: int, answer: JsonObject) -> Reply:
+    def _reply(self, prompt: int, answer: JsonObject) -> ServerReply:
         choice = first_choice(answer)
         text = text_of_choice(choice)
         expected = len(self.prompts.ids[prompt])
@@ -141,9 +141,9 @@ class ServedModel:
         if written is None:
             written = len(self.prompts.tokenizer(text, add_special_tokens=False).input_ids)
         ended = choice.get("finish_reason") not in (None, "length")
-        complete = Answer(text, ended, self._ids(choice, text))
+        complete = WrittenAnswer(text, ended, self._ids(choice, text))
         cut = self.prompts.cut_at_stop(complete, self.request.decoding.stop)
-        return Reply(cut, expected + written)
+        return ServerReply(cut, expected + written)
 
     def _ids(self, choice: JsonObject, text: str) -> list[int] | None:
         """Return the ids without the end token, if the server offers those of this text."""
@@ -157,7 +157,7 @@ class ServedModel:
             ids = ids[:-1]
         return ids if self.prompts.decode(ids) == text else None
 
-    def find_way(self, place: Place) -> Reply:
+    def find_way(self, place: Place) -> ServerReply:
         """Return the first answer; choose the way by which the server reads the same tokens."""
         problems = []
         ways: tuple[str, ...] = WAYS if self.prompts.has_template else WAYS[:-1]
@@ -177,7 +177,7 @@ class ServedModel:
                 problems.append(str(error))
         raise ServerError(f"{self.server.url}: {' '.join(dict.fromkeys(problems))}")
 
-    def _first_reply(self, place: Place) -> Reply:
+    def _first_reply(self, place: Place) -> ServerReply:
         """Wait for a server that starts; do not repeat a request that it does not understand."""
         try:
             return self.ask(place, tries=1)
@@ -222,7 +222,7 @@ class Spending:
 
 
 def generate_by_server(
-    model: str, file: Path, out: Path, request: Request, options: ServerOptions, **more: Any
+    model: str, file: Path, out: Path, request: AnswerRequest, options: ServerOptions, **more: Any
 ) -> JsonObject:
     """Write the answers of a server that runs MODEL, and return meta.json."""
 
@@ -246,7 +246,7 @@ class Asking:
 
     def __init__(self, served: ServedModel, journal: Journal, options: ServerOptions) -> None:
         self.served, self.journal, self.options = served, journal, options
-        self.answers: dict[Place, Answer] = {}
+        self.answers: dict[Place, WrittenAnswer] = {}
         self.tokens_before = 0
         self.spending = Spending(options.tokens)
         sent: set[Place] = set()
@@ -261,7 +261,7 @@ class Asking:
                 self.repeated += question in sent and question not in self.answers
                 sent.add(question)
             else:
-                self.answers[question] = Answer(entry["text"], entry["ended"], entry["ids"])
+                self.answers[question] = WrittenAnswer(entry["text"], entry["ended"], entry["ids"])
                 self.tokens_before += entry["tokens"]
         self.unanswered = sent - self.answers.keys()  # in flight when the last command ended
 
@@ -345,7 +345,7 @@ class Asking:
         return len(self.served.prompts.ids[place[0]]) + self.served.request.decoding.max_new_tokens
 
     def _ask_all(self, pool: ThreadPoolExecutor, missing: Iterator[Place], bar: Any) -> None:
-        in_flight: dict[Future[Reply], Place] = {}
+        in_flight: dict[Future[ServerReply], Place] = {}
         question = next(missing, None)
         while question is not None or in_flight:
             while (
@@ -370,7 +370,7 @@ class Asking:
         self.journal.append({"prompt": place[0], "answer": place[1], "sent": True})
         self.repeated += place in self.unanswered
 
-    def _keep(self, place: Place, reply: Reply) -> None:
+    def _keep(self, place: Place, reply: ServerReply) -> None:
         self.answers[place] = reply.answer
         self.spending.spent += reply.tokens
         entry: JsonObject = {"prompt": place[0], "answer": place[1], "tokens": reply.tokens}

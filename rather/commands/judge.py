@@ -14,7 +14,14 @@ from rich.progress import Progress
 
 from rather.commands.answer_stats import interval, is_refusal, length_controlled, repetition
 from rather.commands.journal import write_atomic
-from rather.commands.judges import Question, Scorer, ServerJudge, VerdictCache, is_server, scorer_of
+from rather.commands.judges import (
+    JudgedPrompt,
+    Scorer,
+    ServerJudge,
+    VerdictCache,
+    is_server,
+    scorer_of,
+)
 from rather.commands.terminal import echo
 from rather.config.found import NO_TRUST, Trust
 from rather.config.schema import AnswerJudge
@@ -28,7 +35,7 @@ from rather.tracking.json_lines import strict_json
 class AnswerRow(NamedTuple):
     """The answers to one prompt, and the row of the file."""
 
-    question: Question
+    question: JudgedPrompt
     responses: list[str]
     ended: list[bool] | None
 
@@ -69,7 +76,7 @@ def _answer_row(row: JsonObject, place: str) -> AnswerRow:
         raise DataError(f"{place}: responses must be a list of texts, as `rather generate` writes.")
     has_ends = isinstance(ended, list) and len(ended) == len(responses or [])
     return AnswerRow(
-        Question(prompt, row, place), list(responses or []), ended if has_ends else None
+        JudgedPrompt(prompt, row, place), list(responses or []), ended if has_ends else None
     )
 
 
@@ -196,7 +203,9 @@ def answer_judge(
         before, after = list[AnswerRow](), list[AnswerRow]()
         for number, (prompt, *texts) in enumerate(answers, 1):
             for side, text in zip((before, after), texts, strict=True):
-                question = Question(prompt, {"prompt": prompt}, f"eval_prompts: prompt {number}")
+                question = JudgedPrompt(
+                    prompt, {"prompt": prompt}, f"eval_prompts: prompt {number}"
+                )
                 side.append(AnswerRow(question, [text], None))
         try:
             return compare_rows(before, after, asked.name, file, **options)

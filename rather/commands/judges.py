@@ -49,7 +49,7 @@ Explain your judgement in at most three sentences. Then end with exactly one of 
 """
 
 
-class Question(NamedTuple):
+class JudgedPrompt(NamedTuple):
     """A prompt, as the row has it, with the name of its place for messages."""
 
     prompt: Any
@@ -60,7 +60,7 @@ class Question(NamedTuple):
 class Scorer(Protocol):
     """A judge that gives each answer a number."""
 
-    def scores(self, answers: Sequence[tuple[Question, str]]) -> list[float]: ...
+    def scores(self, answers: Sequence[tuple[JudgedPrompt, str]]) -> list[float]: ...
 
 
 class Verdict(NamedTuple):
@@ -106,11 +106,11 @@ class RuleJudge:
         self.file, self.name = file, name
         self.function = plugins.load_function(Path(file), name, "--with")
 
-    def scores(self, answers: Sequence[tuple[Question, str]]) -> list[float]:
+    def scores(self, answers: Sequence[tuple[JudgedPrompt, str]]) -> list[float]:
         """Return the score of each answer. They are not cached: a rule may use other files."""
         return [self._score(question, answer) for question, answer in answers]
 
-    def _score(self, question: Question, answer: str) -> float:
+    def _score(self, question: JudgedPrompt, answer: str) -> float:
         where = f"--with {self.file}:{self.name}"
         try:
             returned = self.function(question.prompt, answer)
@@ -141,7 +141,7 @@ class RewardJudge:
             )
         self.file, self.cache = file, cache
 
-    def scores(self, answers: Sequence[tuple[Question, str]]) -> list[float]:
+    def scores(self, answers: Sequence[tuple[JudgedPrompt, str]]) -> list[float]:
         """Return the score of each answer; those that the cache has are not computed again."""
         digest = self.weights.digest()
         prompt_columns = ("prompt", "system", "tools", "chat_template_kwargs")

@@ -180,13 +180,13 @@ def generate_command(
     if any(not text for text in stop or ()):
         raise ConfigError("--stop must not be empty.")
     with heavy_imports():
-        from rather.commands.generate import Request, generate_answers
+        from rather.commands.generate import AnswerRequest, generate_answers
         from rather.model.generate import Decoding
     from rather.config.found import Trust
 
     plugins.load_requested()
     decoding = Decoding(max_new_tokens, temperature, top_p or 1.0, tuple(stop or ()))
-    request = Request(answers, decoding, seed, system)
+    request = AnswerRequest(answers, decoding, seed, system)
     trust = Trust(trust_code, trust_paths, any_base)
     options: JsonObject = {"trust": trust, "force": force, "dry_run": dry_run}
     if server:

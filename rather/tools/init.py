@@ -158,7 +158,7 @@ def _rows(data: str) -> Iterator[tuple[str, Row | str]]:
 
 
 @dataclass(frozen=True)
-class Start:
+class ChosenSettings:
     """The settings that were chosen, and why."""
 
     values: JsonObject  # as in the YAML, without the name of the run
@@ -198,7 +198,7 @@ class Start:
         return "\n".join(lines) + "\n"
 
 
-def choose_start(data: str, model: str, name: TaskName) -> Start:
+def choose_start(data: str, model: str, name: TaskName) -> ChosenSettings:
     """Return settings that fit: the first of full training, LoRA, 4-bit LoRA, shorter lengths."""
     with heavy_imports():
         import numpy as np
@@ -239,7 +239,9 @@ def choose_start(data: str, model: str, name: TaskName) -> Start:
                 tried.append(forecast)
                 if forecast.fits:
                     full = _size(tried[0].parts.total)
-                    return Start(values, task, forecast, device_name, len(fitting) / rows, full)
+                    return ChosenSettings(
+                        values, task, forecast, device_name, len(fitting) / rows, full
+                    )
     least = min(forecast.parts.total for forecast in tried)
     raise ConfigError(
         f"{model}: does not fit on {device_name}: needs {_size(least)} of {_size(device.memory)} "

@@ -139,7 +139,7 @@ class TrlConfig(TrainingArguments):
 
 
 @dataclass
-class WithReference(TrlConfig):
+class ReferencedConfig(TrlConfig):
     """A policy that is compared with a reference."""
 
     router_aux_loss_coef: float | None = None
@@ -155,7 +155,7 @@ class WithReference(TrlConfig):
 
 
 @dataclass
-class DPOConfig(WithReference):
+class DPOConfig(ReferencedConfig):
     """TRL's DPOConfig."""
 
     truncation_mode: str = "keep_start"
@@ -177,7 +177,7 @@ class DPOConfig(WithReference):
 
 
 @dataclass
-class KTOConfig(WithReference):
+class KTOConfig(ReferencedConfig):
     """TRL's KTOConfig."""
 
     train_sampling_strategy: str = "sequential"
@@ -227,7 +227,7 @@ class SFTConfig(TrlConfig):
 
 
 @dataclass
-class WithoutReference(TrlConfig):
+class ReferenceFreeConfig(TrlConfig):
     """The pairwise losses of trl.experimental that have no reference."""
 
     max_completion_length: int | None = None
@@ -238,14 +238,14 @@ class WithoutReference(TrlConfig):
 
 
 @dataclass
-class ORPOConfig(WithoutReference):
+class ORPOConfig(ReferenceFreeConfig):
     """TRL's ORPOConfig."""
 
     padding_value: int | None = None
 
 
 @dataclass
-class CPOConfig(WithoutReference):
+class CPOConfig(ReferenceFreeConfig):
     """TRL's CPOConfig."""
 
     label_smoothing: float = 0.0

@@ -35,7 +35,7 @@ SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # TRL ignores label_sm
 Reference = dict[str, Tensor]
 
 
-class MoveReference(TrainerCallback):
+class ReferenceMover(TrainerCallback):
     """TR-DPO: moves the reference towards the policy every few steps."""
 
     def __init__(self, trainer: WithReference) -> None:
@@ -89,7 +89,7 @@ class WithReference(PackedTrainer):
                 raise ConfigError(
                     "sync_ref_model: not with an adapter or precompute_ref_log_probs."
                 )
-            self.add_callback(MoveReference(self))
+            self.add_callback(ReferenceMover(self))
         if self.args.precompute_ref_log_probs:
             self._precompute()
 

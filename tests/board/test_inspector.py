@@ -18,7 +18,7 @@ from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError, DataError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.board import session as sessions
-from rather.tools.board.inspector import Inspector, Question
+from rather.tools.board.inspector import Inspector, PairQuestion
 from rather.tools.board.session import Session
 from tests.padded import padded_logps
 from tests.tiny import make_config, make_model
@@ -271,7 +271,7 @@ def test_one_question_and_one_run_at_a_time() -> None:
     inspector = Opened()
     a, b = Path("a"), Path("b")
     first, other, failing = (
-        Question(run, "train", place) for run, place in ((a, 0), (b, 1), (a, 13))
+        PairQuestion(run, "train", place) for run, place in ((a, 0), (b, 1), (a, 13))
     )
     assert inspector.ask(first) == {"state": "working", "doing": "opening the run"}
     until(lambda: events == ["a 0 begins"])
@@ -292,7 +292,7 @@ def test_a_refused_question_is_tried_again() -> None:
     fake = Fake(Path("a"), [])
     fake.may.set()
     inspector = inspector_with(fake)
-    question, answers = Question(Path("a"), "train", 13), []
+    question, answers = PairQuestion(Path("a"), "train", 13), []
 
     def refused() -> bool:
         answers.append(inspector.ask(question))
@@ -308,7 +308,7 @@ def test_a_run_that_saves_while_its_models_load_is_answered(tmp_path: Path) -> N
     events: list[str] = []
     fake = Fake(tmp_path, events)
     inspector = inspector_with(fake)
-    question = Question(tmp_path, "train", 0)
+    question = PairQuestion(tmp_path, "train", 0)
     inspector.ask(question)
     until(lambda: len(events) == 1)
     (tmp_path / "LATEST").write_text("checkpoint-2\n")

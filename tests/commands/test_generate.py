@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.commands import generate as module
-from rather.commands.generate import Request, generate_answers
+from rather.commands.generate import AnswerRequest, generate_answers
 from rather.commands.journal import Journal
 from rather.config.run_config import DPOConfig
 from rather.model import generate as sampler
@@ -142,7 +142,7 @@ def test_a_stop_text_ends_an_answer(model: Path, tmp_path: Path, prompts: Path) 
 
 
 def asked(model: Path, prompts: Path, out: Path) -> dict[str, Any]:
-    request = Request(3, Decoding(10, 1.0), seed=2)
+    request = AnswerRequest(3, Decoding(10, 1.0), seed=2)
     return generate_answers(str(model), prompts, out, request, batch=6)
 
 
@@ -199,7 +199,7 @@ def test_killed_anywhere_it_ends_in_the_same_file(
     assert asked(model, prompts, out) == meta
     assert out.read_bytes() == whole
     assert not list(tmp_path.glob("*.part"))
-    other = Request(3, Decoding(10, 1.0), seed=3)
+    other = AnswerRequest(3, Decoding(10, 1.0), seed=3)
     with pytest.raises(module.ConfigError, match=r"already exists and differs in decoding.seed"):
         generate_answers(str(model), prompts, out, other, batch=6)
     generate_answers(str(model), prompts, out, other, batch=6, force=True)

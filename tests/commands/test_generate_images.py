@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from rather.commands.generate import Prompts, Request, generate_answers
+from rather.commands.generate import AnswerRequest, Prompts, generate_answers
 from rather.commands.generate_by_server import with_data_urls
 from rather.data.image_tokens import FAMILIES
 from rather.data.images import data_url
@@ -36,7 +36,7 @@ def test_answers_about_images_are_those_of_transformers(tmp_path: Path, family: 
     ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    request = Request(2, Decoding(6))
+    request = AnswerRequest(2, Decoding(6))
     generate_answers(str(folder), path, tmp_path / "out.jsonl", request)
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["images"] for row in written] == [row["images"] for row in rows]
@@ -74,5 +74,5 @@ def test_a_server_gets_images_inside_its_messages(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "<image>?", "images": ["red.png"]}))
     weights = weights_of(str(make_model(tmp_path / "model", "qwen3_vl")))
-    [images] = Prompts(weights, rows, Request(1, Decoding(4))).images
+    [images] = Prompts(weights, rows, AnswerRequest(1, Decoding(4))).images
     assert images[0].source == str(file)

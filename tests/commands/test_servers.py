@@ -19,7 +19,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rather.commands import openai_client
-from rather.commands.generate import Request
+from rather.commands.generate import AnswerRequest
 from rather.commands.generate_by_server import ServerOptions, generate_by_server
 from rather.commands.journal import Journal
 from rather.config.run_config import DPOConfig
@@ -250,7 +250,7 @@ def test_faults_are_repeated_and_a_stall_is_named(
 
 
 def asked(model: Path, prompts: Path, out: Path, url: str) -> dict[str, Any]:
-    request = Request(3, Decoding(8, 1.0))
+    request = AnswerRequest(3, Decoding(8, 1.0))
     return generate_by_server(str(model), prompts, out, request, ServerOptions(url, "m", 4))
 
 

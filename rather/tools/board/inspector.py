@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 MOST_KEPT = 32  # answers that no page has fetched: one of 32,768 tokens a side takes 10 MB
 
 
-class Question(NamedTuple):
+class PairQuestion(NamedTuple):
     """A pair by its number or, with `search`, which pairs contain a text."""
 
     run_dir: Path
@@ -45,13 +45,13 @@ class Inspector:
 
     def __init__(self, trust: Trust = NO_TRUST) -> None:
         self._trust = trust
-        self._answers: dict[Question, JsonObject] = {}  # until they are fetched
+        self._answers: dict[PairQuestion, JsonObject] = {}  # until they are fetched
         self._lock = Lock()
-        self._current: Question | None = None
+        self._current: PairQuestion | None = None
         self._session: Session | None = None
         self._opened: object = None  # the folder and the stamps of its files
 
-    def ask(self, question: Question) -> JsonObject:
+    def ask(self, question: PairQuestion) -> JsonObject:
         with self._lock:
             if answer := self._answers.pop(question, None):
                 return answer
@@ -62,7 +62,7 @@ class Inspector:
             is_current = self._current == question
             return {"state": "working", "doing": doing if is_current else "waiting for its turn"}
 
-    def _compute(self, question: Question) -> None:
+    def _compute(self, question: PairQuestion) -> None:
         began = monotonic()
         try:
             session = self._session_of(question.run_dir)

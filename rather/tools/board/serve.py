@@ -21,7 +21,7 @@ from urllib.parse import parse_qs
 from rather.errors import ConfigError
 from rather.files import own, read_bytes
 from rather.run_folder.names import REPORT_PAGE
-from rather.tools.board.inspector import Inspector, Question
+from rather.tools.board.inspector import Inspector, PairQuestion
 from rather.tools.board.runs import FolderProblem, RunList, differences, digest, read_config
 from rather.tools.report.page import as_json, page, plotly_bundle
 
@@ -50,7 +50,7 @@ CACHED = "private, max-age=31536000, immutable"  # assets have their digest in t
 Query = Mapping[str, list[str]]
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     body: bytes
     kind: str = "application/json"
     headers: Mapping[str, str] = {}
@@ -127,7 +127,11 @@ class Handler(BaseHTTPRequestHandler):
             if path not in ROUTES:
                 raise RequestRefused(404, "There is nothing at this address.")
             contents = ROUTES[path](self.server, query)
-            reply = contents if isinstance(contents, Reply) else Reply(as_json(contents).encode())
+            reply = (
+                contents
+                if isinstance(contents, HttpReply)
+                else HttpReply(as_json(contents).encode())
+            )
         except RequestRefused as refused:
             self._refuse(refused.status, str(refused))
         except Exception as error:  # of whatever is in a folder: the board itself keeps working
@@ -156,7 +160,7 @@ class Handler(BaseHTTPRequestHandler):
             raise RequestRefused(403, text)
         return in_address
 
-    def _send(self, status: int, reply: Reply, *, with_token: bool = False) -> None:
+    def _send(self, status: int, reply: HttpReply, *, with_token: bool = False) -> None:
         self.send_response(status)
         headers = {**HEADERS, "Content-Type": f"{reply.kind}; charset=utf-8", **reply.headers}
         if with_token:
@@ -170,7 +174,7 @@ class Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: int, text: str, **headers: str) -> None:
         self.close_connection = True  # a body that may follow is not read
         headers = {"Connection": "close", **headers}
-        self._send(status, Reply(f"{text}\n".encode(), "text/plain", headers))
+        self._send(status, HttpReply(f"{text}\n".encode(), "text/plain", headers))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: addresses carry the token."""
@@ -186,18 +190,18 @@ def asset(name: str) -> bytes:
     return files("rather.tools.board").joinpath(name).read_bytes()
 
 
-def _script(name: str) -> Reply:
-    return Reply(asset(name), "text/javascript", {"Cache-Control": CACHED})
+def _script(name: str) -> HttpReply:
+    return HttpReply(asset(name), "text/javascript", {"Cache-Control": CACHED})
 
 
-def _page(board: Board) -> Reply:
+def _page(board: Board) -> HttpReply:
     linked = [f"/{name}?{digest(asset(name))}" for name in ("plotly.js", "board.js")]
     body = f"<style>{asset('board.css').decode()}</style>{BODY}"
     settings = {"folder": str(board.runs.folder), "most": MOST_RUNS, "charts": MOST_CHARTS}
     document = page("Rather board", body, data=settings, linked=linked)
     policy = document.partition('"Content-Security-Policy" content="')[2].partition('"')[0]
     headers = {"Content-Security-Policy": f"{policy}; {FRAMED}"}
-    return Reply(document.encode(), "text/html", headers)
+    return HttpReply(document.encode(), "text/html", headers)
 
 
 def _curves(board: Board, query: Query) -> Any:
@@ -221,15 +225,15 @@ def _pair(board: Board, query: Query) -> Any:
         raise RequestRefused(400, "index: must be the number of a pair, counted from 0.")
     search = query["search"][0][:200] if "search" in query else None
     name = query.get("set", ["train"])[0]
-    return board.inspector.ask(Question(path, name, int(index), search))
+    return board.inspector.ask(PairQuestion(path, name, int(index), search))
 
 
-def _report(board: Board, query: Query) -> Reply:
+def _report(board: Board, query: Query) -> HttpReply:
     try:
         text = read_bytes(board.one(query) / REPORT_PAGE, opener=own)
     except (OSError, ValueError) as error:
         raise RequestRefused(404, f"The run has no {REPORT_PAGE} that can be read.") from error
-    return Reply(text, "text/html", {"Content-Security-Policy": ALONE})
+    return HttpReply(text, "text/html", {"Content-Security-Policy": ALONE})
 
 
 # What is not a Reply is sent as JSON.

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from rather.commands.generate import Request, generate_answers
+from rather.commands.generate import AnswerRequest, generate_answers
 from rather.commands.generate_by_server import ServerOptions, generate_by_server
 from rather.commands.openai_client import Server, first_choice
 from rather.errors import ConfigError, ServerError, ServerSilent
@@ -45,7 +45,7 @@ class AnswerSource:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, prompts: Path, out: Path, request: Request) -> None:
+    def write(self, prompts: Path, out: Path, request: AnswerRequest) -> None:
         """Write the answers to a file of prompts; continue a file that was begun."""
         if self.keys is None:
             generate_answers(self.model, prompts, out, request, force=True)

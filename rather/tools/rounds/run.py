@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from rather.commands.generate import Request
+from rather.commands.generate import AnswerRequest
 from rather.commands.journal import write_atomic
 from rather.commands.judge import read_answers, score_file
 from rather.commands.judges import RULE
@@ -26,7 +26,7 @@ from rather.run_folder.names import CONFIG, DATA_REPORT, FINISHED, METRICS
 from rather.tools.rounds.answers import AnswerSource
 from rather.tools.rounds.evaluation import Evaluated, evaluate, is_worse, release_memory
 from rather.tools.rounds.settings import Plan
-from rather.tools.rounds.stages import Stages
+from rather.tools.rounds.stages import RoundStages
 from rather.tools.rounds.status import EVALUATION, FIGURES, RESULT, best_round, without_lists
 from rather.tools.sweep import train_here
 from rather.tracking.json_lines import strict_json
@@ -122,7 +122,9 @@ class RoundsRun:
         greedy = Decoding(rounds.max_new_tokens)
         decoding = Decoding(rounds.max_new_tokens, rounds.temperature, rounds.top_p)
         seed = self.plan.base.seed + number
-        request = Request(rounds.answers, decoding, seed) if sampled else Request(1, greedy)
+        request = (
+            AnswerRequest(rounds.answers, decoding, seed) if sampled else AnswerRequest(1, greedy)
+        )
         answers_file = self.plan.round_folder(number) / f"{name}.jsonl"
         server = source.keys.model_dump(include={"url", "start"}) if source.keys else None
         inputs: JsonObject = {
@@ -131,7 +133,7 @@ class RoundsRun:
             "request": request.as_json(),
             "server": server,
         }
-        stages = Stages(self.plan.round_folder(number))
+        stages = RoundStages(self.plan.round_folder(number))
         if not stages.is_done(name, inputs, answers_file):
             say(f"round {number}: {source.model} answers {prompts}")
         stages.run(
@@ -163,7 +165,7 @@ class RoundsRun:
             else:
                 write_atomic(scored_file, scored_by_source(files))
 
-        Stages(folder).run(name, inputs, scored_file, work)
+        RoundStages(folder).run(name, inputs, scored_file, work)
         release_memory()
         return scored_file
 
@@ -187,7 +189,7 @@ class RoundsRun:
                 raise TrainingEnded(code, error or "stopped; run the same command again")
 
         model = Path(plan.model(number))
-        Stages(folder).run("train", inputs, model, work)
+        RoundStages(folder).run("train", inputs, model, work)
         if not model.is_dir():
             raise ConfigError(f"{model}: the training has exported no model.")
 
@@ -217,7 +219,7 @@ class RoundsRun:
                 evaluation_file, [strict_json({"round": number, **figures}, indent=1), "\n"]
             )
 
-        Stages(folder).run("eval", inputs, evaluation_file, work)
+        RoundStages(folder).run("eval", inputs, evaluation_file, work)
         self.evaluated.append(read_json(evaluation_file, own))
         self._write_metrics()
         say(line_of(self.evaluated[-1]))

@@ -12,7 +12,7 @@ from rather.tracking.json_lines import strict_json
 STAGES = "stages.json"
 
 
-class Stages:
+class RoundStages:
     """The stages of one round, in the file stages.json of its folder.
 
     A stage is noted before it begins and after it has ended. So after a kill the same inputs
