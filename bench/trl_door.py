@@ -112,6 +112,9 @@ def rows_of(name: str, count: int) -> list[dict[str, Any]]:
             if "trl-lib" in name:
                 del rows[-1]["prompt"]
         else:
+            if "Capybara" in name:
+                rows.append({"messages": [turn("user", prompt), turn("assistant", yes)]})
+                continue
             rows.append({
                 "prompt": prompt, "question": prompt, "instruction": prompt, "query": prompt,
                 "input": "", "context": "", "system": "w1", "chosen": yes, "rejected": no,
@@ -364,7 +367,7 @@ class Runner:
         sys.argv = [str(copy), *arguments]
         before = os.getcwd()
         checkout = Path(before)
-        paths, modules = list(sys.path), set(sys.modules)
+        paths, modules, streams = list(sys.path), set(sys.modules), (sys.stdout, sys.stderr)
         sys.path[:0] = [str(script.parent), str(checkout), str(checkout / "src")]
         signal.alarm(SECONDS)
         try:
@@ -379,6 +382,7 @@ class Runner:
         finally:
             signal.alarm(0)
             sys.path[:] = paths
+            sys.stdout, sys.stderr = streams
             os.chdir(before)
             for name in set(sys.modules) - modules:  # another script has other modules of this name
                 file = getattr(sys.modules[name], "__file__", None) or ""
@@ -497,7 +501,8 @@ def public_scripts(args: Any, folder: Path, content: dict[str, Any]) -> None:
     runner = Runner(args.trl, folder, public=True)
     lines = LIST.read_text(encoding="utf-8").splitlines()
     table = []
-    for number, line in enumerate(line for line in lines if line and line[0] != "#"):
+    wanted = [line for line in lines if line and line[0] != "#" and args.match in line]
+    for number, line in enumerate(wanted):
         address, _, arguments = line.partition(" ")
         repository, _, path = address.partition(":")
         name, _, commit = repository.partition("@")
@@ -526,6 +531,7 @@ def main() -> None:
     parser.add_argument("trl", type=Path)
     parser.add_argument("--scripts", type=Path, help="folder of git directories")
     parser.add_argument("--only-scripts", action="store_true")
+    parser.add_argument("--match", default="", help="only public scripts whose address has this")
     parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args()
     content: dict[str, Any] = {}

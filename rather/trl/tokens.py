@@ -17,6 +17,7 @@ from rather.data.batch import PairBatch, TokenPair
 from rather.data.messages import common_length
 from rather.data.pack import pack
 from rather.data.pairs import spans_of
+from rather.errors import ConfigError
 from rather.files import parse_json
 from rather.pipeline.steps import NO_LIMIT
 
@@ -207,7 +208,13 @@ class Recipe(NamedTuple):
             labels = row.get("labels") or row["input_ids"]
             return {"input_ids": row["input_ids"][kept_tokens], "labels": labels[kept_tokens]}
 
-        if "input_ids" not in next(iter(dataset)):
+        first = next(iter(dataset))
+        if "messages" in first and "prompt" in first:
+            raise ConfigError(
+                "train_dataset: rows have messages and a prompt, and TRL mixes the two: it scores "
+                "the completion without its end token. Remove one of the columns."
+            )
+        if "input_ids" not in first:
             dataset = self.map(dataset, tokens)
         dataset = self.map(dataset, cut)
         if self.max_length is None:

@@ -186,6 +186,14 @@ def test_an_overridden_loss_is_refused_with_the_way_to_write_one() -> None:
         OwnLoss("no model is loaded")
 
 
+def test_rows_that_trl_reads_in_two_ways_are_refused(model: str, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    rows = Dataset.from_list([{"prompt": "w1", "completion": " w2", "messages": turns}])
+    args = rather.trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    with pytest.raises(ConfigError, match="rows have messages and a prompt"):
+        rather.trl.SFTTrainer(model, args, train_dataset=rows)
+
+
 def test_unknown_arguments_of_a_config() -> None:
     with pytest.raises(ConfigError, match=r"max_prompt_length: not an argument in TRL 1\.16"):
         rather.trl.DPOConfig(output_dir="x", max_prompt_length=3)
