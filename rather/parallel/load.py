@@ -164,7 +164,7 @@ def load_policy(
     """
     if not sys.stderr.isatty():
         hf_logging.disable_progress_bar()
-    common, config, _ = _config(name, args)
+    config, _ = _config(name, args)
     source_dtype = config.dtype or torch.float32
     compute = compute_dtype(args, device)
     stored_in = stored_dtype(args, device)
@@ -175,14 +175,15 @@ def load_policy(
         dtypes = _dtypes(plain)
         keeps = exact and not args.has_adapter
         rounds = _rounds_weights(dtypes, compute, keeps=keeps, in_4_bits=bool(args.quantization))
-    if args.quantization:
-        common |= _in_4_bits(device, stored_in)
+    options = _in_4_bits(device, stored_in) if args.quantization else {}
     dtype = torch.float32 if rounds else compute
     if stored.is_packed:
         causal_lm = _from_files(name, config, dtype, args, stored, device, reward=reward)
         loading_info: dict[str, Any] = {"missing_keys": ()}
     else:
-        causal_lm, loading_info = _from_pretrained(name, config, dtype, common, reward=reward)
+        causal_lm, loading_info = _from_pretrained(
+            name, args, config, dtype, reward=reward, **options
+        )
     if reward:
         _begin_head(causal_lm, loading_info, start.seed)
     _refuse_bad_weights(name, causal_lm, loading_info, dtypes)
@@ -233,7 +234,13 @@ def _hold_weights(policy: PolicyModel, compute: torch.dtype, stored_in: torch.dt
 
 
 def _from_pretrained(
-    name: str, config: Any, dtype: torch.dtype, common: dict[str, Any], *, reward: bool
+    name: str,
+    args: ModelArgs,
+    config: Any,
+    dtype: torch.dtype | str,
+    *,
+    reward: bool = False,
+    **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """Return (the model, what transformers says about the weights that it read)."""
     loader = auto_class(config, reward=reward)
@@ -241,15 +248,17 @@ def _from_pretrained(
     if reward:  # transformers reports that the head is new
         hf_logging.set_verbosity_error()
     with _opening(name, "weights"):
-        causal_lm, loading_info = loader.from_pretrained(  # the revision is in `common`  # nosec B615
+        causal_lm, loading_info = loader.from_pretrained(  # nosec B615
             name,
             config=config,
+            revision=args.revision,
+            trust_remote_code=args.trust_remote_code,
             dtype=dtype,
             attn_implementation=IMPLEMENTATION,
             use_safetensors=True,  # other formats unpickle
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported in the info, which the caller checks
-            **common,
+            **options,
         )
     hf_logging.set_verbosity(verbosity)
     return causal_lm, loading_info
@@ -390,7 +399,7 @@ def _divisible(name: str, args: ModelArgs) -> Any:
         raise ConfigError(
             "quantization: 4bit is for one process; start it without torchrun and ray.address"
         )
-    _, config, proven = _config(name, args)
+    config, proven = _config(name, args)
     if not proven:
         raise ConfigError(
             f"model family '{config.model_type}' cannot be divided: its packed log-probs can be "
@@ -430,26 +439,13 @@ def _read_whole(name: str, args: ModelArgs, config: Any, missing: str) -> Loaded
     Only transformers knows how they are renamed and put together, for a whole model at a time.
     """
     log.info("%s: its files have no %s; each rank reads the whole model on the host", name, missing)
-    with _opening(name, "weights"):
-        loaded, loading_info = auto_class(config, reward=False).from_pretrained(  # nosec B615
-            name,
-            config=config,
-            dtype="auto",
-            revision=args.revision,
-            trust_remote_code=args.trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+    loaded, loading_info = _from_pretrained(name, args, config, "auto")
     _refuse_bad_weights(name, loaded, loading_info, {})
     return LoadedWeights(loaded.state_dict())
 
 
-def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
-    """Return (common arguments, the model's config, whether a twin has verified its family)."""
-    common: dict[str, Any] = {
-        "revision": args.revision,
-        "trust_remote_code": args.trust_remote_code,
-    }
+def _config(name: str, args: ModelArgs) -> tuple[Any, bool]:
+    """Return the model's config, and whether a twin has verified its family."""
     if args.config_from is None and checkpoint_folder(Path(name).expanduser()):
         raise ConfigError(
             f"model '{name}': is a Megatron checkpoint; set model_args.config_from to a model with "
@@ -464,14 +460,16 @@ def _config(name: str, args: ModelArgs) -> tuple[dict[str, Any], Any, bool]:
                 f"model '{name}': holds an adapter ({Path(adapter_config).name}); name a model "
                 "without one here, and the folder of an adapter in adapter_name_or_path"
             )
-        config = AutoConfig.from_pretrained(name, **common)  # the revision is in `common`  # nosec B615
+        config = AutoConfig.from_pretrained(  # nosec B615
+            name, revision=args.revision, trust_remote_code=args.trust_remote_code
+        )
         packing = getattr(config, "quantization_config", None) or {}
         if isinstance(packing, dict) and packing.get("quant_method") == "mxfp4":
             del config.quantization_config  # ModelFiles unpacks them
         for key, advice in REFUSED.items():
             if getattr(config, key, None):
                 raise ValueError(f"config.json has {key}: {advice}")
-    return common, config, check_family(config)
+    return config, check_family(config)
 
 
 def _of_task(plain: ModelFiles, config: Any, start: Start, *, reward: bool) -> ModelFiles:
