@@ -202,7 +202,8 @@ def _fits(name: str, pattern: str) -> bool:
         elif sign == "*":
             ends = _within_folders(name, ends)
         else:
-            ends = {i + 1 for i in ends if _is_character(name[i : i + 1], sign)}
+            allowed = set(name) - {"/"} if sign == "?" else {sign}
+            ends = {i + 1 for i in ends if name[i : i + 1] in allowed}
         if not ends:
             return False
     return len(name) in ends
@@ -210,18 +211,11 @@ def _fits(name: str, pattern: str) -> bool:
 
 def _within_folders(name: str, starts: set[int]) -> set[int]:
     """Return the places that can be reached from `starts` without crossing a slash."""
-    reached = set()
-    is_reached = False
-    for i in range(len(name) + 1):
-        is_reached = is_reached or i in starts
-        if is_reached:
-            reached.add(i)
-        is_reached = is_reached and name[i : i + 1] != "/"
+    reached = set(starts)
+    for i, character in enumerate(name):
+        if i in reached and character != "/":
+            reached.add(i + 1)
     return reached
-
-
-def _is_character(character: str, sign: str) -> bool:
-    return character not in ("", "/") if sign == "?" else character == sign
 
 
 def _by_name(names: list[str], split: str) -> list[str]:

@@ -215,7 +215,9 @@ def split_values(blocks: Iterable[bytes], level: int) -> Iterator[RawRow]:
                     held = bytearray()
                     first = bracket.end()
                 elif depth > MAX_DEPTH + level:
-                    fault = fault or _too_deep()
+                    fault = fault or DropReason(
+                        "too_deep", f"more than {MAX_DEPTH} values inside each other"
+                    )
             held += block[first:]
             if len(held) > MAX_ROW_BYTES:
                 fault = fault or row_too_large()
@@ -225,22 +227,14 @@ def split_values(blocks: Iterable[bytes], level: int) -> Iterator[RawRow]:
         yield number, damage
         return
     if not fault and (depth > 0 or brackets.in_string):
-        fault = _unfinished(number)
+        detail = f"the file ends inside row {number}; its writer was probably stopped"
+        fault = DropReason("truncated", detail)
     fault = fault or _stray_text(held)
     if fault:
         yield number, fault
 
 
 _DEPTH_CHANGE = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
-
-
-def _too_deep() -> DropReason:
-    return DropReason("too_deep", f"more than {MAX_DEPTH} values inside each other")
-
-
-def _unfinished(number: int) -> DropReason:
-    detail = f"the file ends inside row {number}; its writer was probably stopped"
-    return DropReason("truncated", detail)
 
 
 def _stray_text(between: bytearray) -> DropReason | None:

@@ -41,6 +41,7 @@ from rather.data.json_rows import DropReason
 from rather.data.messages import Content, Json, as_turns
 from rather.data.pairs import IMAGE_SCHEMA, NUMBERS, SCHEMA
 from rather.data.read import TOO_DEEP, Chunk, DataFile, as_message, parsed_rows
+from rather.data.report import MEANINGS
 from rather.data.template import ChatTemplate
 from rather.data.tokens import (
     COLUMNS,
@@ -58,14 +59,6 @@ ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
 PROMPTS = 2  # prompts of a chunk that are compared with what generation starts from
 ROW_SECONDS = 30.0  # of computing, for one row
 MEMORY = 2 << 30  # bytes of a child on top of what it needs to start
-SKIPPED = {
-    "ties_skipped": "two answers of the same rank give no pair",
-    "cut_answer": "an answer that a limit cut off is not used",
-    "empty_answer": "a sampled answer without text is not used",
-    "duplicate_answer": "an answer that repeats an earlier one to the same prompt is not used",
-    "small_gap": "the scores of a pair differ by less than min_gap",
-    "length_gap": "the answers of a pair differ by more tokens than max_length_gap",
-}
 EXAMPLES = 5  # details kept per chunk and kind; numbers of rows are kept for all
 
 # The child finds the same modules as its parent, wherever either was started. Ctrl-C is the
@@ -311,7 +304,9 @@ class ChunkEncoder:
                 self.ignored.update(ignored)
         except DropReason as reason:
             dropped.append(reason)
-        for pair in self._in_folder(texts, source):
+        for pair in texts:
+            if pair.images:
+                pair = replace(pair, image_dir=self.layout.image_dirs[source])
             try:
                 pairs.append((pair, self.encoder.encode(pair)))
             except DropReason as reason:
@@ -320,10 +315,13 @@ class ChunkEncoder:
             self._add_event("dropped", number, row, fault.reason, fault.detail)
         for kind, count in skipped.items():
             for _ in range(count):
-                self._add_event("noted", number, row, kind, SKIPPED[kind])
+                self._add_event("noted", number, row, kind, MEANINGS[kind])
+        limit = self.layout.max_length_gap
         for pair, encoded in pairs:
-            if self._is_gap_too_long(encoded):
-                self._add_event("noted", number, row, "length_gap", SKIPPED["length_gap"])
+            gap = abs(len(encoded.chosen) - len(encoded.rejected))
+            if limit is not None and gap > limit:
+                detail = f"{MEANINGS['length_gap']}: {gap} tokens"
+                self._add_event("noted", number, row, "length_gap", detail)
                 continue
             for note in encoded.notes.items():
                 self._add_event("noted", number, row, *note)
@@ -332,17 +330,6 @@ class ChunkEncoder:
             if texts and not is_cut and len(self.prompts) < PROMPTS:
                 with suppress(DropReason):
                     self.prompts[number] = self.encoder.prompt_ids(pair)
-
-    def _in_folder(self, pairs: Iterable[TextPair], source: int) -> Iterator[TextPair]:
-        """Yield pairs that know the folder of their images."""
-        for pair in pairs:
-            has_paths = bool(pair.images)
-            yield replace(pair, image_dir=self.layout.image_dirs[source]) if has_paths else pair
-
-    def _is_gap_too_long(self, encoded: Encoded) -> bool:
-        limit = self.layout.max_length_gap
-        gap = abs(len(encoded.chosen) - len(encoded.rejected))
-        return limit is not None and gap > limit
 
     def _add_event(self, group: str, number: int, row: Any, kind: str, detail: str) -> None:
         """Add an event; the first of a kind with a detail, and the id of the row if it has one."""

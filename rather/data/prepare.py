@@ -461,7 +461,8 @@ class _Builder:
         counts = RowCounts(sources)
         prompts = PromptCheck(by)
         first: ChunkResult | None = None
-        sizes = [_unpacked_size(source) for source in sources]
+        # A packed file is about a fifth of its text.
+        sizes = [file.path.stat().st_size * (5 if file.gzipped else 1) for file in sources]
         processes = data.preprocessing_num_workers or _automatic_processes(sum(sizes))
         rows = chunks_of(groups, data.encoding, data.max_samples)
         schema = SCHEMA
@@ -520,11 +521,6 @@ def _imported_sources(format_name: str) -> list[str]:
     names = FORMATS if format_name == "auto" else [format_name]
     sources = {FORMATS.source_of(name) or "" for name in names}
     return sorted(sources - {""})
-
-
-def _unpacked_size(source: DataFile) -> int:
-    """Return the bytes of a file, estimated if it is packed."""
-    return source.path.stat().st_size * (5 if source.gzipped else 1)
 
 
 def _automatic_processes(total_bytes: int) -> int:

@@ -199,7 +199,10 @@ class Encoder:
 
     def _check_special_tokens(self, pair: TextPair) -> None:
         """Drop, escape or note a row whose text holds a special token of the tokenizer."""
-        special = _search(self.special, _own_texts(pair))
+        contents = texts(pair)
+        if pair.images:  # a place of an image is not text of the row
+            contents = [text.replace(PLACEHOLDER, " ") for text in contents]
+        special = _search(self.special, contents)
         if not special:
             return
         policy = self.recipe.special_tokens
@@ -604,7 +607,8 @@ class Encoder:
         _check_difference(pair, "chosen and rejected become the same tokens")
         prompt = len(pair.prompt)
         longest = max(len(pair.chosen), len(pair.rejected))
-        uncut = _image_share(pair)
+        image_tokens = sum(image.tokens for image in pair.images)
+        uncut = f", {image_tokens} of images, which are not cut" if image_tokens else ""
         if prompt_limit is not None and bos < prompt_limit < prompt:
             detail = f"a prompt of {prompt} tokens{uncut}; max_prompt_length is {prompt_limit}"
             _refuse_to_cut(pair, detail)
@@ -631,11 +635,6 @@ class Encoder:
         return pair
 
 
-def _image_share(pair: Encoded) -> str:
-    tokens = sum(image.tokens for image in pair.images)
-    return f", {tokens} of images, which are not cut" if tokens else ""
-
-
 def _refuse_to_cut(pair: Encoded, detail: str) -> None:
     """Drop a pair whose prompt would be cut, if it has images."""
     if pair.images:
@@ -654,11 +653,6 @@ def _last_text(answer: Content) -> str:
 
 def _common_end(one: Any, other: Any) -> Any:
     return one[len(one) - common_length(one[::-1], other[::-1]) :]
-
-
-def _own_texts(pair: TextPair) -> list[str]:
-    """Return the texts of a row without the places of its images."""
-    return [text.replace(PLACEHOLDER, " ") if pair.images else text for text in texts(pair)]
 
 
 def _search(pattern: re.Pattern[str], contents: Iterable[str]) -> re.Match[str] | None:
