@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rather.api.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
     from rather.api.trainer import DPOTrainer
     from rather.cluster.cluster import Cluster
     from rather.cluster.resources import ResourceManager
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from rather.config.load import load_config
     from rather.config.run_config import DPOConfig
     from rather.config.schema import TrainingArgs as TrainingArguments
-    from rather.data.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
     from rather.pipeline.pipeline import DPOPipeline
 
 __version__ = "0.1.0"
@@ -30,9 +30,9 @@ _HOME = {
     "DPOConfig": "rather.config.run_config",
     "DPOPipeline": "rather.pipeline.pipeline",
     "DPOTrainer": "rather.api.trainer",
-    "DataCollatorForPreferenceDataset": "rather.data.collate",
+    "DataCollatorForPreferenceDataset": "rather.api.collate",
     "ResourceManager": "rather.cluster.resources",
-    "StatefulDistributedSampler": "rather.data.collate",
+    "StatefulDistributedSampler": "rather.api.collate",
     "TrainingArguments": "rather.config.schema:TrainingArgs",
     "Worker": "rather.cluster.worker:ActorWorker",  # the base of your own workers
     "load_config": "rather.config.load",

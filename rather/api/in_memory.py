@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
+from rather.api.feed import Feed
 from rather.api.torch_optimizer import TorchOptimizer
 from rather.cluster.group import RankInfo
 from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
-from rather.data.feed import Feed
 from rather.data.pack import pack
 from rather.errors import DataError
 from rather.losses.metrics import Scored, weighted_sums

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rather.api.feed import Feed
 from rather.api.in_memory import (
     AdapterOffWorker,
     InMemorySteps,
@@ -38,7 +39,6 @@ from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorConfig, StrategyArgs
 from rather.config.strategies import Layout, keeps_state_on_host, layout
 from rather.data.batch import Columns, PairLogps, TokenPair
-from rather.data.feed import Feed
 from rather.errors import ConfigError, DataError
 from rather.losses.losses import LOSSES
 from rather.losses.metrics import Window

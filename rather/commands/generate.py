@@ -22,8 +22,7 @@ from rather.commands.terminal import echo
 from rather.config.found import NO_TRUST, Trust
 from rather.config.run_config import DPOConfig
 from rather.config.schema import TrainDataArgs
-from rather.data.batch import PromptImage
-from rather.data.feed import prompt_images
+from rather.data.batch import PromptImage, prompt_images
 from rather.data.formats import TextPair
 from rather.data.image_tokens import ImageRecipe
 from rather.data.json_rows import DropReason
@@ -104,7 +103,7 @@ class Prompts:
         )
         try:
             ids: list[int] = self.encoder.prompt_ids(pair)
-            self.images.append(prompt_images(pair, self.encoder.image_facts(pair)))
+            self.images.append(prompt_images(pair.images, self.encoder.image_facts(pair)))
         except DropReason as reason:
             raise DataError(f"{file}: prompt {number}: {reason.detail}") from None
         if not ids:

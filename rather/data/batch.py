@@ -17,6 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rather.data.image_tokens import ImageFacts
+from rather.data.images import content_of
+
 Span = tuple[int, int]
 
 
@@ -33,6 +36,16 @@ class PromptImage:
     source: str | bytes  # a path, or the file itself
     grid: tuple[int, ...]
     tokens: int  # image tokens in the prompt
+
+
+def prompt_images(
+    references: Sequence[str], images: Sequence[ImageFacts]
+) -> tuple[PromptImage, ...]:
+    """Return the images of a prompt, as a model takes them."""
+    return tuple(
+        PromptImage(image.digest, image.path or content_of(reference), image.grid, image.tokens)
+        for reference, image in zip(references, images, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)

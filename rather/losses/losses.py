@@ -635,7 +635,7 @@ def _by_label(
     undesirable: float,
     loss_fn: Callable[[Tensor], Tensor] = torch.sigmoid,
 ) -> Tensor:
-    """Apply `loss_fn` to -margin for desirable answers and +margin for undesirable ones, weighted."""
+    """Apply `loss_fn` to -margin of desirable answers, +margin of undesirable ones; weighted."""
     label = x.extra["soft_label"]
     weight = desirable * label + undesirable * (1 - label)
     return weight * loss_fn(torch.where(label > 0.5, -margin, margin))

@@ -144,7 +144,8 @@ class Optimizer:
 
     def prepare(self) -> None:
         """Do what an update can do before the norm of the gradient is known."""
-        self._prepared = self._launch(self._states_here(), self._update(1.0))
+        if self._on_cuda:  # a user's own optimizer has no update of this kind
+            self._prepared = self._launch(self._states_here(), self._update(1.0))
 
     def _launch(
         self, states: Sequence[ParameterState], update: Update

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rather.api.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
 from rather.coati import Booster, DPOTrainer, Plugin
-from rather.data.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
 from rather.errors import ConfigError
 from tests.api.test_trainer import rows
 from tests.padded import random_pairs

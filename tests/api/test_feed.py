@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather import DPOConfig, DPOTrainer
+from rather.api.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
 from rather.config.schema import TrainingArgs
-from rather.data.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
 from rather.errors import ConfigError, DataError
 from tests.api import test_coati
 from tests.api.test_trainer import rows, trainer_of
@@ -66,7 +66,7 @@ def test_no_pairs_are_refused(trainer: Any) -> None:
 
 
 def test_dropped_rows_are_logged(trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "rather.data.feed")
+    caplog.set_level(logging.WARNING, "rather.api.feed")
     own = trainer({"num_train_epochs": 2})
     assert len(own.fit(DataLoader([*TEXT[:3], *BAD], batch_size=5, collate_fn=list))) == 6
     own.training_step(own.policy.policy, iter([[*TEXT[:3], *BAD]]), 64)

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather import DPOConfig, DPOTrainer
+from rather.api.collate import DataCollatorForPreferenceDataset
 from rather.cluster.group import shared_folder
 from rather.coati import DPOTrainer as CoatiTrainer
 from rather.coati import Plugin
 from rather.config.schema import StrategyArgs, TrainingArgs
 from rather.data.batch import TokenPair
-from rather.data.collate import DataCollatorForPreferenceDataset
 from rather.errors import ConfigError, DataError
 from tests.api.test_trainer import rows
 from tests.padded import random_pairs

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather import DPOConfig, DPOTrainer
+from rather.api.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
 from rather.checkpoint.checkpoint import newest_good
 from rather.coati import DPOTrainer as CoatiTrainer
 from rather.config.schema import TrainingArgs
-from rather.data.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
 from rather.errors import CheckpointError, ConfigError, DataError
 from tests.api.test_trainer import rows
 from tests.padded import random_pairs

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather import DPOConfig, DPOTrainer
+from rather.api.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
 from rather.cluster.worker import ActorWorker, RankInfo, make_worker
 from rather.coati import NAMES, Booster, Plugin
 from rather.coati import DPOTrainer as CoatiTrainer
 from rather.config.load import config_from_dict, load
-from rather.data.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
 from rather.errors import ConfigError, DataError
 from tests.api.test_trainer import LENGTH, padded, trainer_of
 from tests.commands.conftest import rather

@@ -12,10 +12,10 @@ import torch
 from transformers import TrainingArguments
 
 from rather import DPOConfig, DPOTrainer
+from rather.api.collate import DataCollatorForPreferenceDataset, pairs_of
+from rather.api.feed import Feed
 from rather.api.torch_optimizer import TorchOptimizer
 from rather.config.schema import TrainingArgs
-from rather.data.collate import DataCollatorForPreferenceDataset, pairs_of
-from rather.data.feed import Feed
 from rather.errors import ConfigError, DataError, NonFiniteError
 from tests.api.test_trainer import rows
 from tests.padded import random_pairs

@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from rather import DPOConfig, DPOPipeline, DPOTrainer
-from rather.config.schema import TrainingArgs
-from rather.data.batch import TokenPair
-from rather.data.collate import (
+from rather.api.collate import (
     DataCollatorForPreferenceDataset,
     StatefulDistributedSampler,
     pairs_of,
 )
+from rather.config.schema import TrainingArgs
+from rather.data.batch import TokenPair
 from rather.errors import ConfigError, DataError
 from rather.model import check
 from rather.train import rank_trainer

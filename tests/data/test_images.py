@@ -21,10 +21,10 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from rather.api.feed import Feed
 from rather.config.run_config import DPOConfig
 from rather.config.schema import TrainDataArgs
 from rather.data.batch import PromptImage
-from rather.data.feed import Feed
 from rather.data.formats import RowLayout, TextPair, read_row
 from rather.data.image_tokens import FAMILIES, image_recipe
 from rather.data.images import MOST_IMAGES, content_of, data_url

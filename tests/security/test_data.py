@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from rather.api.feed import Feed
 from rather.config.load import load_config
 from rather.data import json_rows, pool
-from rather.data.feed import Feed
 from rather.data.json_rows import DropReason
 from rather.data.prepare import prepare
 from rather.data.read import chunks, find_sources, parsed_rows

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from rather.api.collate import StatefulDistributedSampler, pairs_of
 from rather.config.run_config import DPOConfig
-from rather.data.batch import PromptImage, TokenPair
-from rather.data.collate import StatefulDistributedSampler, pairs_of
-from rather.data.formats import EXTRAS, TextPair, read_row
-from rather.data.image_tokens import ImageFacts, recipe_of_processor
-from rather.data.images import content_of
+from rather.data.batch import TokenPair, prompt_images
+from rather.data.formats import EXTRAS, read_row
+from rather.data.image_tokens import recipe_of_processor
 from rather.data.json_rows import DropReason
 from rather.data.pool import LimitedEncoder, encoder_of
 from rather.data.prepare import layout_of, recipe_of
@@ -194,7 +193,7 @@ class Feed:
                 pair.margin,
                 pair.soft_label,
                 pair.id,
-                images=prompt_images(pair, encoded.images),
+                images=prompt_images(pair.images, encoded.images),
             )
             pairs.append(tokens)
         for fault in read.dropped:
@@ -247,14 +246,6 @@ class Feed:
             raise DataError(f"{text}; correct it, or set drop.")
         count, detail = self.dropped.get(bad.reason, (0, bad.detail))
         self.dropped[bad.reason] = count + 1, detail
-
-
-def prompt_images(pair: TextPair, images: Sequence[ImageFacts]) -> tuple[PromptImage, ...]:
-    """Return the images of a prompt, as a model takes them."""
-    return tuple(
-        PromptImage(image.digest, image.path or content_of(reference), image.grid, image.tokens)
-        for reference, image in zip(pair.images, images, strict=True)
-    )
 
 
 def _is_batch(item: Any) -> bool:
