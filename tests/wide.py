@@ -135,7 +135,9 @@ WIDE = {
     "faults/test_damage.py": "checkpoint/test_damage.py in one process",
     "faults/test_elastic.py": "same/test_elastic.py: any layout resumes under any other",
     "faults/test_full_disk.py": "checkpoint/test_disk_space.py",
-    "faults/test_soak.py::test_random_faults_end_as_no_fault[dp2.*|ray.*|one-8-2]": "one-8-1",
+    "faults/test_soak.py::test_random_faults_end_as_no_fault": (
+        "faults/test_kill.py: one kill after another at chosen points; make soak"
+    ),
     "faults/test_kill.py::test_one_process[step=4,phase=(all_reduce|metrics.done|save.rename"
     "|save.prune.delete),kind=kill|.*visit=3,kind=kill]": (
         "kills between backward and update, at follow.done and in two saves, in the same test; "
@@ -171,8 +173,8 @@ WIDE = {
     "adapters/test_run.py::test_what_a_run_left_is_trained_on[dora|modules]": "its cell pissa-rslora",
     "api/test_ranks.py::test_coati_on_two_ranks[zero2|gemini]": "its cell ddp; zero3 in the same file",
     "checkpoint/test_damage.py::test_damaged_entries_of_the_cache_are_computed_again"
-    "[truncate|edit|link|other_version]": (
-        "the cells flip_bit, unlink and swap; reference/test_logprob_cache.py: any flipped bit, any cut"
+    "[truncate|edit|link|other_version|unlink|swap]": (
+        "the cell flip_bit; reference/test_logprob_cache.py: any flipped bit, any cut"
     ),
     "cluster/test_ray_security.py::test_secrets_of_a_worker_are_in_no_log_and_no_argument": (
         "security/test_secrets.py: all files of a run; Ray's ports, token and files in the same file"
@@ -196,13 +198,13 @@ WIDE = {
     r"|weighted|soft labels|kto|bco|reward)\]).*]": "losses have no state: one of each kind, and all with one",
     "same/test_adapters.py::test_the_layout_does_not_matter[pp|cp]": "its cells fsdp2 and tp",
     "same/test_rounding.py::test_every_layout_computes_with_the_weights_of_the_file"
-    "[float32-(tp2|pp2|cp2)]": "its cell float32-zero3; bfloat16 in every layout",
+    "[float32-(tp2|pp2|cp2|zero3)]": "bfloat16 in every layout; the canonical runs are in float32",
     "same/test_rounding.py::test_(policy_and_reference|a_moving|an_adapter|the_frozen).*[float32.*]": (
         "the same in bfloat16"
     ),
     "same/test_shard.py::test_the_canonical_run[2-zero1]": "its cells zero2 and zero3",
-    "same/test_stages.py::test_two_ranks_by_every_schedule[2-(gpipe|zero_bubble)]": (
-        "1f1b, and zbv and dualpipev, which divide the backward pass"
+    "same/test_stages.py::test_two_ranks_by_every_schedule[2-(gpipe|zero_bubble|dualpipev)]": (
+        "1f1b and interleaved, and zbv, which divides the backward pass"
     ),
     r"same/test_stages.py::test_with_other_axes[interleaved-.*]": "its cell 1f1b with cp",
     "same/test_tasks.py::test_kto_does_not_depend_on_the_number_of_ranks[(1-dtype0|4-dtype1).*]": (
@@ -251,6 +253,34 @@ WIDE = {
     "sweep/test_sweep.py::test_three_betas_take_one_pass_of_the_reference": (
         "runs side by side share one pass, same file; reference/test_cache.py: another beta"
     ),
+    "plan/test_experts.py::test_plan_prints_the_memory_of_a_rank": (
+        "active weights and what each rank holds, in the same file; plan/test_run.py: what is printed"
+    ),
+    "plan/test_run.py::test_plan_times_this_machine_without_data": (
+        "test_plan_forecasts_on_this_machine: timed with data"
+    ),
+    "health/test_tuned.py": (
+        "pairs/test_tune.py: choice, finalists, limits and a damaged state, by function and on "
+        "stored runs"
+    ),
+    "commands/test_mlx.py": (
+        "commands/test_generate.py: greedy answers are those of transformers; test_servers.py: "
+        "the protocol of a server"
+    ),
+    "commands/test_score.py::test_real_pairs_score_as_in_a_padded_forward": (
+        "test_a_run_scores_as_it_evaluated; board/test_inspector.py: a padded computation"
+    ),
+    "data/test_findings.py::test_real_pairs": "each finding on pairs made for it, in the same file",
+    "train/test_hybrid_runs.py::test_a_resumed_run_ends_in_the_same_bits": (
+        "train/test_resume.py; same/test_hybrids.py: files of one are read by ranks"
+    ),
+    "train/test_rounding.py::test_a_moving_reference_resumes_with_its_low_bits": (
+        "same/test_rounding.py: a moving reference keeps its low bits; losses/test_resume.py: TR-DPO"
+    ),
+    "checkpoint/test_store.py::test_a_process_killed_during_an_upload[before-6|after-6]": (
+        "its cells before-3 and after-7"
+    ),
+    "trl/test_numbers.py::test_log_history_is_trls[orpo]": "its other cells; golden/test_trl.py: ORPO",
 }
 
 
