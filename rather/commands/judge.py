@@ -135,24 +135,12 @@ def scores_of(judge: Scorer, rows: Sequence[AnswerRow]) -> list[list[float]]:
     return [[next(flat) for _ in row.responses] for row in rows]
 
 
-def judge_files(
-    a: Path,
-    b: Path,
-    name: str,
-    *,
-    model: str | None = None,
-    template: Path | None = None,
-    concurrency: int = 16,
-    trust: Trust = NO_TRUST,
-) -> JsonObject:
-    """Return how often the answers of file B are better than those of file A."""
+def judge_files(a: Path, b: Path, name: str, **options: Any) -> JsonObject:
+    """Return how often the answers of file B are better; the options are those of compare_rows."""
     first = read_answers(a)
     second = match_rows(first, read_answers(b), a, b)
-    compared = compare_rows(
-        first, second, name, a, model=model, template=template, concurrency=concurrency, trust=trust
-    )
     facts: JsonObject = {"a": str(a), "b": str(b), "with": name, "prompts": len(first)}
-    return facts | compared
+    return facts | compare_rows(first, second, name, a, **options)
 
 
 def compare_rows(
@@ -221,11 +209,21 @@ def _compare_by_scores(
     scores = scores_of(judge, [*first, *second])
     means = list(map(fmean, scores))
     of_a, of_b = means[: len(first)], means[len(first) :]
+    return compare_means(first, second, of_a, of_b), [fmean(of_a), fmean(of_b)]
+
+
+def compare_means(
+    first: Sequence[AnswerRow],
+    second: Sequence[AnswerRow],
+    of_a: Sequence[float],
+    of_b: Sequence[float],
+) -> list[Comparison]:
+    """Compare the mean scores of the answers to each prompt."""
     comparisons = []
     for i, (row_a, row_b) in enumerate(zip(first, second, strict=True)):
         outcome = 0.5 if of_a[i] == of_b[i] else float(of_b[i] > of_a[i])
         comparisons.append(Comparison(i, outcome, row_b.mean_length - row_a.mean_length))
-    return comparisons, [fmean(of_a), fmean(of_b)]
+    return comparisons
 
 
 def _compare_by_server(

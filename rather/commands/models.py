@@ -114,10 +114,9 @@ def chat_command(
     top_p: Sample from the likeliest tokens of this share.
     seed: Seed for sampling; default: 0.
     """
-    if not (temperature == 0 or 0.01 <= temperature < math.inf):
-        raise ConfigError(f"--temperature must be 0 or at least 0.01 (got {temperature}).")
     if temperature == 0 and (top_p is not None or seed is not None):
         raise ConfigError("--top-p and --seed need sampling: set --temperature as well.")
+    temperature = _temperature_of(temperature, 1, top_p)
     with heavy_imports():
         from rather.commands.chat import chat
         from rather.model.generate import Decoding

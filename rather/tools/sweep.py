@@ -49,6 +49,7 @@ from rather.run_folder import control
 from rather.run_folder.control import StopRequest
 from rather.run_folder.names import METRICS
 from rather.tools.board.runs import FolderProblem, read_config
+from rather.tools.child_process import tied
 from rather.tools.compare import JUDGED, curves_of, differences
 from rather.tools.report.folder import Folder
 from rather.tracking.json_lines import FALLS, flatten, strict_json
@@ -61,16 +62,6 @@ VALUE = re.compile(r"""(?:\[.*?\]|\{.*?\}|'.*?'|".*?"|[^,])+""")  # up to a free
 STATE, CONSOLE = "sweep.json", "console.log"
 ACCURACY = "rewards/accuracies"
 SIGNALS = (130, 143)  # exit codes of a run that was asked to stop
-# If the sweep is killed, it cannot pass a signal on: the kernel does. PR_SET_PDEATHSIG survives
-# exec and refers to the thread that started the process. Not a preexec_fn, which would run Python
-# between fork and exec.
-TIED = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(143)
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
 
 
 @dataclass
@@ -267,9 +258,14 @@ def train_here(config: DPOConfig) -> tuple[int, str]:
         log.exception("%s", config.exp_name)
         return 1, redact(f"{type(error).__name__}: {error}")
     finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
+
+
+def release_memory() -> None:
+    """Free the memory of a model that is not needed any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def run_children(
@@ -281,7 +277,6 @@ def run_children(
     """
     waiting, free = list(reversed(jobs)), list(groups)
     running: dict[subprocess.Popen[bytes], tuple[SweepRun, Sequence[str]]] = {}
-    tied = ["-S", "-c", TIED, str(os.getpid())] if sys.platform == "linux" else []
     try:
         while waiting or running:
             while waiting and free:
@@ -290,7 +285,7 @@ def run_children(
                 with open(run.console, "wb", opener=own) as console_file:
                     # In its own session: Ctrl-C in the terminal reaches it only through the sweep.
                     child = subprocess.Popen(
-                        [sys.executable, *tied, *arguments],
+                        tied([sys.executable, *arguments]),
                         stdout=console_file, stderr=console_file,
                         env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)},
                         start_new_session=True,

@@ -381,7 +381,7 @@ def test_a_server_is_started_asked_and_ended(tmp_path: Path) -> None:
         Path("serve.py").write_text(SERVE)
         root = Path(__file__).resolve().parents[2]
         start = f"env PYTHONPATH={root} {sys.executable} serve.py {{model}} {{port}}"
-        request = generate.Request(2, Decoding(4, 1.0))
+        request = generate.AnswerRequest(2, Decoding(4, 1.0))
         with AnswerSource("base", ServerKeys(start=start), Path(), 1) as source:
             source.write(Path("prompts.jsonl"), Path("out.jsonl"), request)
             process, port = source.process, Path("port").read_text()
@@ -400,11 +400,11 @@ def test_a_server_that_ends_at_once_is_reported(tmp_path: Path) -> None:
         AnswerSource("base", ServerKeys(start=start), tmp_path, 1) as source,
         pytest.raises(ConfigError, match=r"rounds.server.start: ended with exit code 3: no memory"),
     ):
-        source.write(tmp_path, tmp_path, generate.Request(1, Decoding(4)))
+        source.write(tmp_path, tmp_path, generate.AnswerRequest(1, Decoding(4)))
 
 
 def test_a_server_with_the_model_of_another_round_is_refused(tmp_path: Path) -> None:
     with serving(lambda *_: None, ["base"]) as server:
         source = AnswerSource("round-1", ServerKeys(url=server.url), tmp_path, 1)
         with pytest.raises(ServerError, match=r"runs base. Start it with round-1 and run the same"):
-            source.write(tmp_path, tmp_path, generate.Request(1, Decoding(4)))
+            source.write(tmp_path, tmp_path, generate.AnswerRequest(1, Decoding(4)))

@@ -7,7 +7,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,19 +15,12 @@ from rather.commands.generate_by_server import ServerOptions, generate_by_server
 from rather.commands.openai_client import Server, first_choice
 from rather.errors import ConfigError, ServerError, ServerSilent
 from rather.files import own, read_bytes, regular
+from rather.tools.child_process import tied
 from rather.tools.rounds.settings import ServerKeys
 
 PAUSE = 1.0  # seconds between two questions to a server that starts
 LAST_LINES, LAST_BYTES = 5, 10_000  # of a server's output, in an error
 ENDING = 20.0  # seconds until a server that was asked to end is killed
-# A server must not outlive a killed command: the kernel ends it. PR_SET_PDEATHSIG survives exec.
-TIED = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(143)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
 
 
 class AnswerSource:
@@ -79,12 +71,10 @@ class AnswerSource:
         port = _port(self.folder / "port")
         words = shlex.split(keys.start)
         command = [word.replace("{model}", self.model).replace("{port}", port) for word in words]
-        tied = [sys.executable, "-S", "-c", TIED, str(os.getpid())]
         log = self.folder / "server.log"
         with open(log, "wb", opener=own) as log_file:
             self.process = subprocess.Popen(
-                [*(tied if sys.platform == "linux" else []), *command],
-                stdout=log_file, stderr=log_file, stdin=subprocess.DEVNULL, start_new_session=True,
+                tied(command), stdout=log_file, stderr=log_file, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         url = f"http://127.0.0.1:{port}"
         server = Server(url, keys.timeout)

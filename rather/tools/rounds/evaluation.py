@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from rather.commands.answer_stats import Z, interval
 from rather.commands.judge import (
     AnswerRow,
-    Comparison,
     answer_facts,
+    compare_means,
     match_rows,
     read_answers,
     win_rates,
@@ -27,6 +25,7 @@ from rather.data.batch import TokenPair
 from rather.files import JsonObject
 from rather.outcome.forgetting import Forgotten, forgetting_of
 from rather.run_folder.model_source import here, weights_of
+from rather.tools.sweep import release_memory
 
 
 def evaluate(model: str, first_model: str, answers: Path, base: Evaluated | None) -> JsonObject:
@@ -58,11 +57,11 @@ def evaluate(model: str, first_model: str, answers: Path, base: Evaluated | None
     return figures
 
 
-class Evaluated:
+class Evaluated(NamedTuple):
     """The evaluation of an earlier round: its figures, and its answers for comparisons."""
 
-    def __init__(self, figures: JsonObject, scored: Path) -> None:
-        self.figures, self.scored = figures, scored
+    figures: JsonObject
+    scored: Path
 
 
 def scores_of_rows(rows: Sequence[AnswerRow]) -> list[float]:
@@ -97,13 +96,8 @@ def _win_rate(base: Evaluated, rows: Sequence[AnswerRow], scores: Sequence[float
     """Return how often the answers are better than those of the first model."""
     first = read_answers(base.scored)
     match_rows(first, rows, base.scored, base.scored)
-    comparisons = []
-    for i, (old, row) in enumerate(zip(first, rows, strict=True)):
-        before, now = base.figures["scores"][i], scores[i]
-        outcome = 0.5 if before == now else float(now > before)
-        comparisons.append(Comparison(i, outcome, row.mean_length - old.mean_length))
     names = ("win_rate", "win_rate_low", "win_rate_high", "win_rate_length_controlled")
-    rates = win_rates(comparisons)
+    rates = win_rates(compare_means(first, rows, base.figures["scores"], scores))
     return {name: rates[name] for name in names}
 
 
@@ -143,10 +137,3 @@ def log_probs(model: str, pairs: Sequence[TokenPair]) -> Any:
     sums = answer_sums(weights_of(model).load(here()), DPOConfig(), pairs, model)
     release_memory()
     return np.array(sums)
-
-
-def release_memory() -> None:
-    """Free the memory of a model that is not needed any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

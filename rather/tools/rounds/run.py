@@ -24,11 +24,11 @@ from rather.run_folder import control
 from rather.run_folder.model_source import weights_of
 from rather.run_folder.names import CONFIG, DATA_REPORT, FINISHED, METRICS
 from rather.tools.rounds.answers import AnswerSource
-from rather.tools.rounds.evaluation import Evaluated, evaluate, is_worse, release_memory
+from rather.tools.rounds.evaluation import Evaluated, evaluate, is_worse
 from rather.tools.rounds.settings import Plan
 from rather.tools.rounds.stages import RoundStages
 from rather.tools.rounds.status import EVALUATION, FIGURES, RESULT, best_round, without_lists
-from rather.tools.sweep import train_here
+from rather.tools.sweep import release_memory, train_here
 from rather.tracking.json_lines import strict_json
 
 UNUSED = (  # answers and pairs that the data report counts as skipped
