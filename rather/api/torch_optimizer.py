@@ -67,6 +67,9 @@ class TorchOptimizer(Optimizer):
         found = self.parameters[name].grad if name in self.parameters else None
         return None if found is None else local(found)
 
+    def prepare(self) -> None:
+        """A given optimizer has nothing to do before the norm of the gradient is known."""
+
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:
         limit = self.max_grad_norm
@@ -101,18 +104,15 @@ class TorchOptimizer(Optimizer):
             state = self.optimizer.state.get(p, {})
             if own := {key: x for key, x in state.items() if not isinstance(x, Tensor)}:
                 found[f"state {name}"] = own
-        for part, key, value in [(own, *each) for own in found for each in found[own].items()]:
-            try:  # JSON must give the same value back; a tuple may become a list
-                same = json.loads(json.dumps(value, allow_nan=False))
-            except (TypeError, ValueError):
-                same = None
-            if same != (list(value) if isinstance(value, tuple) else value):
-                whose = self.scheduler if part == "scheduler" else self.optimizer
-                raise ConfigError(
-                    f"{type(whose).__name__}: '{key}' of its state ({type(value).__name__}) is "
-                    "neither a tensor nor a JSON value, so checkpoints cannot hold it; train "
-                    "without an output folder, or with another optimizer or scheduler."
-                )
+        for part, numbers in found.items():
+            owner = self.scheduler if part == "scheduler" else self.optimizer
+            for key, number in numbers.items():
+                if not _survives_json(number):
+                    raise ConfigError(
+                        f"{type(owner).__name__}: '{key}' of its state ({type(number).__name__}) "
+                        "is neither a tensor nor a JSON value, so checkpoints cannot hold it; train "
+                        "without an output folder, or with another optimizer or scheduler."
+                    )
         return found
 
     @torch.no_grad()
@@ -175,6 +175,15 @@ def replace_parameters(
                 "optimizer: has taken steps, and its state is not divided; give a new one."
             )
         group["params"] = now
+
+
+def _survives_json(number: Any) -> bool:
+    """Return whether JSON gives the same value back; a tuple may become a list."""
+    try:
+        read_back = json.loads(json.dumps(number, allow_nan=False))
+    except (TypeError, ValueError):
+        return False
+    return bool(read_back == (list(number) if isinstance(number, tuple) else number))
 
 
 def with_args(actor: ActorConfig, given: Any) -> ActorConfig:

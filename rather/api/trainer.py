@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -69,6 +69,8 @@ from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 
 log = logging.getLogger(__name__)
 
+OWN_LOSSES = ("_post_compute_loss", "dpo_loss", "odds_ratio_loss")  # a subclass may override them
+
 StepNumbers = tuple[Tensor, list[dict[str, float]], int, float, int]
 
 
@@ -125,9 +127,7 @@ class DPOTrainer:
             raise ConfigError(
                 "lr_scheduler: belongs to an optimizer; give both, or leave both out."
             )
-        own_class, base = type(self), DPOTrainer
-        methods = ("_post_compute_loss", "dpo_loss", "odds_ratio_loss")
-        self.overrides = [n for n in methods if getattr(own_class, n) is not getattr(base, n)]
+        self.overrides = [name for name in OWN_LOSSES if self._is_overridden(name)]
         (own, self.adapted), (ref_model, _) = _unwrap(model), _unwrap(ref_model)
         self._refuse_models(own, ref_model)
         if sequence_packing:
@@ -156,12 +156,21 @@ class DPOTrainer:
         kind = torch.device(self.policy.device).type
         self.roles = Roles(self.worker, self.ref_worker, kind, rank=rank, drivers=world)
         if optimizer is not None:
-            named = dict(self.policy.policy.named_parameters())
-            if self.policy.mesh.sizes:
-                replace_parameters(optimizer, names, named)
-            self.policy.optimizer = TorchOptimizer(
-                named.items(), optimizer, lr_scheduler, **self._stepping
-            )
+            self._use_optimizer(optimizer, lr_scheduler, names)
+
+    def _is_overridden(self, method: str) -> bool:
+        return getattr(type(self), method) is not getattr(DPOTrainer, method)
+
+    def _use_optimizer(
+        self, optimizer: torch.optim.Optimizer, lr_scheduler: Any, names: Mapping[int, str]
+    ) -> None:
+        """Update the policy with a given optimizer; `names` are those of its parameters by id."""
+        parameters = dict(self.policy.policy.named_parameters())
+        if self.policy.mesh.sizes:
+            replace_parameters(optimizer, names, parameters)
+        self.policy.optimizer = TorchOptimizer(
+            parameters.items(), optimizer, lr_scheduler, **self._stepping
+        )
 
     def _refuse_models(self, model: Any, ref_model: Any) -> None:
         if model is None:

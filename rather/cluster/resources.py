@@ -294,14 +294,7 @@ class ResourceManager:
         from ray.util.placement_group import placement_group_table
 
         each = self.num_gpus_per_node
-        nodes = sorted({device // each for device in mapping})
-        gpus: dict[int, list[str]] = {}  # the machine's own numbers of the reserved GPUs
-        if self.kind == "cuda":
-            probes = [self._remote(_Probe, node, each).remote() for node in nodes]
-            found = self._all([probe.gpu_ids.remote() for probe in probes], "list GPUs")
-            for probe in probes:
-                self._ray.kill(probe)
-            gpus = dict(zip(nodes, found, strict=True))
+        gpus = self._reserved_gpus(mapping) if self.kind == "cuda" else {}
         own = {name: value for name, value in os.environ.items() if TRAVELS.fullmatch(name)}
         handles = []
         for device in mapping:
@@ -321,6 +314,16 @@ class ResourceManager:
             Seat(handle, place["NodeID"], place["NodeManagerAddress"], *facts)
             for handle, place, facts in zip(handles, places, found, strict=True)
         ]
+
+    def _reserved_gpus(self, mapping: tuple[int, ...]) -> dict[int, list[str]]:
+        """Return, by node, the machine's own numbers of the GPUs that are reserved there."""
+        per_node = self.num_gpus_per_node
+        nodes = sorted({device // per_node for device in mapping})
+        probes = [self._remote(_Probe, node, per_node).remote() for node in nodes]
+        gpu_ids = self._all([probe.gpu_ids.remote() for probe in probes], "list GPUs")
+        for probe in probes:
+            self._ray.kill(probe)
+        return dict(zip(nodes, gpu_ids, strict=True))
 
     def _remote(self, cls: type, node: int, gpus: float = SHARE) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -5,10 +5,11 @@ A check that involves an invalid key is skipped: load.py looks for the key in th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
-from rather.config.compat import Problems, clippings, lora_file, parity_problems
+from rather.config.compat import ALIASES, Problems, clippings, lora_file, parity_problems
 from rather.config.inherit import value_at
 from rather.config.plugins import did_you_mean
 from rather.config.schema import DETAILS_OF_ADAPTER, DataArgs, RunConfig
@@ -68,9 +69,6 @@ NEEDS = [
 EXCLUDES = [
     (EVAL_PAIRS[1:], EVAL_PAIRS[:1]),
     (("eval_prompts.prompts",), ("eval_prompts.file",)),
-    (("loss_type",), ("ipo",)),
-    (("use_ref_model=True",), ("disable_reference_model=True",)),
-    (("use_ref_model=False",), ("disable_reference_model=False",)),
     (("precision=lean",), (f"{DTYPE}=fp16", f"{DTYPE}=fp32")),
     ((*NEW_ADAPTER, *OF_ADAPTER), (OLD_ADAPTER,)),  # which has its own settings
     (("sync_ref_model",), (*NEW_ADAPTER, OLD_ADAPTER)),  # no second model to update
@@ -130,7 +128,7 @@ def problems(config: RunConfig) -> Problems:
                 path, _, word = condition.partition("=")
                 yield path, f"{word} cannot be combined with {rival}; keep one of them".strip()
     for check in (
-        _evaluation, _loss, _tracking, _data, _batch_size, _adapter, _quantization, _schedule,
+        _aliases, _evaluation, _loss, _tracking, _data, _batch_size, _adapter, _quantization, _schedule,
         _layouts, _devices, _reference,
     ):  # fmt: skip
         yield from check(config)
@@ -172,6 +170,17 @@ def device_problems(config: RunConfig, kind: str) -> list[str]:
             f"precision: lean needs bf16 weights, and a CPU uses fp32; set {DTYPE}=bf16"
         )
     return problems
+
+
+def _aliases(config: RunConfig) -> Problems:
+    """Yield other tools' words that contradict the key that they mean."""
+    for name, alias in ALIASES.items():
+        setting = value_at(config, name)
+        meaning, actual = alias.meaning(setting), value_at(config, alias.key)
+        if meaning not in (None, actual):
+            other = config.followed.get(alias.key, alias.key)
+            text = f"{json.dumps(setting)} means {alias.key}: {meaning}, and {other} says {actual}"
+            yield name, f"{text}; keep one of them"
 
 
 def _evaluation(config: RunConfig) -> Problems:
@@ -226,16 +235,6 @@ def _metric_prefix(evaluation_set: str) -> str:
 def _loss(config: RunConfig) -> Problems:
     names = config.loss_names
     weights = config.loss_weights
-    if config.ipo and config.pref_loss not in ("sigmoid", "ipo"):
-        yield (
-            "ipo",
-            f"selects the loss ipo, and pref_loss is '{config.pref_loss}'; keep one of them",
-        )
-    if config.loss_type and config.pref_loss not in ("sigmoid", *names):
-        yield (
-            "loss_type",
-            f"'{config.loss_type}' and pref_loss both name the loss; keep one of them",
-        )
     if weights is not None and len(weights) != len(names):
         yield "loss_weights", f"{len(weights)} weights for {len(names)} losses in pref_loss"
     for key, max_norm in clippings(config.actor_train).items():
@@ -261,6 +260,9 @@ def _data(config: RunConfig) -> Problems:
     train = config.actor_train.data_args
     yield from _role_data(config, "actor_train", train)
     yield from _role_data(config, "validation", config.validation.data_args)
+    if not config.apply_loss_mask and config.validation.data_args.score != "all":
+        text = "apply_loss_mask: false scores every token; keep one of them"
+        yield "validation.data_args.score", text
     if config.chosen_key == config.rejected_key:
         yield "rejected_key", f"'{config.rejected_key}' is also the chosen_key; use two columns"
     if train.corrections and config.task != "preference":
@@ -279,9 +281,6 @@ def _data(config: RunConfig) -> Problems:
 
 
 def _role_data(config: RunConfig, role: str, args: DataArgs) -> Problems:
-    if not config.apply_loss_mask and args.score != "all" and "score" in args.model_fields_set:
-        text = "apply_loss_mask: false scores every token; keep one of them"
-        yield f"{role}.data_args.score", text
     if args.label_threshold is not None and config.task != "unpaired":
         text = f"belongs to task: unpaired, and task is {config.task}; remove it"
         yield f"{role}.data_args.label_threshold", text
@@ -411,10 +410,6 @@ def _missing_devices(config: RunConfig, devices: int) -> Problems:
 def _reference(config: RunConfig) -> Problems:
     reference = config.reference
     args = reference.model_args
-    tp = reference.strategy_args.tp_size
-    if config.ref_tp is not None and tp not in (None, config.ref_tp):
-        text = f"{config.ref_tp} differs from reference.strategy_args.tp_size; keep one of them"
-        yield "ref_tp", text
     tokenizer = config.actor_train.model_args.tokenizer_name_or_path
     if args.tokenizer_name_or_path not in (None, tokenizer):
         key = "model_args.tokenizer_name_or_path"

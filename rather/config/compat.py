@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rather.arithmetic import ceil_div
 from rather.config.schema import ActorConfig, ActorModelArgs, RunConfig, StrategyArgs
@@ -14,6 +14,28 @@ from rather.files import JsonObject, read_json
 
 Names = tuple[str, ...]  # a key path in parts: names in a mapping may contain dots
 Problems = Iterator[tuple[str, str]]
+
+# --- other tools' words for a key of Rather: one table, applied before anything is inherited ---
+
+
+class Alias(NamedTuple):
+    """What another tool's key means here. Its other values say nothing."""
+
+    key: str
+    meanings: Mapping[Any, Any] | None = None  # its value -> that of the key; None: the same value
+    yields: Any = None  # a value of the key that does not contradict: runs write every key down
+
+    def meaning(self, setting: Any) -> Any:
+        return setting if self.meanings is None else self.meanings.get(setting)
+
+
+ALIASES = {
+    "ipo": Alias("pref_loss", {True: "ipo"}, yields="sigmoid"),
+    "loss_type": Alias("pref_loss", {"dpo_loss": "sigmoid", "simpo_loss": "simpo"}, "sigmoid"),
+    "disable_reference_model": Alias("use_ref_model", {True: False, False: True}),
+    "apply_loss_mask": Alias("actor_train.data_args.score", {False: "all"}),
+    "ref_tp": Alias("reference.strategy_args.tp_size"),
+}
 
 # --- ROLL's keys without a counterpart: ignored with a warning if they change no result of
 # preference training, otherwise refused with the key to use instead ---

@@ -10,7 +10,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from rather.config.compat import PRESETS, answers_per_device, clippings, lora_file, roll_nodes
+from rather.config.compat import (
+    ALIASES,
+    PRESETS,
+    answers_per_device,
+    clippings,
+    lora_file,
+    roll_nodes,
+)
 from rather.config.schema import RunConfig
 from rather.config.strategies import DEGREES, data_parallel
 
@@ -72,6 +79,12 @@ def set_at(values: dict[str, Any], path: str, value: Any) -> None:
     values[name] = value
 
 
+def is_written(config: RunConfig, path: str) -> bool:
+    """Return whether the user has set a key."""
+    parent, _, name = path.rpartition(".")
+    return name in value_at(config, parent).model_fields_set
+
+
 class UnsetKeys:
     """The keys of a config that is being built; sources are filled before what inherits from them."""
 
@@ -81,8 +94,7 @@ class UnsetKeys:
 
     def fill(self, path: str, source: str, value: Any) -> None:
         """Set a key that is not written in the config to a value that the key `source` implies."""
-        parent, _, name = path.rpartition(".")
-        if name not in value_at(self.config, parent).model_fields_set:
+        if path not in self.followed and not is_written(self.config, path):
             self.replace(path, source, value)
 
     def copy(self, path: str, source: str) -> None:
@@ -104,6 +116,7 @@ def complete(config: RunConfig) -> dict[str, str]:
     Return key path -> the key path that it inherits from.
     """
     keys = UnsetKeys(config)
+    _complete_aliases(config, keys)
     _complete_task(config, keys)
     _complete_policy(config, keys)
     _complete_reference(config, keys)
@@ -114,15 +127,21 @@ def complete(config: RunConfig) -> dict[str, str]:
     return keys.followed
 
 
+def _complete_aliases(config: RunConfig, keys: UnsetKeys) -> None:
+    for name, alias in ALIASES.items():
+        meaning = alias.meaning(value_at(config, name))
+        is_free = not is_written(config, alias.key) or value_at(config, alias.key) == alias.yields
+        if meaning is not None and is_free:
+            keys.replace(alias.key, name, meaning)
+
+
 def _complete_task(config: RunConfig, keys: UnsetKeys) -> None:
     if isinstance(config.pref_loss, str) and config.pref_loss in TASK_OF_LOSS:
         keys.fill("task", "pref_loss", TASK_OF_LOSS[config.pref_loss])
-    if config.task in LOSS_OF_TASK and not config.loss_type:
+    if config.task in LOSS_OF_TASK:
         keys.fill("pref_loss", "task", LOSS_OF_TASK[config.task])
     if config.task != "preference":
         keys.fill("pair_ledger", "task", False)
-    if not config.apply_loss_mask:
-        keys.fill(f"{DATA}.score", "apply_loss_mask", "all")
 
 
 def _complete_policy(config: RunConfig, keys: UnsetKeys) -> None:
@@ -145,18 +164,16 @@ def _complete_reference(config: RunConfig, keys: UnsetKeys) -> None:
     policy_model = config.actor_train.model_args.model_name_or_path
     if reference.model_args.model_name_or_path in (None, policy_model):
         inherited += OF_SAME_WEIGHTS
-    has_layout = bool(reference.strategy_args.model_fields_set & set(LAYOUT))
-    if not has_layout:  # a layout is inherited as a whole
-        inherited += [f"strategy_args.{name}" for name in LAYOUT]
-    for name in inherited:
-        keys.copy(f"reference.{name}", f"actor_train.{name}")
-    if config.ref_tp is not None:
-        details = dict(reference.strategy_args.strategy_config)
-        if not has_layout:  # ref_tp replaces a degree that was only inherited
+    if not reference.strategy_args.model_fields_set & set(LAYOUT):
+        # A layout is inherited as a whole, but for a degree that ref_tp replaces.
+        details = dict(config.actor_train.strategy_args.strategy_config)
+        if config.ref_tp is not None:
             details.pop("tp_size", None)
             details.pop(DEGREES["tp_size"], None)
         keys.fill("reference.strategy_args.strategy_config", DETAILS, details)
-        keys.fill("reference.strategy_args.tp_size", "ref_tp", config.ref_tp)
+        inherited += [f"strategy_args.{name}" for name in LAYOUT if name != "strategy_config"]
+    for name in inherited:
+        keys.copy(f"reference.{name}", f"actor_train.{name}")
 
 
 def _complete_validation(config: RunConfig, keys: UnsetKeys) -> None:

@@ -728,10 +728,8 @@ class LossConfig(LossModifiers, LossParameters, LossKeys):
 
     @property
     def loss_names(self) -> list[str]:
-        """Return the losses, whichever key names them."""
-        if self.loss_type:
-            return ["sigmoid" if self.loss_type == "dpo_loss" else "simpo"]
-        names = ["ipo"] if self.ipo else as_list(self.pref_loss)
+        """Return the names of the losses."""
+        names = as_list(self.pref_loss)
         return [{"dpo": "sigmoid"}.get(name.lower(), name) for name in names]
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from rather.config.compat import ALIASES
 from rather.config.inherit import value_at
 from rather.config.keys import OTHER_NAMES, Key, nearest, suggestion, table
 from rather.config.redaction import looks_secret, redact
@@ -132,6 +133,11 @@ def explain(config: DPOConfig | None, path: str) -> str:
         path = meant
     key = table()[path]
     lines = [path, f"  meaning  {key.meaning}"]
+    other_words = [name for name, alias in ALIASES.items() if alias.key == path]
+    if other_words:
+        lines.append(f"  also as  {', '.join(other_words)}")
+    if path in ALIASES:
+        lines.append(f"  sets     {ALIASES[path].key}")
     namesakes = [
         entry.path for entry in table().values() if entry.name == key.name and entry.path != path
     ]

@@ -265,10 +265,9 @@ def from_config(config: LossConfig) -> PairLoss:
     _check_task(config.task, objective.terms)
     objective = replace(objective, task=config.task)
     loss = f"loss '{' + '.join(config.loss_names)}'"
-    disabled = config.disable_reference_model
+    is_opposite = config.disable_reference_model is not None
     stated = {
-        "use_ref_model": config.use_ref_model,
-        "disable_reference_model": None if disabled is None else not disabled,
+        "disable_reference_model" if is_opposite else "use_ref_model": config.use_ref_model,
         "sync_ref_model": config.sync_ref_model or None,
     }
     for key, has_reference in stated.items():

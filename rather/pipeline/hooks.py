@@ -200,20 +200,14 @@ class Evaluate(Hook):
         if not self.evaluators:
             return
         progress = self.state.progress
-        metrics: Record = {}
-        if self.evaluation:
-            self.evaluation.running = progress.running
+        progress.unevaluated = None
         try:
-            with self.timeline.span("evaluate"):
-                for evaluator in self.evaluators:
-                    metrics |= evaluator(progress.step, self.requests.poll)
+            metrics = self._measure()
         except Interrupted:
-            names = ("grad_norm", "lr", "zeros_in_grad")
-            progress.unevaluated = None
             if result:
+                names = ("grad_norm", "lr", "zeros_in_grad")
                 progress.unevaluated = {name: getattr(result, name) for name in names}
             return
-        progress.unevaluated = None
         if not metrics:  # nothing is measured between the first step and the last
             return
         if self.evaluation and self.keeps_ledger:
@@ -229,6 +223,16 @@ class Evaluate(Hook):
                 self.save_best()
         if progress.stopped_early and result and progress.window.pairs:
             self.training_log.log(result)  # what the last log line did not contain
+
+    def _measure(self) -> Record:
+        progress = self.state.progress
+        metrics: Record = {}
+        if self.evaluation:
+            self.evaluation.running = progress.running
+        with self.timeline.span("evaluate"):
+            for evaluator in self.evaluators:
+                metrics |= evaluator(progress.step, self.requests.poll)
+        return metrics
 
 
 @dataclass

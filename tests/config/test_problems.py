@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
+from rather.config.inherit import value_at
 from rather.config.load import config_from_dict, load, load_config
 from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError
@@ -195,7 +198,7 @@ def test_wrong_value_says_what_is_allowed(judged, override: str, said: str) -> N
 
 
 COMBINATIONS = [
-    (["ipo=true", "pref_loss=simpo"], "ipo", "pref_loss is 'simpo'"),
+    (["ipo=true", "pref_loss=simpo"], "ipo", "pref_loss says simpo"),
     (
         ["max_grad_norm=1", "actor_train.training_args.max_grad_norm=2"],
         "actor_train.training_args.max_grad_norm",
@@ -490,9 +493,10 @@ def test_missing_file_folder_wrong_name_and_encoding(tmp_path: Path, write) -> N
 
 
 def test_python_users_meet_the_same_checks() -> None:
-    with pytest.raises(ConfigError, match="ipo: selects the loss ipo"):
+    said = "ipo: true means pref_loss: ipo, and pref_loss says simpo; keep one of them"
+    with pytest.raises(ConfigError, match=said):
         config_from_dict({**BASE, "ipo": True, "pref_loss": "simpo"})
-    with pytest.raises(ConfigError, match="ipo: selects the loss ipo"):
+    with pytest.raises(ConfigError, match=said):
         DPOConfig(**BASE, ipo=True, pref_loss="simpo")
 
 
@@ -511,3 +515,39 @@ def test_config_imports_without_torch() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "meant"),
+    [
+        ({"ipo": True}, "pref_loss", "ipo"),
+        ({"ipo": True, "pref_loss": "sigmoid"}, "pref_loss", "ipo"),  # as older runs wrote it
+        ({"loss_type": "simpo_loss"}, "pref_loss", "simpo"),
+        ({"disable_reference_model": True, "pref_loss": "simpo"}, "use_ref_model", False),
+        ({"apply_loss_mask": False}, "validation.data_args.score", "all"),
+        ({"ref_tp": 1}, "reference.strategy_args.tp_size", 1),
+    ],
+)
+def test_words_of_other_tools_set_the_key_that_they_mean(
+    words: dict[str, Any], key: str, meant: Any
+) -> None:
+    for config in (config_from_dict({**BASE, **words}), DPOConfig(**BASE, **words)):
+        assert value_at(config, key) == meant
+        assert config.followed[key] == next(iter(words))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"ipo": True, "loss_type": "simpo_loss"}, "ipo: true means pref_loss: ipo, and loss_type"),
+        ({"loss_type": "simpo_loss", "pref_loss": "orpo"}, 'loss_type: "simpo_loss" means'),
+        ({"disable_reference_model": True, "use_ref_model": True}, "disable_reference_model: true"),
+        (
+            {"apply_loss_mask": False, "actor_train": {"data_args": {"score": "last"}}},
+            "apply_loss_mask: false means actor_train.data_args.score: all",
+        ),
+    ],
+)
+def test_contradictions_name_the_words_of_the_user(words: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        DPOConfig(pretrain="model", **words)

@@ -488,8 +488,8 @@ def test_the_spellings_of_a_loss(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ipo": True, "pref_loss": "simpo"}, "ipo: selects the loss ipo"),
-        ({"loss_type": "simpo_loss", "pref_loss": "orpo"}, "loss_type.*both name the loss"),
+        ({"ipo": True, "pref_loss": "simpo"}, "ipo: true means pref_loss: ipo"),
+        ({"loss_type": "simpo_loss", "pref_loss": "orpo"}, "loss_type: .*means pref_loss: simpo"),
         (
             {"pref_loss": ["sigmoid", "sft"], "loss_weights": [1.0]},
             "loss_weights: 1 weights for 2 losses",
@@ -500,7 +500,7 @@ def test_the_spellings_of_a_loss(folder: Path) -> None:
         ),
         (
             {"use_ref_model": True, "disable_reference_model": True},
-            "use_ref_model: True cannot be combined with disable_reference_model=True",
+            "disable_reference_model: true means use_ref_model: False",
         ),
         ({"use_ref_model": False}, "use_ref_model: loss 'sigmoid' needs a reference model"),
         (
