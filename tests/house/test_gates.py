@@ -22,15 +22,15 @@ MOST = {
     # models that see them, features on disk, answers to images (3,500); state on the host, methods
     # of a plan; answers at the end of runs on several devices, adapters in rounds.
     "tokens of the core": 308_000,
-    "tokens of the tools": 76_000,  # rounds, finalists of tune, GGUF files, init, push, images
-    "tokens of rather.trl": 12_900,  # push_to_hub
+    "tokens of the tools": 75_500,  # rounds, finalists of tune, GGUF files, init, push, images
+    "tokens of rather.trl": 12_200,  # push_to_hub
     "words of long texts": 17_700,  # TRL's arguments and why some are refused
     "modules in an import circle": 0,
     "functions above complexity 20": 0,
-    "functions above complexity 15": 22,
-    "generic names, per mille": 62,
+    "functions above complexity 15": 20,
+    "generic names, per mille": 38,
     "holders of the whole config": 25,
-    "lines above 100 characters": 95,
+    "lines above 100 characters": 80,
     "files that ruff would format": 0,
 }
 SLACK = 0.08  # a limit may be this much above the measured value
