@@ -173,7 +173,7 @@ class Optimizer:
             self.prepare()
         moved = [state for state in self._states.values() if state.gradient is not None]
         update = self._update(clip)
-        resident = [state for state in self._states_here() if state.gradient is not None]
+        resident = [state for state in moved if state not in self._host.states]
         update_parameters(resident, update, self._prepared)
         for shelf in self._host.in_turn():
             states = [state for state in shelf if state.gradient is not None]

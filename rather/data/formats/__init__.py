@@ -62,6 +62,10 @@ ONE_ANSWER = (
     "the row has one answer, not a pair; to train on it, set task: unpaired for labels, task: "
     "reward with pref_loss: regression for scores, or task: sft",
 )
+NO_SCORES = (
+    "missing_key",
+    "no scores: give rows with responses and scores, or one answer and a score",
+)
 RANGES = {"weight": (0, math.inf), "margin": (-math.inf, math.inf), "soft_label": (0, 1)}
 
 
@@ -391,15 +395,16 @@ def _couples(answers: Any, row: Row, layout: RowLayout) -> tuple[list[Couple], C
     skipped: Counter[str] = Counter()
     if isinstance(answers, Single):
         return [(answers.answer, NO_ANSWER, _grade(row, layout))], skipped
-    kept: list[int] = []
     if isinstance(answers, Ranked):
-        kept = _kept_answers(answers, skipped)
-    if rows == "scored":
-        return _scored_answers(answers, kept), skipped
-    pairs: list[Couple] = [(*answers, {})] if not isinstance(answers, Ranked) else []
-    if isinstance(answers, Ranked):
+        usable = _usable_answers(answers, skipped)
+        if rows == "scored":
+            return _scored_answers(answers, usable), skipped
         which = layout.ranked_pairs if rows == "pairs" else "best_vs_worst"
-        pairs = _ranked(answers, kept, which, layout.min_gap, skipped)
+        pairs = _ranked(answers, usable, which, layout.min_gap, skipped)
+    elif rows == "scored":
+        raise DropReason(*NO_SCORES)
+    else:
+        pairs = [(*answers, {})]
     if rows == "pairs":
         return pairs, skipped
     if rows == "answers":
@@ -411,21 +416,21 @@ def _couples(answers: Any, row: Row, layout: RowLayout) -> tuple[list[Couple], C
     return couples, skipped
 
 
-def _kept_answers(ranked: Ranked, skipped: Counter[str]) -> list[int]:
+def _usable_answers(ranked: Ranked, skipped: Counter[str]) -> list[int]:
     """Return which answers are used. Of sampled ones, those that were cut or repeat are not."""
     if ranked.ended is None:
         return list(range(len(ranked.answers)))
-    kept: list[int] = []
+    usable: list[int] = []
     for i, answer in enumerate(ranked.answers):
         if not ranked.ended[i]:
             skipped["cut_answer"] += 1
         elif isinstance(answer, str) and not answer.strip():
             skipped["empty_answer"] += 1
-        elif any(answer == ranked.answers[earlier] for earlier in kept):
+        elif any(answer == ranked.answers[earlier] for earlier in usable):
             skipped["duplicate_answer"] += 1
         else:
-            kept.append(i)
-    return kept
+            usable.append(i)
+    return usable
 
 
 def _grade(row: Row, layout: RowLayout) -> dict[str, float]:
@@ -440,18 +445,12 @@ def _grade(row: Row, layout: RowLayout) -> dict[str, float]:
     return {}
 
 
-def _scored_answers(answers: Any, kept: Sequence[int]) -> list[Couple]:
-    if not isinstance(answers, Ranked):
-        raise DropReason(
-            "missing_key",
-            "no scores: give rows with responses and scores, or one answer and a score",
-        )
+def _scored_answers(ranked: Ranked, usable: Sequence[int]) -> list[Couple]:
     couples: list[Couple] = []
-    for i in kept:
-        tokens = answers.tokens and answers.tokens.only(i)
-        couples.append(
-            (answers.answers[i], NO_ANSWER, {"margin": -answers.ranks[i], "tokens": tokens})
-        )
+    for i in usable:
+        tokens = ranked.tokens and ranked.tokens.only(i)
+        grade = {"margin": -ranked.ranks[i], "tokens": tokens}
+        couples.append((ranked.answers[i], NO_ANSWER, grade))
     return couples
 
 
@@ -525,7 +524,7 @@ def _refuse_unknown(row: Row, columns: set[str], layout: RowLayout) -> None:
 
 
 def _ranked(
-    ranked: Ranked, kept: Sequence[int], which: str, min_gap: float | None, skipped: Counter[str]
+    ranked: Ranked, usable: Sequence[int], which: str, min_gap: float | None, skipped: Counter[str]
 ) -> list[Couple]:
     """Return pairs of better and worse answers; count those that are skipped."""
     answers = [text_or_turns(answer, "an answer") for answer in ranked.answers]
@@ -533,7 +532,7 @@ def _ranked(
         raise DropReason(
             "too_few_answers", f"a ranked row needs two answers or more, found {len(answers)}"
         )
-    order = sorted(kept, key=lambda i: ranked.ranks[i])
+    order = sorted(usable, key=lambda i: ranked.ranks[i])
     pairs: list[Couple] = []
     for better, worse in _ranked_pairs(order, which):
         gap = ranked.ranks[worse] - ranked.ranks[better]

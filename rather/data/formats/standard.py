@@ -56,11 +56,10 @@ def _system(row: Row) -> Turns:
 
 def bare_prompt(row: Row) -> Prompt | None:
     """Return the prompt of a row that needs no answer; None if no column has one."""
-    given = [name for name in (*PROMPTS, "question") if row.get(name) is not None]
-    if given and given[0] in ("messages", "conversations"):
-        return _turns(row, given[0])
-    if given:
-        return _prompt(row, given[0])
+    for name in (*PROMPTS, "question"):
+        if row.get(name) is not None:
+            is_messages = name in ("messages", "conversations")
+            return _turns(row, name) if is_messages else _prompt(row, name)
     if row.get("instruction") is not None:
         return _instruction_prompt(row)
     return _prompt(row, "input") if row.get("input") is not None else None
