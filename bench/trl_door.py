@@ -386,7 +386,7 @@ class Runner:
             os.chdir(before)
             for name in set(sys.modules) - modules:  # another script has other modules of this name
                 file = getattr(sys.modules[name], "__file__", None) or ""
-                if str(file).startswith(before):
+                if str(file).startswith(str(self.folder)):
                     del sys.modules[name]
         if self.trained:
             found["history"] = self.trained[-1].state.log_history
@@ -518,7 +518,7 @@ def public_scripts(args: Any, folder: Path, content: dict[str, Any]) -> None:
         if not ours.get("refused"):
             theirs = runner.run(checkout / path, "trl", arguments.split())
         kind, reason = outcome(theirs, ours)
-        reason = reason.replace(str(folder), "")
+        reason = reason.replace(str(folder), "").replace(f"{args.trl}/", "")
         table.append({"script": address, "outcome": kind, "reason": reason})
         print(kind, address, reason, sep=" | ", flush=True)
         content["public scripts"] = table

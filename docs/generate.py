@@ -91,6 +91,7 @@ MERGE_HEAD = (
     "training | learning rate | rounding | share kept | log-probs: change by training | "
     "log-probs: error of the file | margin in float32 | margin of the file"
 )
+DOOR_HEAD = "script | outcome | CPU seconds of a step, TRL | Rather | times as fast"
 FLIPS_HEAD = (
     "dtype | scale of the router | choices | choices that flip | log-prob per token, at most | "
     "margin of a pair (rms)"
@@ -430,6 +431,7 @@ def pages() -> dict[Path, str]:
             "large": markdown_table("what | GiB (forecast) | speed", results.large_rows())
         },
         "precision.md": {"merge": markdown_table(MERGE_HEAD, results.merge_rows())},
+        "coming_from/trl.md": {"door": markdown_table(DOOR_HEAD, results.door_rows())},
         "experts.md": {"flips": markdown_table(FLIPS_HEAD, results.flip_rows())},
     }
     for name, texts in blocks.items():

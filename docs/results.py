@@ -86,3 +86,19 @@ def flip_rows() -> Iterator[list[str]]:
             flips = row["flips"] if how == "free" else 0.0
             numbers = (f"{row[f'token_{how}']:.2g}", f"{row[f'margin_{how}']:.2g}")
             yield [row["dtype"], f"{row['router_scale']:g}", how, f"{flips:.1%}", *numbers]
+
+
+def door_rows() -> Iterator[list[str]]:
+    """Yield TRL's own scripts with only the imports replaced, and the public ones together."""
+    facts = read("trl_door")
+    for name, row in facts["TRL's own scripts"].items():
+        times = row.get("times as fast")
+        seconds = [row.get(f"CPU seconds of a step, {system}", "") for system in ("TRL", "Rather")]
+        yield [
+            f"TRL's `scripts/{name}.py`",
+            f"same losses, to {row['largest difference of a loss']:.0e}",
+            *(f"{value}" for value in seconds),
+            f"{times}" if times else "",
+        ]
+    for outcome, count in facts["counts"].items():
+        yield [f"{count} public scripts", outcome, "", "", ""]
