@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rather.config.redaction import printable
+from tests.house.source import nodes, python_files
 from tests.security.conftest import rather
 
 ROOT = Path(__file__).parents[2]
@@ -79,8 +80,8 @@ def test_texts_of_a_run_and_a_model(model: Path, finished: Path, tmp_path: Path)
 def test_commands_print_by_one_function(name: str) -> None:
     found = {
         str(file.relative_to(ROOT / "rather"))
-        for file in (ROOT / "rather").rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        for file in python_files("rather")
+        for node in nodes(file)
         if isinstance(node, ast.Call)
         and (
             (isinstance(node.func, ast.Attribute) and node.func.attr == name)
