@@ -264,36 +264,43 @@ def test_a_flipped_pair_has_the_other_margin_and_soft_label(run: DPOConfig) -> N
     assert torch.equal(torch.tensor(once.chosen), torch.tensor(pair.rejected))
 
 
-@pytest.mark.defect("U4")
-@pytest.mark.defect("U25")
-def test_the_command_shows_texts_and_row_ids_and_writes_no_doubtful_correction(
-    run: DPOConfig, tmp_path: Path
-) -> None:
-    def invoke(*arguments: str) -> str:
-        result = CliRunner().invoke(app, ["pairs", str(run.run_dir), *arguments])
-        assert result.exit_code == 0, result.output
-        return str(result.stdout)
+def invoke_pairs(run: DPOConfig, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["pairs", str(run.run_dir), *arguments])
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
 
-    rows = [json.loads(line) for line in invoke("--json").splitlines()]
+
+@pytest.mark.defect("U4")
+def test_the_command_writes_no_doubtful_correction(run: DPOConfig, tmp_path: Path) -> None:
+    """Ten steps of a tiny model disagree with labels, which is no evidence against them."""
+    file = tmp_path / "corrections.jsonl"
+    text = invoke_pairs(run, "--write", str(file), "--shown", "3")
+    assert not file.exists()
+    assert "nothing to correct" in text
+    assert "No pair is called likely flipped" in text
+    assert "Held-out accuracy of the model: " in text
+
+
+@pytest.mark.defect("U25")
+def test_the_command_shows_texts_and_row_ids(run: DPOConfig) -> None:
+    rows = [json.loads(line) for line in invoke_pairs(run, "--json").splitlines()]
     assert len(rows) == 40
     scores = [row["flip_score"] for row in rows]
     assert scores == sorted(scores, reverse=True)
     assert {row["place"] for row in rows} == set(range(40))
     assert all(row["row_id"] == f"row-{row['place']}" for row in rows)
-    file = tmp_path / "corrections.jsonl"
-    text = invoke("--write", str(file), "--shown", "3")
-    assert not file.exists()  # ten steps of a tiny model are no evidence
-    assert "nothing to correct" in text
-    assert "No pair is called likely flipped" in text
-    assert "Held-out accuracy of the model: " in text
     pair = prepare(run).train.take([rows[0]["place"]])[0]
     tokenizer = load_tokenizer(run.actor_train.tokenizer_path, None, False)
-    assert tokenizer.decode(pair.chosen.tolist(), skip_special_tokens=True)[:60] in text
-    invoke("--plant", "0.2")
+    start = tokenizer.decode(pair.chosen.tolist(), skip_special_tokens=True)[:60]
+    assert start in invoke_pairs(run, "--shown", "3")
+
+
+def test_planted_flips_calibrate_the_command(run: DPOConfig) -> None:
+    invoke_pairs(run, "--plant", "0.2")
     known = json.loads((run.run_dir / "pairs.json").read_text())
     assert 0 <= known["auc"] <= 1
     assert known["share"] == 0.2
-    assert "Planted flips: AUC" in invoke()
+    assert "Planted flips: AUC" in invoke_pairs(run)
     planted = read_ledger(run.run_dir.with_name("whole-planted"))
     assert planted.num_rows == 80
 
