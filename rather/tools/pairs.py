@@ -203,6 +203,6 @@ def _calibrate(run: Path, data: PairDataset | None, share: float, trust: Trust) 
     with StopRequest() as stop:
         if code := train_run(copy, stop):
             return code
-    calibration = calibrate(Doctor.of(copy.run_dir).history, planted)
+    calibration = calibrate(Doctor.of(copy.run_dir), planted)
     replace_own(run / CALIBRATION, strict_json({**calibration, "share": share}) + "\n")
     return 0

@@ -40,7 +40,7 @@ def simulated(seed: int, *, flips: float, quality: float = 1.5) -> tuple[list[An
 def knows_its_errors(seed: int, quality: float = 1.5) -> Any:
     """Return what is known from held-out pairs with right labels."""
     margin = quality + np.random.default_rng(1000 + seed).normal(size=300)
-    noise = pairs.LabelNoise.fit(1 / (1 + np.exp(margin)))
+    noise = pairs.LabelNoise.of_margins(margin)
     return pairs.HeldOut(0.9, 0.86, 0.93, noise)
 
 
@@ -81,6 +81,24 @@ def test_flipped_labels_are_found_among_errors_of_the_model(flips: float, recall
     assert rightly / wrong_labels >= recall
 
 
+def test_labels_that_are_memorised_later_count_as_when_first_seen() -> None:
+    """At its third visit the model agrees with half of the wrong labels."""
+    shares = []
+    for seed in range(5):
+        (first, _), _ = simulated(seed, flips=0.2)
+        doctor = doctor_of([first, first + 0.8, first + 1.6], held_out=knows_its_errors(seed))
+        shares.append(doctor.noise.share)
+    assert np.mean(shares) == pytest.approx(0.2, abs=0.03)
+
+
+def test_a_model_that_could_name_few_of_the_wrong_labels_accuses_nobody() -> None:
+    """It is right on 76 % of the pairs, and memorises wrong labels as fast as it learns."""
+    (first, _), _ = simulated(3, flips=0.3, quality=0.7)
+    doctor = doctor_of([first, first + 1.5], held_out=knows_its_errors(3, quality=0.7))
+    assert not accused(doctor).any()
+    assert "too few to rely on" in doctor.conclusion
+
+
 def test_a_score_of_half_is_accused_of_nothing() -> None:
     """A margin near 0 says nothing, however many other labels are wrong."""
     margins, _ = simulated(0, flips=0.2)
@@ -94,7 +112,7 @@ def test_held_out_labels_that_are_as_bad_are_no_evidence() -> None:
     """A model that is sure and wrong on held-out pairs may be wrong on training pairs as well."""
     margins, _ = simulated(0, flips=0.2)
     held_out, _ = simulated(1, flips=0.2)
-    noise = pairs.LabelNoise.fit(1 / (1 + np.exp(held_out[0])))
+    noise = pairs.LabelNoise.of_margins(held_out[0])
     doctor = doctor_of(margins, held_out=pairs.HeldOut(0.75, 0.7, 0.8, noise))
     assert not accused(doctor).any()
     assert "to tell its own errors from wrong labels" in doctor.conclusion

@@ -214,9 +214,10 @@ def test_findings_and_score() -> None:
     assert auc(found.flip_score, np.isin(found.ids, [3, 4])) == 1.0
     assert auc(found.flip_score, np.isin(found.ids, [3, 1])) == 0.5
     assert auc(np.zeros(4), np.isin(found.ids, [2])) == 0.5
-    known = calibrate(found, np.array([3, 4], np.uint64))
+    doctor = Doctor(found, {})
+    known = calibrate(doctor, np.array([3, 4], np.uint64))
     assert (known["precision"], known["recall"]) == (1.0, 1.0)
-    none = calibrate(found, np.array([1], np.uint64))  # the least suspicious of all
+    none = calibrate(doctor, np.array([1], np.uint64))  # the least suspicious of all
     assert (none["chance"], none["recall"]) == (1.0, 0.0)
 
 

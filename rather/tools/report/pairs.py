@@ -37,9 +37,10 @@ UNDECIDED = 0.5  # the score of a pair without a margin; above it the model disa
 SURE = 0.51  # a score from which on the model contradicts a label by more than a hair
 FLOOR = 5.4  # evidence (LabelNoise) that 1 % of the runs with right labels reach by chance
 MOST_ERRORS = 2 / 3  # of what contradicts a sure model may be its own errors
-CERTAIN = 2.7  # evidence that 5 % of the runs with more errors reach by chance
 OR_PLANT = "or calibrate with `rather pairs RUN --plant 0.2`"
 PRECISION = 0.8  # of the pairs that are called likely flipped: that many labels are wrong
+MEAN_CHANCE = 0.82  # of the same pairs, which is an estimate, and so a little above PRECISION
+FEWEST = 0.25  # of the wrong labels must be named, or the tails of a few pairs decide who is
 
 
 def read_ledger(run_dir: Path) -> Any:
@@ -159,17 +160,16 @@ class LabelNoise:
 
     A model errs less the surer it is. Wrong labels contradict it however sure it is. So the chance
     that label and model agree is (1 - share) * right + share * (1 - right), where right is
-    sigmoid(slope * sureness) and sureness is the log-odds of the flip score. Share and slope are
-    those with the greatest likelihood.
+    sigmoid(slope * sureness). Share and slope are those with the greatest likelihood.
     """
 
     share: float  # of labels that are wrong
     slope: float
-    profile: Floats  # the greatest log-likelihood with each of SHARES
+    likelihood: Floats  # the log of that of each of SHARES (rows) and SLOPES
 
     @staticmethod
-    def fit(score: Floats) -> LabelNoise:
-        sureness = _sureness(score)
+    def fit(sureness: Floats) -> LabelNoise:
+        """Fit pairs; above 0 the model agrees with the label, and the surer the further from it."""
         sureness = sureness[np.argsort(np.abs(sureness), kind="stable")]
         groups = np.array_split(sureness, min(GROUPS, len(sureness)))
         size = np.array([np.abs(group).mean() for group in groups])
@@ -179,30 +179,44 @@ class LabelNoise:
         share = SHARES[:, None, None]
         agrees = (1 - share) * right + share * (1 - right)
         likelihood = (agreeing * np.log(agrees) + contradicting * np.log1p(-agrees)).sum(axis=2)
-        best_share, best_slope = np.unravel_index(likelihood.argmax(), likelihood.shape)
-        profile = likelihood.max(axis=1)
-        return LabelNoise(float(SHARES[best_share]), float(SLOPES[best_slope]), profile)
+        return LabelNoise.best(likelihood)
+
+    @staticmethod
+    def of_margins(margin: Floats) -> LabelNoise:
+        """Fit margins in units of their root mean square, which flipping a label does not change."""
+        return LabelNoise.fit(margin / _root_mean_square(margin))
+
+    @staticmethod
+    def best(likelihood: Floats) -> LabelNoise:
+        share, slope = np.unravel_index(likelihood.argmax(), likelihood.shape)
+        return LabelNoise(float(SHARES[share]), float(SLOPES[slope]), likelihood)
+
+    def with_slope_of(self, held_out: LabelNoise) -> LabelNoise:
+        """Return the fit with one slope for both: the held-out pairs show how the model errs."""
+        return LabelNoise.best(self.likelihood + held_out.likelihood.max(axis=0))
 
     @property
     def evidence(self) -> float:
         """Return twice the log of the likelihood ratio to "no label is wrong"."""
-        return float(2 * (self.profile.max() - self.profile[0]))
+        return float(2 * (self.likelihood.max() - self.likelihood[0].max()))
 
-    def evidence_below(self, share: float) -> float:
-        """Return the same for the ratio to "this share is wrong, or more"."""
-        return float(2 * (self.profile.max() - self.profile[share - 1e-9 <= SHARES].max()))
+    def evidence_beyond(self, held_out: LabelNoise) -> float:
+        """Return the same for the ratio to "MOST_ERRORS of this share are errors of the model"."""
+        explained = -np.inf
+        for share, of_slopes in zip(SHARES, self.likelihood, strict=True):
+            errors = held_out.likelihood[MOST_ERRORS * share - 1e-9 <= SHARES].max(axis=0)
+            explained = max(explained, float((of_slopes + errors).max()))
+        return 2 * (float(self.with_slope_of(held_out).likelihood.max()) - explained)
 
-    def chance(self, score: Floats) -> Floats:
+    def chance(self, sureness: Floats, slope: Floats) -> Floats:
         """Return the chance that each label is wrong."""
-        right = _sigmoid(self.slope * _sureness(score))
+        right = _sigmoid(slope * sureness)
         wrong_label = self.share * (1 - right)
         return np.asarray(wrong_label / (wrong_label + (1 - self.share) * right))
 
 
-def _sureness(score: Floats) -> Floats:
-    """Return the log-odds of a score: above 0 the model agrees with the label."""
-    inside = np.clip(score, 1e-12, 1 - 1e-12)
-    return np.log1p(-inside) - np.log(inside)
+def _root_mean_square(x: Floats) -> float:
+    return float(np.sqrt(np.mean(x**2))) or 1.0
 
 
 def _sigmoid(x: Floats) -> Floats:
@@ -212,20 +226,20 @@ def _sigmoid(x: Floats) -> Floats:
 # --- calibration ---
 
 
-def calibrate(history: PairHistory, planted: NDArray[np.uint64]) -> dict[str, float]:
+def calibrate(doctor: Doctor, planted: NDArray[np.uint64]) -> dict[str, float]:
     """Return how well planted flips are found, and from which chance on a pair is worth flagging.
 
     From that chance on, at least PRECISION of the pairs are planted flips; 1 if that is never so.
     This is a lower bound for wrong labels: the others may be wrong as well.
     """
-    flipped, score = np.isin(history.ids, planted), history.flip_score
-    chance = LabelNoise.fit(score).chance(score)
+    flipped, chance = np.isin(doctor.history.ids, planted), doctor.chance
     order = np.argsort(-chance, kind="stable")
     right = np.cumsum(flipped[order])
     precision = right / np.arange(1, len(order) + 1)
     is_last_of_ties = np.append(np.diff(chance[order]) < 0, True)  # a cut takes all of them
     good = np.flatnonzero((precision >= PRECISION) & is_last_of_ties)
-    calibration = {"auc": auc(score, flipped), "chance": 1.0, "precision": 0.0, "recall": 0.0}
+    area = auc(doctor.history.flip_score, flipped)
+    calibration = {"auc": area, "chance": 1.0, "precision": 0.0, "recall": 0.0}
     if len(good):
         last = int(good[-1])
         calibration["chance"] = float(chance[order[last]])
@@ -266,8 +280,7 @@ def _last_noise(ledger: Any) -> LabelNoise | None:
     step, margin = (ledger.column(name).to_numpy() for name in ("step", "margin"))
     if not len(step) or step.max() == 0:  # before the first step all margins are 0
         return None
-    margin = margin[step == step.max()]
-    return LabelNoise.fit(_sigmoid(-margin / (float(margin.std()) or 1.0)))
+    return LabelNoise.of_margins(margin[step == step.max()])
 
 
 @dataclass(frozen=True)
@@ -287,34 +300,61 @@ class Doctor:
         return Doctor(history, calibration if is_whole else {}, HeldOut.of(run_dir, held_out))
 
     @cached_property
+    def errors(self) -> LabelNoise | None:
+        """Return how held-out labels contradict the model; None if that is unknown."""
+        return self.held_out.noise if self.held_out else None
+
+    @cached_property
+    def first_seen(self) -> LabelNoise:
+        """Return how labels contradict the model when it sees them for the first time.
+
+        Later it knows some of the wrong labels by heart, and their share would seem smaller.
+        """
+        return LabelNoise.of_margins(self.history.first)
+
+    @cached_property
     def noise(self) -> LabelNoise:
-        return LabelNoise.fit(self.history.flip_score)
+        return self.first_seen.with_slope_of(self.errors) if self.errors else self.first_seen
 
     @cached_property
     def chance(self) -> Floats:
-        """Return the chance that the label of each pair is wrong."""
-        return self.noise.chance(self.history.flip_score)
+        """Return the chance that the label of each pair is wrong, from all visits of the pair."""
+        score = np.clip(self.history.flip_score, 1e-12, 1 - 1e-12)
+        sureness = np.log1p(-score) - np.log(score)
+        # All visits of a pair say no more than if the errors of the model were independent: as much
+        # as this many visits of equal weight.
+        weight = FADING ** np.arange(self.history.visits.max())
+        independent = np.cumsum(weight) ** 2 / np.cumsum(weight**2)
+        first = self.history.first
+        slope = self.noise.slope * first.std() / _root_mean_square(first)  # the unit of the score
+        most = slope * independent[self.history.visits - 1]
+        return self.noise.chance(sureness, np.minimum(LabelNoise.fit(sureness).slope, most))
 
     @cached_property
     def why_none(self) -> str:
         """Return why no pair is called likely flipped; empty if pairs may be."""
-        noise, held_out = self.noise, self.held_out
+        noise, errors, held_out = self.noise, self.errors, self.held_out
         if held_out and held_out.low <= 0.5:
             return (
                 "on held-out pairs the model is not better than chance, so it cannot judge labels"
             )
         if not self.calibration and self.history.visits.max() < 2:
             return f"each pair was seen once. Train for two epochs, {OR_PLANT}"
-        if not self.calibration and not (held_out and held_out.noise):
+        if not self.calibration and not errors:
             return f"how often the model errs is unknown. Train with held-out pairs, {OR_PLANT}"
         if noise.evidence < FLOOR:
             return "the model disagrees no more often than a model of its quality errs"
-        errors = held_out.noise if held_out else None
-        if errors and errors.evidence_below(MOST_ERRORS * noise.share) < CERTAIN:
+        if errors and self.first_seen.evidence_beyond(errors) < FLOOR:
             return (
                 f"the model contradicts {noise.share:.1%} of the labels however sure it is, and "
                 f"{errors.share:.1%} of the held-out labels, too many or of too few to tell its "
                 "own errors from wrong labels"
+            )
+        wrong, named = noise.share * len(self.chance), self.chance[self._mostly_wrong].sum()
+        if not self.calibration and named < FEWEST * wrong:
+            return (
+                f"of about {wrong:.0f} wrong labels the model is sure enough to name {named:.0f}, "
+                "too few to rely on"
             )
         return ""
 
@@ -323,8 +363,9 @@ class Doctor:
         """Return what is known about the labels of the run, in one sentence or two."""
         if self.why_none:
             return f"No pair is called likely flipped: {self.why_none}."
-        errors = self.held_out.noise if self.held_out else None
-        held_out_errors = f", but only {errors.share:.1%} of the held-out labels" if errors else ""
+        held_out_errors = ""
+        if self.errors:
+            held_out_errors = f", but only {self.errors.share:.1%} of the held-out labels"
         return (
             f"The model contradicts about {self.noise.share:.1%} of the labels however sure it is"
             f"{held_out_errors}. Where it is less sure and disagrees, it may be wrong itself."
@@ -340,19 +381,20 @@ class Doctor:
         elif self.calibration:
             likely = disagrees & (self.chance >= self.calibration["chance"])
         else:
-            likely = self._mostly_wrong() & (history.visits > 1)
+            likely = self._mostly_wrong & (history.visits > 1)
         return {"likely_flipped": likely, "disagrees": disagrees & ~likely, **history.findings}
 
+    @cached_property
     def _mostly_wrong(self) -> Flags:
-        """Return the pairs with the highest scores, as many as have PRECISION wrong labels.
+        """Return the pairs with the highest scores, as many as have this mean chance.
 
-        That is their mean chance, so that the set as a whole has at most a fifth of right labels.
+        So the set as a whole has at most a fifth of right labels.
         A limit for each single pair would leave out many that are wrong.
         """
         score = self.history.flip_score
         order = np.argsort(-score, kind="stable")
         expected = np.cumsum(self.chance[order]) / np.arange(1, len(order) + 1)
-        enough = np.flatnonzero((expected >= PRECISION) & (score[order] >= SURE))
+        enough = np.flatnonzero((expected >= MEAN_CHANCE) & (score[order] >= SURE))
         flags = np.zeros(len(order), dtype=bool)
         if len(enough):
             flags[order[: enough[-1] + 1]] = True
