@@ -80,7 +80,7 @@ ALLOWED = {
     "rather/config/load.py: json.loads": OWN_VALUE,
     "rather/config/found.py: os.open": "writes the user's key, a new file",
     "rather/tracking/json_lines.py: json.loads": OWN_VALUE,
-    "rather/pipeline/starts.py: json.loads": OWN_VALUE,
+    "rather/config/show.py: json.loads": OWN_VALUE,
     "rather/tools/report/page.py: json.loads": OWN_VALUE,
     "rather/api/torch_optimizer.py: json.loads": OWN_VALUE,
     "rather/commands/terminal.py: os.open": SYSTEM,
