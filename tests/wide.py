@@ -263,10 +263,6 @@ WIDE = {
         "pairs/test_tune.py: choice, finalists, limits and a damaged state, by function and on "
         "stored runs"
     ),
-    "commands/test_mlx.py": (
-        "commands/test_generate.py: greedy answers are those of transformers; test_servers.py: "
-        "the protocol of a server"
-    ),
     "commands/test_score.py::test_real_pairs_score_as_in_a_padded_forward": (
         "test_a_run_scores_as_it_evaluated; board/test_inspector.py: a padded computation"
     ),
