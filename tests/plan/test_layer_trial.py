@@ -48,8 +48,9 @@ def test_a_trial_counts_what_layers_keep(name: str, tmp_path: Path) -> None:
     sizes = sizes_of(str(tmp_path), ModelArgs())
     assert not is_plain(sizes)
     trial = try_layers(str(tmp_path), ModelArgs(), "cpu", 4, random_pairs(128, LENGTHS))
-    measured = saved_bytes(tmp_path, sizes.layers) - saved_bytes(tmp_path, 0)
-    assert trial.kept * sizes.layers == pytest.approx(measured, rel=0.1)
+    few = 1 if name == "falcon_h1" else 0  # its layers are alike, and it cannot have none
+    measured = saved_bytes(tmp_path, sizes.layers) - saved_bytes(tmp_path, few)
+    assert trial.kept * (sizes.layers - few) == pytest.approx(measured, rel=0.1)
     on_gpu = try_layers(str(tmp_path), ModelArgs(), "cuda", 2, random_pairs(128, LENGTHS))
     assert on_gpu.kept < trial.kept
 
