@@ -30,6 +30,7 @@ from rather.model.adapters import as_reference
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_length
 from rather.model.policy import PolicyModel
+from rather.model.towers import decoder_of, has_tower
 from rather.parallel.mesh import Mesh, gather_objects
 from rather.parallel.stages import Objective, parts_of
 from rather.pipeline.checks import refuse_columns
@@ -207,7 +208,8 @@ def process_rank() -> tuple[int, int]:
 @contextmanager
 def packed_attention(model: Any) -> Iterator[None]:
     """Let a model compute packed pairs; afterwards it has its own attention again."""
-    parts = [part.causal_lm for part in parts_of(model)] or [model]
+    models = [part.causal_lm for part in parts_of(model)] or [model]
+    parts = [decoder_of(part) if has_tower(part) else part for part in models]
     before = [part.config._attn_implementation for part in parts]
     try:
         for part in parts:

@@ -39,6 +39,9 @@ from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorConfig, StrategyArgs
 from rather.config.strategies import Layout, keeps_state_on_host, layout
 from rather.data.batch import Columns, PairLogps, TokenPair
+from rather.data.image_tokens import recipe_of_processor
+from rather.data.pixel_loader import PixelLoader
+from rather.data.pixels import PixelMaker
 from rather.errors import ConfigError, DataError
 from rather.losses.losses import LOSSES
 from rather.losses.metrics import Window
@@ -48,6 +51,7 @@ from rather.losses.trial import try_own_losses, try_own_metrics
 from rather.model.check import check_model, refuse_tower
 from rather.model.export import FileCast, export_model, export_peft, export_stored
 from rather.model.policy import PolicyModel
+from rather.model.vision import Vision, keep_tower
 from rather.optim.optimizer import Optimizer, schedule
 from rather.optim.rounding import Rounding
 from rather.parallel.apply import divide
@@ -220,7 +224,7 @@ class DPOTrainer:
         trains, mesh, runner = role == "actor_train", build_mesh(placing, str(model.device)), None
         if not trains:
             whole.requires_grad_(False)
-        refuse_tower(model.config)
+        self._see_images(whole, is_divided=bool(mesh.sizes))
         with packed_attention(model):
             check_model(whole)
             whole.rounding = Rounding(self.config.rounding)
@@ -242,6 +246,19 @@ class DPOTrainer:
             assert isinstance(policy, PolicyModel)
             trainer = LogitsTrainer(policy, self.loss, self._post_compute_loss, **options)
         return InMemoryWorker(self.config, role, trainer)
+
+    def _see_images(self, policy: PolicyModel, *, is_divided: bool) -> None:
+        """Let a vision model take images, if the tokenizer is its processor."""
+        images = recipe_of_processor(self.tokenizer)
+        if images is None:
+            refuse_tower(policy.causal_lm.config)
+            return
+        if is_divided:
+            raise ConfigError(
+                "tokenizer: images are trained by DPOTrainer in one process; use DPOPipeline."
+            )
+        keep_tower(policy.causal_lm, self.config.actor_train.model_args.frozen_parts)
+        policy.vision = Vision(policy.causal_lm, PixelLoader(PixelMaker(images)))
 
     # --- losses ---
 

@@ -224,7 +224,8 @@ def _as_in_source(
     Those of a checkpoint with a tower include the tower, copied from the source bit by bit.
     """
     names = source.file_names if isinstance(source, ModelFiles) else {}
-    if not has_tower(model):
+    is_in_memory = source is None and getattr(model, "sees_images", False)
+    if not has_tower(model) or is_in_memory:
         return {names.get(name, name): weight for name, weight in weights.items()}
     if not isinstance(source, ModelFiles) or not source.tower:
         raise ConfigError(
@@ -258,7 +259,8 @@ def whole_model(
     """Write a model that `publish` renames to `folder`, in files of at most `largest` bytes."""
     model = policy.causal_lm
     if has_tower(model):
-        copied = outside_language(model, trained=False)
+        is_in_source = source or cast.source
+        copied = outside_language(model, trained=False) if is_in_source else ()
         streams = {
             plain_name(name): TensorStream.of(
                 cast(name, weights.get(name, parameter).detach()).cpu()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from rather import DPOTrainer, TrainingArguments
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.images import refuse_images
 from rather.config.load import config_from_dict
@@ -246,3 +249,32 @@ def test_a_full_cache_computes_the_rest(tmp_path: Path, caplog: pytest.LogCaptur
     caplog.clear()
     run(vision_config(tmp_path, exp_name="again", model_args={"lora_rank": 2}))
     assert counted(caplog, "cannot be read and is computed again")
+
+
+def test_a_trainer_takes_images_of_pillow(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "base", "qwen2_5_vl")
+    rows = [json.loads(line) for line in make_pairs(tmp_path, "train", 8).read_text().splitlines()]
+    for row in rows:
+        row["images"] = [Image.open(tmp_path / row["images"][0])]
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    trainer = DPOTrainer(
+        model,
+        DPOConfig(sequence_length=256),
+        copy.deepcopy(model),
+        TrainingArguments(learning_rate=1e-3, per_device_train_batch_size=4, num_train_epochs=2),
+        tokenizer=processor_of("qwen2_5_vl"),
+    )
+    history = trainer.fit(rows, rows[:4])
+    assert history[0]["loss"] == pytest.approx(math.log(2))
+    assert len(history) == 4
+    other = [{**row, "images": rows[number - 1]["images"]} for number, row in enumerate(rows)]
+    assert trainer.evaluate(rows) != trainer.evaluate(other)  # it looks
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name]) == bool(TOWER.search(name)), name
+    trainer.tokenizer = tokenizer_of("qwen2_5_vl")  # this processor has no part for videos to save
+    trainer.save_model(tmp_path / "saved")
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(saved[name], weight) for name, weight in model.state_dict().items())
+    with pytest.raises(ConfigError, match="has a vision or audio tower"):
+        DPOTrainer(model, DPOConfig(), copy.deepcopy(model), tokenizer=tokenizer_of("qwen2_5_vl"))
