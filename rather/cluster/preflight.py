@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -44,3 +45,9 @@ def refuse_private_folder(
             f"every rank writes its part of a checkpoint there ({'; '.join(sorted(problems))}). "
             "Name a folder of a network file system that is mounted on all of them."
         )
+
+
+def remove_trial_folders(run_dir: Path) -> None:
+    """Remove what `refuse_private_folder` leaves if the first rank is killed meanwhile."""
+    for folder in run_dir.glob(".pieces-" + "[0-9a-f]" * 16):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -22,6 +22,7 @@ from rather.checkpoint.manifest import Written
 from rather.checkpoint.store import Store, Uploads
 from rather.cluster.bridge import ReferenceApart
 from rather.cluster.launch import Role, Roles
+from rather.cluster.preflight import remove_trial_folders
 from rather.config.schema import StepKeys
 from rather.errors import (
     CheckpointError,
@@ -97,6 +98,7 @@ class Saving:
         newest = None
         if self.roles.is_main:
             checkpoint.clean(self.run_dir)  # a run that saves no more would never do it
+            remove_trial_folders(self.run_dir)
             if self._uploads and not self.folder.named:
                 self._uploads.begin(overwrite=self.folder.overwrite)
             newest = self.folder.checkpoint_to_resume()

@@ -40,6 +40,7 @@ from rather.losses.objective import from_config
 from rather.parallel import tensor
 from rather.parallel.load import cpu_has_bf16
 from rather.parallel.mesh import Mesh
+from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import Packing, Step
 from rather.pipeline.timeline import Timeline
@@ -415,6 +416,20 @@ def test_cpus_that_store_bf16_in_another_way_are_refused_with_their_names(
         return
     with pytest.raises(ConfigError, match=r"actor_train.model_args.dtype: bf16 .+: other and "):
         refuse_unlike_cpus("actor_train", args, "cpu", rooms)
+
+
+def test_the_trial_folder_of_a_killed_rank_is_removed_by_the_next_start(tmp_path: Path) -> None:
+    config = make_config(tmp_path, max_steps=1)
+    folders: list[Path] = []
+
+    def remember(folder: Path) -> list[str | None]:
+        folders.append(folder)
+        return []
+
+    refuse_private_folder(config.run_dir, remember)
+    folders[0].mkdir()  # as if the first rank had been killed before it removed it
+    assert DPOPipeline(config).run() == 0
+    assert not folders[0].exists()
 
 
 def test_a_run_folder_that_a_machine_does_not_share_is_refused_before_a_model_is_loaded(
