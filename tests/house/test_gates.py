@@ -27,10 +27,10 @@ MOST = {
     "words of long texts": 17_700,  # TRL's arguments and why some are refused
     "modules in an import circle": 0,
     "functions above complexity 20": 0,
-    "functions above complexity 15": 20,
-    "generic names, per mille": 38,
+    "functions above complexity 15": 22,
+    "generic names, per mille": 39,
     "holders of the whole config": 25,
-    "lines above 100 characters": 80,
+    "lines above 100 characters": 85,
     "files that ruff would format": 0,
 }
 SLACK = 0.08  # a limit may be this much above the measured value
