@@ -224,8 +224,7 @@ def _as_in_source(
     Those of a checkpoint with a tower include the tower, copied from the source bit by bit.
     """
     names = source.file_names if isinstance(source, ModelFiles) else {}
-    is_in_memory = source is None and getattr(model, "sees_images", False)
-    if not has_tower(model) or is_in_memory:
+    if not has_tower(model):
         return {names.get(name, name): weight for name, weight in weights.items()}
     if not isinstance(source, ModelFiles) or not source.tower:
         raise ConfigError(
@@ -325,7 +324,9 @@ def write_model(
 
     `source` has the tower of a checkpoint, if it has one.
     """
-    weights = _as_in_source(model, weights, source)
+    is_in_memory = source is None and getattr(model, "sees_images", False)
+    if not is_in_memory:
+        weights = _as_in_source(model, weights, source)
     split = split_state_dict_into_shards_factory(
         dict(weights),
         get_storage_size=lambda weight: weight.nbytes,

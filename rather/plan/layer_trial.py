@@ -36,7 +36,8 @@ TOKENS = 1024  # of the micro-batch that is tried
 ON_GPU = "rather_trial"  # attention that keeps what the kernel of a GPU keeps
 PLAIN = re.compile(
     r"(self_attn|mlp|attn|attention)\.([qkvo]_proj|[qk]_norm|gate_proj|up_proj|down_proj|qkv_proj"
-    r"|gate_up_proj|gate|c_attn|c_proj|c_fc|experts(\.[a-z_]+)?|dense)$|^[a-z_]*(norm|ln_\d)[a-z_]*$"
+    r"|gate_up_proj|gate|c_attn|c_proj|c_fc|experts(\.[a-z_]+)?|dense)$"
+    r"|^[a-z_]*(norm|ln_\d)[a-z_]*$"
 )
 
 
@@ -96,7 +97,8 @@ def _try_layers(
             set_attention(policy.causal_lm, ON_GPU)
         for parameter in policy.parameters():
             if parameter.requires_grad:  # the gradients are counted elsewhere
-                parameter.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
+                register: Any = parameter.register_post_accumulate_grad_hook
+                register(_forget_gradient)
         for layer in layers_of(policy):
             layer.register_forward_pre_hook(lambda *_: kept.append(live.now))
             layer.register_forward_hook(lambda *_: kept.append(live.now - kept.pop()))
