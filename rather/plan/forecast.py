@@ -20,9 +20,9 @@ from rather.config.schema import ActorConfig, ActorModelArgs, ModelArgs
 from rather.config.strategies import layout
 from rather.data.batch import TokenPair
 from rather.errors import ConfigError
+from rather.model.layer_trial import LayerTrial, is_plain, try_layers
 from rather.model.vision import PARTS
 from rather.parallel.load import stored_dtype
-from rather.plan.layer_trial import LayerTrial, is_plain, try_layers
 from rather.plan.memory import Device, MemoryForecast, adapter_weights, trains_tower
 from rather.plan.speed import GIB, Flops, Speed, StepSeconds, seconds_of_step, worth_compiling
 from rather.reference.logprob_cache import RECORD

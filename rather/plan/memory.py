@@ -40,12 +40,12 @@ from rather.model.budget import (
     tokens_in,
 )
 from rather.model.head import CHUNK_BYTES, KEEP_BYTES
+from rather.model.layer_trial import LayerTrial
 from rather.model.layers import LEVELS, Recompute
 from rather.model.sizes import LAYER, Shapes, Sizes, sizes_of, stacked
 from rather.optim.adamw import BLOCK
 from rather.optim.host import KEPT, LOTS, SLOTS
 from rather.parallel.load import compute_dtype, stored_dtype
-from rather.plan.layer_trial import LayerTrial
 
 if TYPE_CHECKING:
     from rather.data.batch import PairBatch, TokenPair

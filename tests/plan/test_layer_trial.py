@@ -11,9 +11,9 @@ from transformers import AutoConfig
 from rather.config.schema import ModelArgs
 from rather.data.pack import pack
 from rather.model.check import random_pairs
+from rather.model.layer_trial import is_plain, try_layers
 from rather.model.policy import PolicyModel
 from rather.model.sizes import few_layers, sizes_of
-from rather.plan.layer_trial import is_plain, try_layers
 from tests.cells import cells
 from tests.model.test_hybrids import hybrid
 
