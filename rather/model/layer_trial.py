@@ -107,7 +107,7 @@ def _try_layers(
         with live:
             hidden = policy.hidden(fake_batch)
             live.most = forward = live.now
-            hidden.sum().backward()  # type: ignore[no-untyped-call]
+            hidden.sum().backward()
     by_kind = dict(zip(kinds, kept, strict=False))
     mean = sum(by_kind[layer_kind] for layer_kind in kinds) / len(kinds)
     its_input = sizes.hidden * itemsize  # lives until the layer returns
@@ -140,7 +140,7 @@ class _OneKernel(torch.autograd.Function):
 def _attend_on_gpu(
     _module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any = None, **_unused: Any
 ) -> tuple[Tensor, None]:
-    attended: Tensor = _OneKernel.apply(query, key, value)  # type: ignore[no-untyped-call]
+    attended: Tensor = _OneKernel.apply(query, key, value)
     return attended, None
 
 
@@ -148,11 +148,11 @@ AttentionInterface.register(ON_GPU, _attend_on_gpu)
 AttentionMaskInterface.register(ON_GPU, lambda *_args, **_kwargs: None)
 
 
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of all tensors that live; those of bfloat16 as if they had `itemsize`."""
 
     def __init__(self, itemsize: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.now = self.most = 0
         self._factor = itemsize / torch.bfloat16.itemsize
         self._counted: weakref.WeakSet[Any] = weakref.WeakSet()
