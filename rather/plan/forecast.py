@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from rather.reference.logprob_cache import RECORD
 
 if TYPE_CHECKING:
     from rather.model.sizes import Shapes, Sizes
+
+log = logging.getLogger(__name__)
 
 SAMPLE = 2  # steps that are packed
 DEEP = re.compile(r"\.deepstack_merger_list\.(\d+)\.")
@@ -202,7 +205,16 @@ def _tried_layers(
     if is_plain(sizes):
         return None
     itemsize = stored_dtype(actor.model_args, kind).itemsize
-    return try_layers(actor.model_path, actor.model_args, kind, itemsize, pairs)
+    try:
+        return try_layers(actor.model_path, actor.model_args, kind, itemsize, pairs)
+    except Exception as error:  # a forecast must not end a run that could train
+        log.warning(
+            "%s: its layers cannot be tried without memory (%s); the forecast of memory is that of "
+            "a plain decoder",
+            actor.model_path,
+            str(error).partition("\n")[0],
+        )
+        return None
 
 
 def caches_features(args: ActorModelArgs) -> bool:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from rather.config.schema import ModelArgs
+from rather.config.schema import ActorConfig, ModelArgs
 from rather.data.pack import pack
 from rather.model.check import random_pairs
 from rather.model.layer_trial import is_plain, try_layers
 from rather.model.policy import PolicyModel
 from rather.model.sizes import few_layers, sizes_of
+from rather.plan.forecast import _tried_layers
 from tests.cells import cells
 from tests.model.test_hybrids import hybrid
 
@@ -61,3 +63,16 @@ def test_plain_decoders_need_no_trial(family: str, tmp_path: Path) -> None:
     config.architectures = []
     config.save_pretrained(tmp_path)
     assert is_plain(sizes_of(str(tmp_path), ModelArgs()))
+
+
+def test_a_trial_that_fails_leaves_the_forecast_of_a_plain_decoder(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_args: Any) -> None:
+        raise RuntimeError("no fake kernel\nand more")
+
+    monkeypatch.setattr("rather.plan.forecast.try_layers", fails)
+    monkeypatch.setattr("rather.plan.forecast.is_plain", lambda _sizes: False)
+    actor = ActorConfig.model_validate({"model_args": {"model_name_or_path": "some/model"}})
+    assert _tried_layers(actor, None, "cpu", []) is None  # type: ignore[arg-type]
+    assert "cannot be tried without memory (no fake kernel);" in caplog.text
