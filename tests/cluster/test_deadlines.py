@@ -63,7 +63,15 @@ CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 # What a rank does without the others, or under the deadline of another call.
-ALONE = {"build_loss", "set_environment", "pack", "park", "release", "folder_problem"}
+ALONE = {
+    "build_loss",
+    "set_environment",
+    "pack",
+    "park",
+    "release",
+    "folder_problem",
+    "memory_need",
+}
 ALONE |= {"answer", "compare_file", "build_policy", "build_optimizer", "build_runner"}
 # Of a reference apart: what does not wait for it. `await_log_probs` has the deadlines of a step.
 AHEAD = {"ask_log_probs", "await_log_probs", "drop_questions", "take_seconds", "close"}

@@ -27,6 +27,7 @@ NAMES = {
     "/path/to/model": "base",
     "checkpoint-300": "checkpoint-2",
     "rather-demo/base": "base",
+    "rather-demo/train.json": "pairs.jsonl",
 }
 CONFIG = """\
 exp_name: first

@@ -30,7 +30,7 @@ from rather.errors import ConfigError
 from rather.model import budget
 from rather.model.adapters import inject
 from rather.model.attention import IMPLEMENTATION
-from rather.model.budget import Budget, choose_budget
+from rather.model.budget import Budget, choose_budget, default_tokens
 from rather.model.layers import LEVELS, Recompute, _run, arrange_layers, layers_of, plain_layers
 from rather.model.policy import PolicyModel
 from rather.parallel.load import load_policy
@@ -270,8 +270,14 @@ def test_a_budget_recomputes_at_least_so_much(
     monkeypatch.setattr(budget, "arrange_layers", arrange)
     monkeypatch.setattr(budget, "_tokens_that_fit", lambda *_: (fitting[levels[-1]], 1.0))
     monkeypatch.setattr(budget, "_largest_tried", lambda _, __, tokens, *___: tokens)
-    policy: Any = SimpleNamespace(causal_lm=SimpleNamespace(device=SimpleNamespace(type="cuda")))
+    device = SimpleNamespace(type="cuda")
+    policy: Any = SimpleNamespace(causal_lm=SimpleNamespace(device=device), balance=None)
     rest: dict[str, Any] = {"offload": False, "compiled": False, "largest_pair": 100}
     chosen = choose_budget(policy, Never(), tokens=None, recompute=None, at_least=at_least, **rest)
     assert levels == tried
     assert chosen == Budget(fitting[tried[-1]], chosen.recompute, 1.0)
+
+
+def test_with_a_router_loss_a_step_may_be_one_large_micro_batch() -> None:
+    assert default_tokens("cuda", 0.001) == 2 * default_tokens("cuda", 0.0)
+    assert default_tokens("cpu", 0.001) == default_tokens("cpu", 0.0)
