@@ -247,6 +247,17 @@ def layout_of(keys: PairKeys, rows: str, data: DataArgs) -> RowLayout:
     )
 
 
+def _first_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the first token of a text, which may be a special one."""
+    try:
+        ids: list[int] = tokenizer("a").input_ids
+    except Exception as error:  # of the Rust library; a damaged file may hold anything
+        raise DataError(
+            f"{tokenizer.name_or_path}: the tokenizer cannot encode: {error}"
+        ) from error
+    return next(iter(ids), None)
+
+
 def recipe_of(
     tokenizer: PreTrainedTokenizerBase,
     data: DataArgs,
@@ -263,7 +274,7 @@ def recipe_of(
         template=choose_template(data.template, tokenizer, data.chat_template_kwargs),
         bos=bos,
         eos=tokenizer.eos_token_id,
-        adds_bos=bos is not None and tokenizer("a").input_ids[:1] == [bos],
+        adds_bos=bos is not None and _first_id(tokenizer) == bos,
         sequence_length=sequence_length,
         max_prompt_length=data.max_prompt_length,
         default_system=data.default_system,

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
+from rather.config.schema import DataArgs
 from rather.data import tokenizer_files
+from rather.data.prepare import recipe_of
 from rather.data.template import load_tokenizer
 from rather.errors import DataError
 
@@ -108,3 +112,11 @@ def test_usual_and_large_tokenizers_pass(
 ) -> None:
     change(content)
     tokenizer_files._check_tokenizer(content)
+
+
+def test_a_tokenizer_without_the_token_for_unknown_words_is_one_line() -> None:
+    backend = Tokenizer(models.WordLevel({"<s>": 0, "b": 1}, unk_token="[UNK]"))
+    fast_class: Any = PreTrainedTokenizerFast
+    tokenizer = fast_class(tokenizer_object=backend, bos_token="<s>")
+    with pytest.raises(DataError, match=r"the tokenizer cannot encode: .*Missing \[UNK\] token"):
+        recipe_of(tokenizer, DataArgs(template="chatml"), 64)
