@@ -8,7 +8,7 @@ Each row builds the model once. `packed = padded` are the mean and largest diffe
 log-probs and the model's own padded forward, both in bf16, and before that of two padded forwards with other padding, as
 the noise of bf16. Then the engine trains as bench/gpu_vs_trl.py does, on the same seeded UltraFeedback-like pairs, with the
 reference online, and TRL with it if `trl` and `liger_kernel` can be imported: after all our rows, because Liger replaces
-classes of transformers in the whole process. flash-linear-attention tunes its norm of queries and keys anew for many
+classes of transformers in the whole process. flash-linear-attention tunes its norm of queries and keys again for many
 lengths, many seconds each: TRL is given the norm in torch instead, as ours has, so that it is not measured. Both scan with flash-linear-attention's kernels if they are installed and
 right on the GPU, else with torch's functions; the settings say which. MFU counts matrix products and attention that are
 needed; the scan of linear attention is not counted. A row that would begin after --limit seconds is not run.

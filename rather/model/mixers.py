@@ -51,7 +51,7 @@ def _delta_rule(
     paths: list[Tensor], cu: Tensor, *, g: Tensor, beta: Tensor, **options: Any
 ) -> Tensor:
     query, key, value = paths
-    # The package's own norm is tuned anew, for many seconds, whenever the number of tokens changes.
+    # The package tunes its own norm again, for many seconds, when the number of tokens changes.
     if options.get("use_qk_l2norm_in_kernel"):
         query, key = _Unit.apply(query), _Unit.apply(key)
     rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule

@@ -94,7 +94,7 @@ def _view(buffer: Tensor, first: int, like: Tensor) -> Tensor:
 class HostState:
     """The shelves of an optimizer, and the copies between them and the device.
 
-    Parameters of at least `least` weights have a shelf; None: there are no shelves.
+    A parameter with at least `least` weights has a shelf; with None, no parameter has one.
     """
 
     def __init__(self, states: Iterable[ParameterState] = (), least: int | None = None) -> None:
