@@ -68,21 +68,15 @@ TINY_TOWER = {
 def main() -> None:
     args = arguments()
     args.folder.mkdir(parents=True, exist_ok=True)
-    if args.only == "trl":
-        (args.folder / "trl.json").write_text(json.dumps(run_trl(args)))
+    if args.only:
+        cell = run_ours(args) if args.only == "ours" else run_trl(args)
+        (args.folder / f"{args.only}.json").write_text(json.dumps(cell))
         return
     print(told(machine()), flush=True)
     if not (args.folder / "pairs.jsonl").exists():
         make_model(args.folder / "base", tiny=args.tiny)
         make_pairs(args)
-    cells = [] if args.only else [run_ours(args)]
-    for batch in trl_batches(args):
-        command = [sys.executable, __file__, *sys.argv[1:], "--only", "trl", "--batch", str(batch)]
-        code = subprocess.run(command, check=False).returncode  # its peak is its own
-        if code == 0:
-            cells.append(json.loads((args.folder / "trl.json").read_text()))
-            break
-        print(f"TRL with {batch} pairs a batch ended with code {code}", flush=True)
+    cells = [cell for cell in (run_alone(args, "ours"), first_that_fits(args)) if cell]
     report(args, cells)
 
 
@@ -95,7 +89,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="of TRL, the first 3 not measured")
     parser.add_argument("--batch", type=int, help="pairs of TRL's batches; default: what fits")
     parser.add_argument("--lora", type=int, help="rank of an adapter, for both")
-    parser.add_argument("--only", choices=("trl",))
+    parser.add_argument("--only", choices=("ours", "trl"))
     parser.add_argument("--folder", type=Path, default=Path("output/bench-vision"))
     parser.add_argument("--json", type=Path, default=RESULTS / "vision_gpu.json")
     args = parser.parse_args()
@@ -104,6 +98,21 @@ def arguments() -> argparse.Namespace:
     args.step = args.step or (4 if args.tiny else 32)
     args.steps = min(args.steps, args.pairs // args.step)
     return args
+
+
+def run_alone(args: argparse.Namespace, system: str, *more: str) -> dict[str, Any] | None:
+    """Run one system in a process of its own: its memory is gone afterwards."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--only", system, *more]
+    code = subprocess.run(command, check=False).returncode
+    if code == 0:
+        return dict(json.loads((args.folder / f"{system}.json").read_text()))
+    print(f"{system} {' '.join(more)} ended with code {code}", flush=True)
+    return None
+
+
+def first_that_fits(args: argparse.Namespace) -> dict[str, Any] | None:
+    cells = (run_alone(args, "trl", "--batch", str(batch)) for batch in trl_batches(args))
+    return next(filter(None, cells), None)
 
 
 def trl_batches(args: argparse.Namespace) -> list[int]:
