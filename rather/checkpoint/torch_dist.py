@@ -88,9 +88,6 @@ class _Chunk:
         return self
 
     def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
-        return self._read()[slices]
-
-    def _read(self) -> Tensor:
         try:
             with open(self.file, "rb", opener=regular) as opened:
                 opened.seek(self.offset)
@@ -107,7 +104,7 @@ class _Chunk:
             raise ConfigError(
                 f"{self.file}: the tensor at byte {self.offset} cannot be read: {reason}"
             ) from error
-        return tensor  # type: ignore[no-any-return]
+        return tensor[slices]  # type: ignore[no-any-return]
 
 
 class TorchDistFiles(ShardedFiles):

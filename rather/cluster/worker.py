@@ -245,20 +245,17 @@ class ActorWorker:
         if self.layout.engine == "torch":
             return None
         config, role = self.config, self.config.actor_train
-        engine_class = find_engine(role.engine)
         model, args = self.source
         training = role.training_args
-        engine = engine_class(
-            EngineJob(
-                model, args, self.device, self.mesh, self.layout,
-                role.strategy_args.strategy_config, training, config.max_grad_norm,
-                schedule(training, total_steps), config.task,
-                load=partial(
-                    load_policy, model, args, self.device, exact=True, start=Start(config.seed),
-                    rounding=Rounding(config.rounding), reward=config.task == "reward",
-                ),
-            )
+        job = EngineJob(
+            model, args, self.device, self.mesh, self.layout, role.strategy_args.strategy_config,
+            training, config.max_grad_norm, schedule(training, total_steps), config.task,
+            load=partial(
+                load_policy, model, args, self.device, exact=True, start=Start(config.seed),
+                rounding=Rounding(config.rounding), reward=config.task == "reward",
+            ),
         )  # fmt: skip
+        engine = find_engine(role.engine)(job)
         problems = list(engine.problems())
         compute = compute_dtype(args, self.device)
         if compute == torch.bfloat16 and config.rounding == "dithered" and not engine.dithers:
@@ -272,15 +269,13 @@ class ActorWorker:
                 "actor_train.model_args.dtype: bf16 is not possible: this CPU has no instructions "
                 "for it; set fp32"
             )
-        if self._sees_images:
-            problems.append("actor_train.data_args.file_name: pairs with images are not possible")
+        label = f"actor_train.engine: {self.layout.engine}"
         if problems:
-            label = self.layout.engine
-            raise ConfigError([f"actor_train.engine: {label}: {text}" for text in problems])
+            raise ConfigError([f"{label}: {text}" for text in problems])
         self.log.info(
-            "actor_train.engine: %s runs the training steps. It is experimental: no promise about "
-            "a resume with other devices or about small updates in bfloat16 holds",
-            self.layout.engine,
+            "%s runs the training steps. It is experimental: no promise about a resume with other "
+            "devices or about small updates in bfloat16 holds",
+            label,
         )
         return engine
 

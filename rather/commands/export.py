@@ -134,10 +134,11 @@ def _card_in(folder: Path) -> str:
 
 def export_as(file_format: str, name: str, out: Path, **options: Any) -> str:
     """Write `out` in a format of another tool; return how the log-probs of its weights compare."""
-    if file_format == "gguf" and out.suffix != ".gguf":
-        raise ConfigError(f"--format gguf writes a file: end {out} with .gguf.")
-    if file_format == "gguf" and find_spec("gguf") is None:
-        raise ConfigError("--format gguf needs the package gguf; install rather[gguf].")
+    if file_format == "gguf":
+        if out.suffix != ".gguf":
+            raise ConfigError(f"--format gguf writes a file: end {out} with .gguf.")
+        if find_spec("gguf") is None:
+            raise ConfigError("--format gguf needs the package gguf; install rather[gguf].")
     _refuse_existing(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".tmp-{out.stem}")

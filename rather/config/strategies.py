@@ -190,7 +190,7 @@ class Layout:
     sequence_parallel: bool = False
     schedule: str = "1f1b"  # of a pipeline
     virtual: int = 1  # stages of a pipeline rank
-    engine: str = "torch"
+    engine: str = "torch"  # without the folder of its file
 
     @property
     def pipeline(self) -> Pipeline:
@@ -375,19 +375,14 @@ def layout(role: RoleConfig, devices: int | None = None) -> Layout:
     pipeline = details.pipeline(degrees.pp)
     sharding = _sharding(role)
     shard = (details.shard_size or dp) if sharding.stage else 1
+    engine = role.engine if isinstance(role, ActorConfig) else "torch"
     return Layout(
         dp, *degrees, _recompute(role), details.offload_activations,
         args.strategy_name or DEFAULT,
         stage=sharding.stage if shard > 1 else 0, shard=shard, host=sharding.host,
         sequence_parallel=details.sequence_parallel, schedule=pipeline.schedule,
-        virtual=pipeline.virtual, engine=engine_label(role),
+        virtual=pipeline.virtual, engine=engine.rpartition("/")[2],
     )  # fmt: skip
-
-
-def engine_label(role: RoleConfig) -> str:
-    """Return the engine of a role without the folder of its file; a frozen model has Rather's."""
-    engine = role.engine if isinstance(role, ActorConfig) else "torch"
-    return engine.rpartition("/")[2]
 
 
 def _recompute(role: RoleConfig) -> Recompute | None:

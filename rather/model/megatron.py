@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class MegatronFiles(ModelFiles):
 
     def __init__(self, folder: Path, config: Any) -> None:
         super().__init__([])
-        self.folder, self.is_packed = folder, True  # read weight by weight
+        self.is_packed = True  # read weight by weight
         if config.model_type not in FAMILIES:
             raise ConfigError(
                 f"{folder}: Megatron checkpoints of model family '{config.model_type}' are not "
@@ -96,7 +97,16 @@ class MegatronFiles(ModelFiles):
                 if short in VOCABULARY:  # with unused rows at the end
                     stored[key] = min(stored[key], len(rows))
         if unknown := sorted(set(self.source) - set(taken)):
-            self._refuse(unknown)
+            reason = (
+                f"{len(unknown)} tensors have no place in the model that config_from names: "
+                f"{', '.join(unknown[:5])}"
+            )
+            if any(map(OPTIMIZER.search, unknown)):
+                reason = (
+                    f"has optimizer state ({unknown[0]}), which a new run does not continue; save "
+                    "the checkpoint again without it (Megatron-LM: --no-save-optim)"
+                )
+            raise ConfigError(f"{folder}: {reason}")
         for key, count in stored.items():
             if count != taken[key]:
                 raise ConfigError(
@@ -105,25 +115,19 @@ class MegatronFiles(ModelFiles):
                 )
         self._stored = list(self._shards)
 
-    def _refuse(self, unknown: list[str]) -> None:
-        if any(map(OPTIMIZER.search, unknown)):
-            raise ConfigError(
-                f"{self.folder}: has optimizer state ({unknown[0]}), which a new run does not "
-                "continue; save the checkpoint again without it (Megatron-LM: --no-save-optim)"
-            )
-        names = ", ".join(unknown[:5])
-        raise ConfigError(
-            f"{self.folder}: {len(unknown)} tensors have no place in the model that config_from "
-            f"names: {names}"
-        )
 
-
+@dataclass(frozen=True)
 class _Rows:
     """Some rows of a tensor, or of one layer of a stack, read like one of a safetensors file."""
 
-    def __init__(self, source: TorchDistFiles, key: str, layer: int | None, rows: Tensor) -> None:
-        self.source, self.key, self.layer, self.rows = source, key, layer, rows
-        self.dtype = source.dtype(key)
+    source: TorchDistFiles
+    key: str
+    layer: int | None
+    rows: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype(self.key)
 
     def get_slice(self, _name: str) -> _Rows:
         return self

@@ -32,7 +32,7 @@ from rather.files import inspect_folder
 from rather.model.attention import IMPLEMENTATION
 from rather.model.check import check_family, check_model
 from rather.model.files import LoadedWeights, ModelFiles, model_folder, weight_files
-from rather.model.megatron import MegatronFiles, checkpoint_folder, model_files
+from rather.model.megatron import checkpoint_folder, model_files
 from rather.model.mixers import report_scan
 from rather.model.policy import PolicyModel
 from rather.model.reward import HEAD, RewardFiles, auto_class, new_head
@@ -476,7 +476,7 @@ def _of_task(plain: ModelFiles, config: Any, start: Start, *, reward: bool) -> M
     """Return the weights of a model, or those of a reward model with its head."""
     if not reward:
         return plain
-    if isinstance(plain, MegatronFiles) or plain.folder is None:
+    if plain.folder is None:
         raise ConfigError("task: reward reads safetensors files only")
     width = config.get_text_config().hidden_size
     return RewardFiles(weight_files(plain.folder), width, start.seed)

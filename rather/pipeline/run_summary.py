@@ -20,7 +20,7 @@ from rather.cluster.memory import free_memory
 from rather.config.load import dump_yaml
 from rather.config.redaction import redact
 from rather.config.run_config import DPOConfig
-from rather.config.strategies import engine_label, layout
+from rather.config.strategies import layout
 from rather.data.findings import beyond_positions, by_severity
 from rather.data.show import token_view
 from rather.errors import HangError, RayGone, WorkerLost
@@ -159,7 +159,7 @@ tags: [{", ".join(tags)}]
 | {config.unit} | {pairs} in training, {config.global_batch()} per step, {step} steps |
 | learning rate | {training.learning_rate} ({training.lr_scheduler_type}) |
 | sequence length | {config.sequence_length} |
-| engine | {engine_label(actor)} |
+| engine | {layout(actor).engine} |
 | seed | {config.seed} |
 """
         return redact(card)  # a URL of a model may contain a password

@@ -118,13 +118,12 @@ class EngineJob:
     load: Callable[[], PolicyModel]
 
 
+@dataclass
 class Engine(ABC):
     """Builds the three parts of a rank that trains. Override `problems` to refuse runs."""
 
+    job: EngineJob
     dithers: ClassVar[bool] = False  # keeps updates below the spacing of bfloat16 numbers
-
-    def __init__(self, job: EngineJob) -> None:
-        self.job = job
 
     def problems(self) -> Iterable[str]:
         """Return why this run is impossible; each sentence begins with the key that asks for it."""
@@ -144,9 +143,9 @@ def find_engine(name: str) -> type[Engine]:
     if file:
         engine = plugins.load_function(Path(file), class_name, f"{KEY}:")
     else:
-        installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-        if name not in installed:
-            hint = plugins.did_you_mean(name, ["torch", *installed])
+        installed = entry_points(group=ENTRY_POINTS)
+        if name not in installed.names:
+            hint = plugins.did_you_mean(name, ["torch", *installed.names])
             raise ConfigError(f"{KEY}: no installed package has an engine '{name}'{hint}")
         try:
             engine = installed[name].load()

@@ -149,6 +149,7 @@ class RankTrainer:
         self.balance = balance_of(policy, self.mesh, router_loss, self.device)
         self._counted = counted(policy, self.mesh)
         self._is_alone = self.mesh.world == 1
+        self._stores_whole = self._is_alone or (optimizer is not None and optimizer.stores_whole)
         if isinstance(policy, PolicyModel) and self.device.startswith("cuda") and owns_weights:
             # A group of one rank is alone as well, but FSDP2 shards its weights.
             is_whole = self._is_alone and not self.mesh.sums_gradients
@@ -162,10 +163,6 @@ class RankTrainer:
     def _trained(self) -> StepOptimizer:
         assert self.optimizer is not None, "this rank does not train"
         return self.optimizer
-
-    @property
-    def _stores_whole(self) -> bool:
-        return self.optimizer is not None and self.optimizer.stores_whole
 
     # --- log-probs ---
 
@@ -515,13 +512,11 @@ class RankTrainer:
 
     def _pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Shard]:
         """Return what this rank stores."""
-        if self._is_alone:
-            return dict(tensors)
-        if self._stores_whole:
-            gathered = {key: tensor for key, tensor in tensors.items() if tensor.numel()}
-            return dict(gathered) if self._is_first else {}
-        specs = places(self.policy, self.mesh)
         pieces: dict[str, Tensor | Shard] = {}
+        if self._stores_whole:
+            pieces.update(tensors)  # every rank reads them, because an engine gathers them
+            return pieces if self._is_first else {}
+        specs = places(self.policy, self.mesh)
         for key, tensor in tensors.items():
             name = key if key in specs else key.rpartition(".")[0]
             has_parameter_shape = tensor.ndim == len(specs[name].whole)
@@ -531,7 +526,7 @@ class RankTrainer:
         return pieces
 
     def _local_shards(self, source: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if self._is_alone or self._stores_whole:
+        if self._stores_whole:
             return source
         return LocalShards(source, places(self.policy, self.mesh))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def test_the_log_names_the_engine_and_what_it_does_not_promise(
 
 def test_an_installed_engine_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("toy", "tests.engines.toy:ToyEngine", seam.ENTRY_POINTS)
-    monkeypatch.setattr(seam, "entry_points", lambda **_: [entry])
+    monkeypatch.setattr(seam, "entry_points", lambda **_: EntryPoints([entry]))
     assert seam.find_engine("toy") is toy.ToyEngine
     with pytest.raises(ConfigError, match=r"actor_train\.engine: .*'toi'; did you mean 'toy'"):
         seam.find_engine("toi")
