@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 # Tokens of a training run from which two measurements should take less than 5 % of its time, by
 # estimate: 50 answers of 40 tokens take about a second on a GPU, however small the model is.
 LONG_ENOUGH = {"cpu": 150_000, "cuda": 2_000_000}
+# Times forgetting_limit: a model that lost so many right answers is refused, whatever it won.
+BEYOND_NOISE = 5
 
 
 @dataclass
@@ -153,9 +155,11 @@ class Limits:
                 f"({self.forgetting:g})."
             )
         chance = metrics.get(f"{FORGETTING}chance", 0.0)
-        if kept is not None and kept < 1 - self.forgetting and chance < BY_CHANCE:
+        if kept is None or kept >= 1 - self.forgetting:
+            return ""
+        if chance < BY_CHANCE or kept < 1 - BEYOND_NOISE * self.forgetting:
             return (
-                f"only {kept:.0%} of the base's right answers are still right (forgetting_limit "
-                f"is {self.forgetting:g}; chance loses so many with a probability of {chance:.2g})."
+                f"only {kept:.0%} of the base's right answers are still right, beyond "
+                f"forgetting_limit ({self.forgetting:g}) by more than chance."
             )
         return ""

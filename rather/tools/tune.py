@@ -38,7 +38,7 @@ from rather.files import JsonObject, own, parse_json, read_bytes, replace_own, t
 from rather.losses.metrics import Z, wilson
 from rather.losses.objective import from_config
 from rather.model.generate import Decoding, generate
-from rather.outcome.forgetting import SHIPPED
+from rather.outcome.forgetting import SHIPPED, read_rows
 from rather.pipeline.forgetting import Limits, drifts
 from rather.pipeline.steps import PreparedSteps
 from rather.run_folder import control
@@ -60,6 +60,7 @@ PER_ROUND = 3  # each round trains so many times longer, and keeps one setting o
 MOST_FINALISTS = 8
 MOST_GRADES = 8  # times that a rate is made gentler, or stronger
 MOST_TRADES = 2  # times that a third of the rate is traded for three times beta
+MOST_RESCUES = 2  # smaller rates if the usable finalists lost more right answers than allowed
 DIRECT = (
     3.0  # times the cost of a short run: full runs that cost less follow the range test directly
 )
@@ -242,6 +243,13 @@ class Tuning:
         return tuning
 
     @property
+    def _texts(self) -> Path:
+        """The file of forgetting, unless it is off."""
+        if self.base.forgetting == "auto":
+            return SHIPPED
+        return self.base.actor_train.data_args.locate(self.base.forgetting)
+
+    @property
     def runs(self) -> JsonObject:
         """What was measured of each run, by its name."""
         runs: JsonObject = self.state["runs"]
@@ -307,6 +315,10 @@ class Tuning:
         for name in ("loss", "kept", "chance"):
             if f"{FORGETTING}{name}" in now:
                 limits_of_run[f"forgetting_{name}"] = now[f"{FORGETTING}{name}"]
+        if f"{FORGETTING}kept" in now:
+            questions, _ = read_rows(self._texts)
+            right_before = round(before[f"{FORGETTING}right"] * len(questions))
+            limits_of_run["forgetting_right_before"] = right_before
         limits = Limits(self.base.drift_limit, self.base.forgetting_limit)
         if problem := limits.problem(now, base):
             limits_of_run["problem"] = problem
@@ -384,7 +396,7 @@ class Tuning:
         """Return the seconds that a finalist is expected to take."""
         step, start = self._costs
         done = [self.runs[name] for name in self.finalists if self.runs[name]["steps"]]
-        starts = [run["start_seconds"] for run in done]  # they also measure forgetting
+        starts = [run["start_seconds"] for run in done[-1:]]  # they also measure forgetting
         return float(MARGIN * (max([start, *starts]) + step * total_steps))
 
     def _reserve(self, total_steps: int) -> None:
@@ -452,7 +464,8 @@ class Tuning:
 
         First the best of the search and a gentler rate, because few steps favour high rates; then
         on in the direction that was better. Then beta: a third of the rate with three times beta
-        gives about the same rewards and moves the model less.
+        gives about the same rewards and moves the model less. A rate that lost right answers is
+        not raised before gentler settings were tried.
         """
         top = self._best_of_search()
         tried = {str(self.runs[name]["values"]): name for name in self.finalists}
@@ -465,8 +478,11 @@ class Tuning:
         best = min(rates, key=lambda grade: (self._any_loss(rates[grade]), -grade))
         if best == max(rates) < MOST_GRADES:
             return with_rate(top, GENTLER ** (best + 1))
+        stronger = None
         if best == min(rates) > -MOST_GRADES and self.loss(rates[best]) < math.inf:
-            return with_rate(top, GENTLER ** (best - 1))
+            stronger = with_rate(top, GENTLER ** (best - 1))
+        if stronger and not self._loses_answers(rates[best]):
+            return stronger
         usable = min(rates.values(), key=self.loss)
         starts = {rates[best]: None}  # in this order
         if self.loss(usable) < math.inf:
@@ -474,7 +490,7 @@ class Tuning:
         for start in starts:
             if values := self._trade_or_gentler(start, tried):
                 return values
-        return None
+        return stronger
 
     def _best_of_search(self) -> JsonObject:
         searched = [name for name in self.runs if not name.startswith("final-")]
@@ -490,14 +506,18 @@ class Tuning:
     def _trade_or_gentler(self, best: str, tried: Mapping[str, str]) -> JsonObject | None:
         """Return the next setting with a smaller rate and a larger beta than the best rate's.
 
-        As long as every finalist exceeds a limit, ever smaller rates follow.
+        As long as every finalist exceeds a limit, ever smaller rates follow; two at most if the
+        finalists as good as the best lost right answers.
         """
         values: JsonObject = self.runs[best]["values"]
-        for trade in range(1, MOST_GRADES):
-            if trade <= MOST_TRADES and self._has_beta:
+        usable = [name for name in tried.values() if self.loss(name) < math.inf]
+        trades = MOST_TRADES if self._has_beta else 0
+        most = trades + MOST_RESCUES if usable else MOST_GRADES - 1
+        for trade in range(1, most + 1):
+            if trade <= trades:
                 beta = self.beta(values) / GENTLER
                 values = {**with_rate(values, GENTLER), BETA: f"{beta:.3g}"}
-            elif any(self.loss(name) < math.inf for name in tried.values()):
+            elif self._has_keeper(usable):
                 return None
             else:
                 values = with_rate(values, GENTLER)
@@ -509,6 +529,14 @@ class Tuning:
                 return None
         return None
 
+    def _has_keeper(self, usable: Sequence[str]) -> bool:
+        """Return whether one of these that is as good as the best kept the right answers."""
+        keepers = [name for name in usable if not self._loses_answers(name)]
+        if not keepers:
+            return False
+        best = self._chooses(min(usable, key=self.loss))
+        return any(not self._chooses(name).is_clearly_worse_than(best) for name in keepers)
+
     def _chooses(self, name: str) -> Half:
         beta = self.beta(self.runs[name]["values"])
         return halves(self.folder / name, beta, self.prompts)[0]
@@ -517,11 +545,13 @@ class Tuning:
     def _has_beta(self) -> bool:
         return bool(self.base.loss_numbers.get("beta") or from_config(self.base).terms[0].beta)
 
+    def _loses_answers(self, name: str) -> bool:
+        """Return whether more right answers were lost than allowed, if only by chance."""
+        kept_share = float(self.runs[name].get("forgetting_kept", 1.0))
+        return kept_share < 1 - self.base.forgetting_limit
+
     def _harm(self, name: str) -> tuple[bool, float]:
-        """Return whether more right answers were lost than allowed, if only by chance; drift."""
-        run = self.runs[name]
-        loses = run.get("forgetting_kept", 1.0) < 1 - self.base.forgetting_limit
-        return loses, float(run["drift"])
+        return self._loses_answers(name), float(self.runs[name]["drift"])
 
     def _train_finalists(self, total_steps: int) -> int:
         self.reserved = 0.0
@@ -555,13 +585,19 @@ class Tuning:
         usable = {name: half for name, half in compared.items() if self.loss(name) < math.inf}
         candidates = {NOTHING: untrained, **usable}
         top = min(candidates, key=lambda name: candidates[name].loss)
-        best = choose(candidates, {NOTHING: (False, 0.0), **{n: self._harm(n) for n in usable}})
+        harm = {NOTHING: (False, 0.0), **{name: self._harm(name) for name in usable}}
+        best = choose(candidates, harm)
         gain, error = candidates[top].gain_over(candidates[best])
         reason = "the lowest loss"
         if best == NOTHING and not usable:
             reason = "every finalist exceeded a limit; see the table"
         if best != top:
-            reason = f"gentler than {top}, whose loss is lower by only {gain:.4f} +- {error:.4f}"
+            keeps_more = harm[best][0] < harm[top][0]
+            virtue = "keeps more right answers than" if keeps_more else "gentler than"
+            reason = f"{virtue} {top}, whose loss is lower by only {gain:.4f} +- {error:.4f}"
+        if harm[best][0]:
+            reason += f"; it lost {lost_answers(self.runs[best])}, and no finalist about as good "
+            reason += f"kept {1 - self.base.forgetting_limit:.0%} of them"
         finals = {
             name: {"loss": half.loss, "accuracy": half.accuracy, "pairs": len(half.margins),
                    "text": half.text()}
@@ -640,8 +676,17 @@ def facts(found: JsonObject, name: str) -> str:
         rise = run["forgetting_loss"] - run["forgetting_loss_before"]
         texts.append(f"loss on neutral text {rise:+.3f}")
     if "forgetting_kept" in run:
-        texts.append(f"{run['forgetting_kept']:.0%} of right answers kept")
+        texts.append(f"lost {lost_answers(run)}")
     return ", ".join(texts)
+
+
+def lost_answers(run: JsonObject) -> str:
+    """Return `3 of 30 right answers`."""
+    lost_share = 1 - run["forgetting_kept"]
+    right_before = run.get("forgetting_right_before")
+    if right_before is None:  # measured by an older version
+        return f"{lost_share:.0%} of the right answers"
+    return f"{round(lost_share * right_before)} of {right_before} right answers"
 
 
 def print_result(found: JsonObject) -> None:

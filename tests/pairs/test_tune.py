@@ -145,7 +145,7 @@ def test_finalists_follow_the_better_direction(
     state = tuning(tmp_path, 0.5)
     tried: list[tuple[str, str]] = []
 
-    def finish(loss: float, **more: str) -> None:
+    def finish(loss: float, **more: str | float) -> None:
         values = state._next_finalist()
         assert values is not None
         tried.append((values[tune.RATE], values.get("beta", "-")))
@@ -193,3 +193,92 @@ def test_finalists_follow_the_better_direction(
     state.state["rounds"]["direct"] = 1
     finish(0.4)
     assert tried == [("3.33e-07", "-")]
+    # Right answers were lost, if only by chance: gentler settings come before stronger ones, and
+    # two more than usual.
+    restart()
+    state.state["rounds"].pop("direct")
+    rescued = [("1e-06", "-"), ("3.33e-07", "-"), ("3.33e-07", "0.3"), ("1.11e-07", "0.9")]
+    rescues = [("3.7e-08", "0.9"), ("1.23e-08", "0.9")]
+    for loss in (0.4, 0.5, 0.4, 0.4, 0.4, 0.4, 0.5):
+        finish(loss, forgetting_kept=0.9)
+    assert tried == [*rescued, *rescues, ("3e-06", "-")]
+    assert state._next_finalist() is None
+    # The first of these is clearly worse: the next would be as well, and could not win.
+    restart()
+    for loss in (0.4, 0.5, 0.4, 0.4, 0.6, 0.5):
+        finish(loss, forgetting_kept=0.9)
+    assert tried == [*rescued, rescues[0], ("3e-06", "-")]
+    # One that keeps the answers is enough if it is about as good as the best.
+    restart()
+    for kept, loss in ((0.9, 0.4), (0.9, 0.5), (0.9, 0.4), (0.96, 0.4), (0.9, 0.5)):
+        finish(loss, forgetting_kept=kept)
+    assert tried == [*rescued, ("3e-06", "-")]
+    restart()
+    for kept, loss in ((0.9, 0.4), (0.96, 0.5), (0.9, 0.4), (0.9, 0.4), (0.9, 0.4)):
+        finish(loss, forgetting_kept=kept)
+    assert tried == [*rescued, rescues[0]]
+
+
+class Finalists:
+    """Finalists that were measured, as stubs: what `Tuning.result` makes of them."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tuning = tuning(folder)
+        self.halves: dict[str, tune.Half] = {}
+        draw = np.random.default_rng(0)
+        self.margins = draw.normal(1.0, 1.0, 400)
+        self.noise = draw.normal(0.0, 0.3, 400)
+        monkeypatch.setattr(tune.Tuning, "beta", lambda *_: 0.1)
+        monkeypatch.setattr(tune, "halves", self.read)
+
+    def read(self, run_dir: Path, *_: object, first: bool = False) -> tuple[tune.Half, tune.Half]:
+        both = half(*np.zeros(400)) if first else self.halves[run_dir.name]
+        return both, both
+
+    def add(self, name: str, better_by: float, lost: int, drift: float, **more: str) -> None:
+        right_before = 30
+        self.tuning.runs[f"final-{name}"] = {
+            **GOOD, "loss": 0.4, "drift": drift, "forgetting_right_before": right_before,
+            "forgetting_kept": 1 - lost / right_before, **more,
+        }  # fmt: skip
+        noise = np.roll(self.noise, len(self.halves))
+        self.halves[f"final-{name}"] = half(*(self.margins + noise + better_by))
+
+
+def test_of_equal_finalists_one_that_keeps_the_right_answers_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finalists = Finalists(tmp_path, monkeypatch)
+    finalists.add("strong", 0.05, lost=3, drift=0.2)
+    finalists.add("gentlest", 0.0, lost=2, drift=0.05)
+    finalists.add("keeps", 0.0, lost=1, drift=0.1)
+    finalists.add("worse", -0.5, lost=0, drift=0.01)
+    found = finalists.tuning.result()
+    assert found["best"] == "final-keeps"
+    assert found["reason"].startswith("keeps more right answers than final-strong, whose loss is")
+    assert "lost" not in found["reason"]
+    finalists.add("gentler", 0.0, lost=0, drift=0.09)
+    assert finalists.tuning.result()["best"] == "final-gentler"
+    finalists.add("much better", 0.5, lost=0, drift=0.3)
+    assert finalists.tuning.result()["reason"] == "the lowest loss"
+
+
+def test_if_none_keeps_the_right_answers_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finalists = Finalists(tmp_path, monkeypatch)
+    finalists.add("strong", 0.05, lost=2, drift=0.2)
+    finalists.add("gentle", 0.0, lost=3, drift=0.1)
+    finalists.add("broken", 0.0, lost=10, drift=0.01, problem="only 67%")
+    found = finalists.tuning.result()
+    assert found["best"] == "final-gentle"
+    assert found["reason"].endswith(
+        "; it lost 3 of 30 right answers, and no finalist about as good kept 95% of them"
+    )
+    assert tune.facts(found, "final-broken") == "drift 0.01, lost 10 of 30 right answers"
+    monkeypatch.setenv("COLUMNS", "200")
+    tune.print_result(found)
+    assert "lost 2 of 30 right answers" in capsys.readouterr().out
+    # A tune.json of an older version has shares only.
+    del found["runs"]["final-gentle"]["forgetting_right_before"]
+    assert "lost 10% of the right answers" in tune.facts(found, "final-gentle")
