@@ -3,6 +3,9 @@
 They are started with `subprocess`, so that they neither run the user's main module again nor
 inherit threads. Questions are JSON, answers safetensors: nothing is pickled. A child ends when its
 parent does, however that happens.
+
+An answer lies in a file in memory and is read by one call. Through a pipe it takes dozens, between
+which the thread that reads takes the interpreter from the thread that trains.
 """
 
 from __future__ import annotations
@@ -11,14 +14,16 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection, Pipe
-from typing import Protocol
+from typing import IO, Protocol
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -32,7 +37,7 @@ MOST_AHEAD = 256  # images whose pixels wait; one of 448 x 448 has 5 MB
 _START = (
     "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "sys.path[:] = json.loads(sys.argv[1]); from rather.data.pixel_loader import main; "
-    "main(int(sys.argv[2]))"
+    "main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 Pixels = Mapping[str, Tensor]
@@ -77,7 +82,10 @@ class PixelLoader:
             assert isinstance(self.maker, PixelMaker)
             self._local.child = _Child(self.maker.recipe)
         answer: Pixels = self._local.child.pixels(image)
-        return answer
+        if not torch.cuda.is_initialized():
+            return answer
+        # Here instead of where they are used, so that the thread that trains does not copy.
+        return {name: tensor.pin_memory() for name, tensor in answer.items()}
 
     def close(self) -> None:
         if self._threads:
@@ -90,13 +98,15 @@ class _Child:
 
     def __init__(self, recipe: ImageRecipe) -> None:
         self.connection, theirs = Pipe()
+        self.answers = _file_in_memory()
+        handles = [theirs.fileno(), self.answers.fileno()]
         environment = {name: text for name, text in os.environ.items() if not looks_secret(name)}
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())],
+                [sys.executable, "-c", _START, json.dumps(sys.path), *map(str, handles)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=[theirs.fileno()],
+                pass_fds=handles,
                 env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             )
         self.connection.send_bytes(json.dumps(asdict(recipe)).encode())
@@ -108,7 +118,6 @@ class _Child:
             self.connection.send_bytes(json.dumps(head).encode())
             self.connection.send_bytes(content)
             error = self.connection.recv_bytes().decode()
-            answer = self.connection.recv_bytes()
         except (EOFError, OSError):
             raise DataError(
                 f"the process that makes pixels ended with code {self.process.wait()} at the image "
@@ -116,12 +125,21 @@ class _Child:
             ) from None
         if error:
             raise DataError(error)
-        return load(answer)
+        self.answers.seek(0)
+        return load(self.answers.read())
 
 
-def main(handle: int) -> None:
-    """Answer questions until the parent has gone."""
-    connection = Connection(handle)
+def _file_in_memory() -> IO[bytes]:
+    """Return a file without a name, which is in memory where the system has such files."""
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("pixels"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def main(questions: int, handle: int) -> None:
+    """Answer questions, in the file of this handle, until the parent has gone."""
+    connection = Connection(questions)
+    answers = os.fdopen(handle, "r+b", buffering=0)
     with suppress(EOFError, OSError):
         maker = PixelMaker(ImageRecipe(**json.loads(connection.recv_bytes())))
         while True:
@@ -129,10 +147,12 @@ def main(handle: int) -> None:
             content = connection.recv_bytes()
             source = content if head["source"] is None else head["source"]
             image = PromptImage(head["digest"], source, tuple(head["grid"]), head["tokens"])
-            error, answer = "", b""
+            error = ""
             try:
-                answer = save({n: t.contiguous() for n, t in maker.pixels([image]).items()})
+                made = {name: tensor.contiguous() for name, tensor in maker.pixels([image]).items()}
+                answers.seek(0)
+                answers.write(save(made))
+                answers.truncate()
             except DataError as problem:
                 error = str(problem)
             connection.send_bytes(error.encode())
-            connection.send_bytes(answer)

@@ -8,6 +8,10 @@ each size, on the host.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -22,6 +26,12 @@ from transformers.vision_utils import (
     get_vision_position_ids,
     get_vision_window_index,
 )
+
+log = logging.getLogger(__name__)
+
+HALF = (torch.bfloat16, torch.float16)
+OFTEN = 8  # images of a size after which a graph for it pays: recording takes as long as ten images
+MOST_GRAPHS = 32  # each holds the patches and features of one image
 
 # transformers passes the lengths of windows only to an implementation with "flash" in its name.
 IMPLEMENTATION = "rather_flash_windows"
@@ -53,8 +63,7 @@ def window_attention(
     **_unused: Any,
 ) -> tuple[Tensor, None]:
     """query, key, value [1, H, N, D] -> [1, N, H, D]; a window or image attends to itself alone."""
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and is_half and query.shape[-1] % 8 == 0:
+    if query.is_cuda and query.dtype in HALF and query.shape[-1] % 8 == 0:
         by_token = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
         lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
         without_dropout = (0.0, False, False)  # nor a causal or a debug mask
@@ -100,3 +109,81 @@ def tower_layout(tower: Any, grid: tuple[int, ...], device: torch.device) -> dic
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in layout.items()
     }
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """Recorded launches, and where they read patches and leave features."""
+
+    graph: torch.cuda.CUDAGraph
+    patches: Tensor
+    features: Tensor
+    compute: Callable[[Tensor], Tensor]  # holds other tensors that the launches read
+
+    def replay(self, patches: Tensor) -> Tensor:
+        self.patches.copy_(patches)
+        self.graph.replay()
+        return self.features.clone()
+
+
+class TowerGraphs:
+    """Runs a frozen tower on a GPU with one launch, for sizes of images that come often.
+
+    The tower is more than a thousand short kernels, which take longer to launch than to run. A CUDA
+    graph launches them all at once. They are the same kernels for the same number of patches, so
+    features keep their bits.
+    """
+
+    def __init__(self, tower: nn.Module) -> None:
+        self.tower = tower
+        self.is_possible = True
+        self.graphs: dict[tuple[int, ...], _Graph] = {}
+        self._seen: Counter[tuple[int, ...]] = Counter()
+        self._addresses: list[int] = []  # of the weights that the graphs read
+        self._pool: Any = None  # memory of all graphs, of which one runs at a time
+
+    def run(
+        self, grid: tuple[int, ...], patches: Tensor, compute: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return the features that `compute` makes of the patches of an image of this size."""
+        if not (patches.is_cuda and self.is_possible and self._has_fixed_weights()):
+            return compute(patches)
+        self._seen[grid] += 1
+        is_full = len(self.graphs) == MOST_GRAPHS
+        if grid not in self.graphs and not is_full and self._seen[grid] > OFTEN:
+            self._record(grid, patches, compute)
+        if grid not in self.graphs:
+            return compute(patches)
+        return self.graphs[grid].replay(patches)
+
+    def _has_fixed_weights(self) -> bool:
+        """Return whether no weight trains, is divided or has moved since graphs were recorded."""
+        weights = list(self.tower.parameters())
+        if any(weight.requires_grad or type(weight) is not nn.Parameter for weight in weights):
+            return False
+        if weights[0].dtype not in HALF:  # attention then asks for the lengths of windows
+            return False
+        addresses = [weight.data_ptr() for weight in weights]
+        if self.graphs and addresses != self._addresses:
+            self.is_possible = False  # they wait on the host between turns: each brings new ones
+            self.graphs.clear()
+        self._addresses = addresses
+        return self.is_possible
+
+    def _record(
+        self, grid: tuple[int, ...], patches: Tensor, compute: Callable[[Tensor], Tensor]
+    ) -> None:
+        stream = torch.cuda.current_stream(patches.device)
+        graph, own_patches = torch.cuda.CUDAGraph(), patches.clone()
+        try:
+            # Other threads, such as the one that stores features, may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                features = compute(own_patches)
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a recording that fails leaves its own one
+            self.is_possible = False
+            reason = str(error).splitlines()[0]
+            log.warning("the vision tower runs without CUDA graphs, which is slower: %s", reason)
+            return
+        self._pool = graph.pool()
+        self.graphs[grid] = _Graph(graph, own_patches, features, compute)

@@ -23,7 +23,7 @@ from rather.data.batch import PairBatch, PromptImage
 from rather.data.pixel_loader import Maker, PixelLoader, Pixels
 from rather.errors import ConfigError, DataError
 from rather.model.image_features import FeatureStore
-from rather.model.image_tower import arrange_tower, tower_layout
+from rather.model.image_tower import TowerGraphs, arrange_tower, tower_layout
 
 PARTS = ("vision", "projector")  # of a model outside its language model; frozen by default
 
@@ -164,6 +164,7 @@ class Vision:
         self.hits = 0  # images whose features were stored
         tower = getattr(self.base, self.family.tower)
         self.layout = lru_cache(maxsize=256)(partial(tower_layout, tower))
+        self.graphs = TowerGraphs(tower)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return those of tower and projector; sharding and loading replace them."""
@@ -274,22 +275,26 @@ class Vision:
     def compute(self, image: PromptImage, device: torch.device) -> Tensor:
         made = self.loader.take(image)
         if self.family.in_space:
-            pixels = _to_device(made["pixel_values"], device)
-            grid = made["image_grid_thw"]  # its lengths are read: on the device, that would wait
+            patches = _to_device(made["pixel_values"], device)
             layout = self.layout(image.grid, device)
-            output = self.base.get_image_features(pixels, grid, **layout)
+            # The grid stays on the host: it is read, which would wait for the device.
+            compute = partial(self._rows, image_grid_thw=made["image_grid_thw"], **layout)
+            rows_LTD = self.graphs.run(image.grid, patches, compute)
         else:
             tensors = {name: _to_device(tensor, device) for name, tensor in made.items()}
-            output = self.base.get_image_features(**tensors)
+            rows_LTD = self._rows(**tensors)
         self.computed += 1
-        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        rows_LTD = torch.stack([torch.cat(list(layer)) for layer in layers])
         if rows_LTD.shape[1] != image.tokens:
             raise DataError(
                 f"an image has {image.tokens} tokens in its prompt, but the model makes "
                 f"{rows_LTD.shape[1]} of it; the processor's files do not belong to this model."
             )
         return rows_LTD
+
+    def _rows(self, pixel_values: Tensor, **options: Any) -> Tensor:
+        output = self.base.get_image_features(pixel_values, **options)
+        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        return torch.stack([torch.cat(list(layer)) for layer in layers])
 
     def counts(self) -> tuple[int, int]:
         """Return how often features of an image came from the cache, and how often they did not."""

@@ -26,7 +26,9 @@ class InThread(pixel_loader._Child):
 
     def __init__(self, recipe: ImageRecipe) -> None:
         self.connection, theirs = Pipe()
-        threading.Thread(target=main, args=(os.dup(theirs.fileno()),), daemon=True).start()
+        self.answers = pixel_loader._file_in_memory()
+        handles = (os.dup(theirs.fileno()), os.dup(self.answers.fileno()))
+        threading.Thread(target=main, args=handles, daemon=True).start()
         theirs.close()
         self.connection.send_bytes(json.dumps(asdict(recipe)).encode())
 
