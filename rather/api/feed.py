@@ -209,7 +209,7 @@ class Feed:
         if self.images:
             tokenizer = self.tokenizer.tokenizer
             tokenizer.chat_template = self.tokenizer.chat_template or tokenizer.chat_template
-        recipe = recipe_of(tokenizer, self.data, length, self.config.parity, self.images)
+        recipe = recipe_of(tokenizer, self.data, length, self.images)
         return encoder_of(recipe, "rows of text")
 
     # --- rows that are dropped ---

@@ -34,7 +34,7 @@ def reward_scores(
     config = settings_for(weights, file, [])
     policy = weights.load(here())
     data_args = config.actor_train.data_args
-    recipe = recipe_of(weights.tokenizer(), data_args, config.sequence_length, config.parity)
+    recipe = recipe_of(weights.tokenizer(), data_args, config.sequence_length)
     positions = getattr(policy.causal_lm.config.get_text_config(), "max_position_embeddings", None)
     encoder = encoder_of(replace(recipe, sequence_length=positions or NO_LIMIT), str(file))
     pairs = []

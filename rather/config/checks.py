@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from rather.config.compat import ALIASES, Problems, clippings, lora_file, parity_problems
+from rather.config.compat import ALIASES, Problems, clippings, lora_file
 from rather.config.inherit import value_at
 from rather.config.plugins import did_you_mean
 from rather.config.schema import DETAILS_OF_ADAPTER, DataArgs, RunConfig
@@ -132,9 +132,6 @@ def problems(config: RunConfig) -> Problems:
         _layouts, _devices, _reference,
     ):  # fmt: skip
         yield from check(config)
-    if config.parity:
-        for key, text in parity_problems(config, data_parallel(config.actor_train)):
-            yield key, f"{text} (parity: {config.parity})"
 
 
 def missing(config: RunConfig) -> Problems:

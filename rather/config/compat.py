@@ -1,4 +1,4 @@
-"""Files and keys of other systems: ROLL, DeepSpeed, ColossalChat's adapter files, TRL (`parity`)."""
+"""Files and keys of other systems: ROLL, DeepSpeed, ColossalChat's adapter files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rather.arithmetic import ceil_div
 from rather.config.schema import ActorConfig, ActorModelArgs, RunConfig, StrategyArgs
 from rather.config.values import section_problems
 from rather.errors import ConfigError
@@ -110,6 +109,8 @@ MORE = "additional_configs"
 CONFIG = "strategy_args.strategy_config"
 # Keys of earlier versions of Rather.
 REMOVED = {
+    "parity": "was removed; `from rather.trl import DPOConfig, DPOTrainer` trains on TRL's tokens "
+    "(docs: Coming from TRL); remove it",
     "determinism": "was removed; runs on the same devices are reproducible, on GPUs with "
     "deterministic: true; remove it",
     "trace": "was removed; metrics.jsonl and the report say where the time of a step goes; "
@@ -345,72 +346,3 @@ def lora_file(args: ActorModelArgs) -> tuple[JsonObject, list[str]]:
     wrong += section_problems(type(args), settings)
     problems = [f"{key} in {args.lora_config}: {text}" for key, text in wrong]
     return {} if problems else settings, problems
-
-
-# --- `parity: trl-1.x`: presets, and settings that TRL (0.29 and later) does not have. Tokens are
-# made as TRL makes them (data/tokens.py); TRL's losses equal Rather's except for these ---
-
-DATA = "actor_train.data_args"
-# TRL drops only rows whose prompt fills the length, and cuts answers at the end.
-PRESETS: JsonObject = {f"{DATA}.overlong": "truncate_response", "on_bad": "error"}
-TRL_LOSSES = """
-    sigmoid hinge ipo exo_pair nca_pair robust sppo_hard aot aot_unpaired apo_zero apo_down discopop
-    sft bco_pair sigmoid_norm
-""".split()  # noqa: SIM905 - a table of names
-OF_A_MICRO_BATCH = ("sft", "aot", "aot_unpaired")
-NOT_IN_TRL = """
-    gamma gamma_beta_ratio length_normalization cpo_alpha alphapo_alpha odpo_alpha dpop_lambda
-    rdpo_alpha reward_scale clip_range pref_ftx
-    soft_labels rpo_alpha reference_free
-""".split()  # noqa: SIM905 - a table of names
-FIXED = {
-    "score": "last",
-    "separator": "",
-    "overlong": "truncate_response",
-    "max_prompt_length": None,
-}
-
-
-def parity_problems(config: RunConfig, dp: int) -> Problems:
-    """Yield the settings that TRL cannot reproduce."""
-    yield from _loss_parity(config, dp)
-    data_args = config.actor_train.data_args
-    for key, only_choice in FIXED.items():
-        if getattr(data_args, key) != only_choice:
-            yield f"{DATA}.{key}", f"TRL has no such choice; leave it at {only_choice!r}"
-    if data_args.special_tokens in ("escape", "drop"):
-        yield f"{DATA}.special_tokens", "TRL keeps special tokens in the text; set keep or warn"
-    training = config.actor_train.training_args
-    has_warmup = training.warmup_steps or training.warmup_ratio
-    if training.lr_scheduler_type == "constant" and has_warmup:
-        text = "transformers' constant schedule has no warm-up; set constant_with_warmup"
-        yield "actor_train.training_args.lr_scheduler_type", text
-
-
-def _loss_parity(config: RunConfig, dp: int) -> Problems:
-    micro_batches = dp * config.actor_train.training_args.gradient_accumulation_steps
-    for name in config.loss_names:
-        if name not in TRL_LOSSES:
-            yield "pref_loss", f"'{name}' is not a loss of TRL's DPO trainer"
-        if name in OF_A_MICRO_BATCH and micro_batches > 1:
-            text = f"'{name}' depends on micro-batches in TRL; use one device and no accumulation"
-            yield "pref_loss", text
-    if config.label_smoothing and "sigmoid" in config.loss_names:
-        yield "label_smoothing", "TRL ignores it for sigmoid; remove it"
-    for key in (key for key in NOT_IN_TRL if getattr(config, key) is not None):
-        yield key, "TRL has no such setting; remove it"
-
-
-def check_even(config: RunConfig, pairs: int, dp: int) -> None:
-    """Refuse a smaller last micro-batch of an epoch, which weighs more in TRL than in Rather."""
-    training = config.actor_train.training_args
-    size = training.per_device_train_batch_size
-    steps = training.gradient_accumulation_steps
-    # One micro-batch makes the last step, so its weight among others does not matter.
-    is_alone = dp == 1 and (steps == 1 or ceil_div(pairs, size) % steps == 1)
-    if config.parity and pairs % (size * dp) and not is_alone:
-        raise ConfigError(
-            f"parity: {config.parity}: {pairs} pairs are not a multiple of "
-            f"per_device_train_batch_size {size} x dp {dp}: in TRL the smaller micro-batch at the "
-            "end of an epoch weighs more. Choose a size that divides the pairs."
-        )

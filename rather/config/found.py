@@ -52,6 +52,7 @@ DATA_KEYS = (
 )  # fmt: skip
 # Numbers, switches, words from a fixed list and names of columns. A key that is missing here is
 # not read from a found config: add one only if no value of it opens, writes or starts anything.
+# `parity` was removed; a run that was trained with it had other tokens and is refused.
 TOP_KEYS = (
     "seed", "deterministic", "platform",
     "max_steps", "eval_steps", "metric_for_best_model", "early_stopping_patience", "on_nonfinite",

@@ -12,7 +12,6 @@ from typing import Any
 
 from rather.config.compat import (
     ALIASES,
-    PRESETS,
     answers_per_device,
     clippings,
     lora_file,
@@ -149,9 +148,6 @@ def _complete_policy(config: RunConfig, keys: UnsetKeys) -> None:
     adapter_settings, _ = lora_file(actor.model_args)
     for name, setting in adapter_settings.items():
         keys.fill(f"{ARGS}.{name}", f"{ARGS}.lora_config", setting)
-    if config.parity:
-        for path, preset in PRESETS.items():
-            keys.fill(path, "parity", preset)
     if actor.model_args.model_name_or_path is None:
         keys.replace(f"{ARGS}.model_name_or_path", "pretrain", config.pretrain)
     if actor.data_args.template is None:

@@ -624,9 +624,6 @@ class LossKeys(Section):
     """One weight per loss in pref_loss; default: 1 each."""
     loss_type: Literal["dpo_loss", "simpo_loss"] | None = None
     """ColossalChat's name for pref_loss: sigmoid or pref_loss: simpo."""
-    parity: Literal["trl-1.x"] | None = None
-    """Make tokens and loss as TRL does where Rather differs: trl-1.x (TRL 0.29 and later); what
-    cannot be reproduced is an error. The order of the pairs stays Rather's."""
     ipo: bool = False
     """Use the IPO loss; same as pref_loss: ipo."""
     loss_args: dict[str, float | bool] = {}

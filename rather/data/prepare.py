@@ -22,10 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from rather.config.compat import check_even
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorConfig, DataArgs, PairKeys, as_list
-from rather.config.strategies import data_parallel
 from rather.data import hub
 from rather.data.cache import Cache, batch_writer
 from rather.data.findings import examine, mix
@@ -91,9 +89,7 @@ def prepare(config: DPOConfig, *, console: Console | None = None) -> Prepared:
     """Return all pairs of a run, from the cache if they were made before."""
     training = config.actor_train.data_args
     validation = config.validation.data_args
-    builder = _Builder(
-        config.actor_train, config, config.rows, config.parity, console or Console(stderr=True)
-    )
+    builder = _Builder(config.actor_train, config, config.rows, console or Console(stderr=True))
     weights = training.weights or [1.0] * len(training.files)
     cache = Cache(config.data_cache_dir(training))
     train, train_report = builder.dataset(training.files, training, cache, weights)
@@ -120,7 +116,6 @@ def prepare(config: DPOConfig, *, console: Console | None = None) -> Prepared:
     corrections = [training.locate(name) for name in as_list(training.corrections)]
     if corrections:
         train, report["corrections"] = corrected(train, corrections)
-    check_even(config, len(train), data_parallel(config.actor_train))
     train_report["used"] = len(train)
     report["warnings"] += _length_warnings(config.sequence_length, config.unit, train_report)
     if config.rows == "labelled":
@@ -262,7 +257,6 @@ def recipe_of(
     tokenizer: PreTrainedTokenizerBase,
     data: DataArgs,
     sequence_length: int,
-    parity: str | None = None,
     images: ImageRecipe | None = None,
 ) -> TokenRecipe:
     """Return the recipe by which a tokenizer and these settings turn text into tokens."""
@@ -278,7 +272,6 @@ def recipe_of(
         sequence_length=sequence_length,
         max_prompt_length=data.max_prompt_length,
         default_system=data.default_system,
-        as_trl=parity,
         images=images,
         **{name: getattr(data, name) for name in RECIPE},
     )
@@ -331,7 +324,6 @@ class _Builder:
     actor: ActorConfig
     keys: PairKeys
     rows: str  # what each row of the data must give
-    parity: str | None
     console: Console
 
     @cached_property
@@ -439,7 +431,6 @@ class _Builder:
             "max_prompt_length": data.max_prompt_length,
             "default_system": data.default_system,
             "chat_template_kwargs": data.chat_template_kwargs,
-            "parity": self.parity,
             "imports": _imported_sources(layout.format),
             "rows": layout.rows if layout.rows != "pairs" else None,
             "label_threshold": layout.label_threshold,
@@ -466,7 +457,7 @@ class _Builder:
         sources = list(chain.from_iterable(groups))
         if images:
             use_processor_template(self.tokenizer, Path(self.actor.tokenizer_path).expanduser())
-        recipe = recipe_of(self.tokenizer, data, self.keys.sequence_length, self.parity, images)
+        recipe = recipe_of(self.tokenizer, data, self.keys.sequence_length, images)
         template = recipe.template
         by = f"chat template {template.name}" if template else "the tokenizer"
         counts = RowCounts(sources)

@@ -63,7 +63,6 @@ class TokenRecipe:
     special_tokens: str = "warn"
     max_prompt_length: int | None = None
     default_system: str | None = None  # for rows without a system turn
-    as_trl: str | None = None  # the value of `parity`, or None
     images: ImageRecipe | None = None  # None if only text is read
 
     @cached_property
@@ -145,11 +144,9 @@ class Encoder:
             self._note("control_characters", detail)
         if not any(turn["content"].strip() for turn in as_turns(pair.prompt, "user")):
             self._note("empty_prompt", "the prompt is empty")
-        answers = pair.answers
-        if not self.recipe.as_trl:
-            answers = [self._without_final_eos(answer) for answer in answers]
-            cut: dict[str, Any] = dict(zip(SIDES, answers, strict=False))
-            self.pair = pair = replace(pair, **cut)
+        answers = [self._without_final_eos(answer) for answer in pair.answers]
+        cut: dict[str, Any] = dict(zip(SIDES, answers, strict=False))
+        self.pair = pair = replace(pair, **cut)
         if any(map(is_empty, answers)):
             raise DropReason("empty_response", f"nothing but {self.eos_text}")
         self._check_special_tokens(pair)
@@ -184,7 +181,7 @@ class Encoder:
         if texts == [own.prompt + ids for ids in written]:
             return encoded
         is_own = own.digest == self.recipe.digest and own.prompt == prompt
-        is_usual = self.recipe.score == "last" and not self.recipe.as_trl
+        is_usual = self.recipe.score == "last"
         decoded = [self.tokenizer.decode(ids) for ids in own.answers]
         says_the_same = decoded == [_last_text(answer) for answer in self.pair.answers]
         if not (is_own and is_usual and says_the_same):
@@ -218,7 +215,7 @@ class Encoder:
         pair = self._with_system(pair)
         self._begin(pair)
         recipe = self.recipe
-        if recipe.as_trl if as_trained else recipe.template is None:
+        if recipe.template is None and not as_trained:
             return self._ids([str(pair.prompt)], add_special_tokens=True)[0]
         text = str(pair.prompt) + recipe.separator.rstrip(" ")
         if recipe.template:
@@ -255,10 +252,10 @@ class Encoder:
         if not pair.images:
             return ()
         assert self.images, "rows with images were refused before"
-        if self.recipe.template is None or self.recipe.as_trl:
+        if self.recipe.template is None:
             raise bad_image(
                 "images need a chat template, which says where they are; set data_args.template: "
-                "native, and no parity"
+                "native"
             )
         return self.images.facts(pair.images, pair.image_dir)
 
@@ -333,25 +330,15 @@ class Encoder:
 
     def _ids_of(self, pair: TextPair) -> list[Ids]:
         """Return the tokens of the prompt and of both whole sequences."""
-        recipe = self.recipe
-        is_text = isinstance(pair.prompt, str)
-        if recipe.template and not (recipe.as_trl and is_text):
-            return self._ids_of_chat(pair, recipe.template)
-        if not is_text:
+        if self.recipe.template:
+            return self._ids_of_chat(pair, self.recipe.template)
+        if not isinstance(pair.prompt, str):
             raise DataError(
                 "the rows hold messages, but there is no chat template: set data_args.template to "
                 "a name such as chatml, to a .jinja file, or use a tokenizer that has a template."
             )
         prompt, *answers = texts(pair)
-        if recipe.as_trl:
-            return self._ids_of_trl_text(prompt, answers)
         return self._ids_of_text(prompt, answers)
-
-    def _ids_of_trl_text(self, prompt: str, answers: Sequence[str]) -> list[Ids]:
-        """Plain text has no template in TRL: EOS is written behind it as text."""
-        eos = self.eos_text or ""
-        sequences = [f"{prompt}{answer.removesuffix(eos)}{eos}" for answer in answers]
-        return self._ids([prompt, *sequences], add_special_tokens=True)
 
     def _ids_of_text(self, prompt: str, answers: Sequence[str]) -> list[Ids]:
         recipe = self.recipe
@@ -385,10 +372,7 @@ class Encoder:
         for answer in pair.answers:
             rendered.append(self._render(self._conversation(answer), False))
         self._note_template(pair, rendered)
-        ids = self._ids(rendered)
-        if self.recipe.as_trl:
-            return ids
-        prompt, *sequences = map(self._one_bos, ids)
+        prompt, *sequences = map(self._one_bos, self._ids(rendered))
         return [prompt, *map(self._cut_tail, sequences)]
 
     def _note_template(self, pair: TextPair, rendered: Sequence[str]) -> None:
@@ -549,7 +533,7 @@ class Encoder:
         earlier: list[Span] = []
         if recipe.score == "all":
             boundary = 1
-        elif recipe.template and not recipe.as_trl and (recipe.score, turns) != ("last", 1):
+        elif recipe.template and (recipe.score, turns) != ("last", 1):
             conversation = self._conversation(answer)
             start = self._start(conversation[:-1], ids)
             boundary = max(start, boundary) if turns == 1 else start

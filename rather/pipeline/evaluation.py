@@ -196,12 +196,11 @@ class Answers:
         run_dir: Path,
         data_args: DataArgs,
         sequence_length: int,
-        parity: str | None,
         is_always_judged: bool,
     ) -> None:
         self.asked, self.roles, self.last_step = asked, roles, last_step
         self.run_dir, self.file = run_dir, run_dir / ANSWERS
-        self.data_args, self.sequence_length, self.parity = data_args, sequence_length, parity
+        self.data_args, self.sequence_length = data_args, sequence_length
         self.prompts = read_prompts(asked, data_args)
         self.known: list[GeneratedAnswer] | None = None  # of the reference
         self.is_always_judged = is_always_judged
@@ -217,7 +216,7 @@ class Answers:
         """
         self.tokenizer = tokenizer
         limit = self.sequence_length
-        recipe = recipe_of(tokenizer, self.data_args, limit, self.parity)
+        recipe = recipe_of(tokenizer, self.data_args, limit)
         encoder = encoder_of(recipe, "eval_prompts")
         self.end_of_turn, self.ids = encoder.end_of_turn, list[Ids]()
         for number, text in enumerate(self.prompts, 1):

@@ -181,7 +181,7 @@ class DPOPipeline(Run):
         self.identity = identity_of(config, self.objective, self.data) if roles.is_main else {}
         self.source = PreparedSteps.of(config, self.data)
         args = config.actor_train.training_args
-        log_length(args, config.max_steps, self.source.total_steps, config.parity)
+        log_length(args, config.max_steps, self.source.total_steps)
 
     def _build(self) -> None:
         """Build everything that depends on the roles; called again when they are replaced."""
@@ -216,7 +216,6 @@ class DPOPipeline(Run):
                 run_dir=self.run_dir,
                 data_args=config.actor_train.data_args,
                 sequence_length=config.sequence_length,
-                parity=config.parity,
                 is_always_judged=config.selects_by(WIN_RATE),
             )
         is_whole = all(is_local(role) for role in (roles.actor_train, roles.reference) if role)

@@ -22,7 +22,7 @@ from rather.data.pairs import PairDataset
 from rather.data.prepare import Prepared
 from rather.data.sampler import Order
 from rather.data.shares import TRAIN, Batches, PairRows, RunPairs
-from rather.errors import ConfigError, DataError
+from rather.errors import DataError
 from rather.model.budget import LADDER, TOKENS
 from rather.optim.optimizer import warmup_of
 
@@ -153,21 +153,19 @@ class PreparedSteps:
         return described
 
 
-def log_length(
-    args: TrainingArgs, max_steps: int | None, total_steps: int, parity: str | None = None
-) -> None:
+def log_length(args: TrainingArgs, max_steps: int | None, total_steps: int) -> None:
     """Log that the epochs end a run before max_steps, or that its warm-up is shortened."""
     if max_steps and total_steps < max_steps:
         log.warning(
             "max_steps: %d cannot be reached: num_train_epochs (%g) ends the run after %d steps",
             *(max_steps, args.num_train_epochs, total_steps),
         )
-    if args.warmup_steps <= total_steps:
-        return
-    text = f"warmup_steps: {args.warmup_steps} is more than the {total_steps} steps of this run"
-    if parity:
-        raise ConfigError(f"{text}, and parity: {parity} does not shorten it. Lower warmup_steps.")
-    log.warning("%s; warming up for %d of them instead", text, warmup_of(args, total_steps))
+    if args.warmup_steps > total_steps:
+        log.warning(
+            "warmup_steps: %d is more than the %d steps of this run; warming up for %d of them "
+            "instead",
+            *(args.warmup_steps, total_steps, warmup_of(args, total_steps)),
+        )
 
 
 # What micro-batches are for: training, or log-probs of the policy or of the reference.

@@ -99,13 +99,16 @@ def test_a_removed_key_says_so_and_what_to_use(judged) -> None:
     (line,) = judged("determinism=canonical")
     assert line.startswith("determinism: was removed")
     assert "deterministic: true" in line
+    (line,) = judged("parity=trl-1.x")
+    assert line.startswith("parity: was removed; `from rather.trl import DPOConfig, DPOTrainer`")
     with pytest.raises(ConfigError, match="determinism: was removed"):
         DPOConfig(determinism="canonical")
 
 
 def test_a_removed_key_without_a_value_is_read() -> None:
     """Configs in run folders of earlier versions have every key."""
-    assert config_from_dict({**BASE, "determinism": None, "trace": False}).pretrain == "org/model"
+    unset = {"determinism": None, "trace": False, "parity": None}
+    assert config_from_dict({**BASE, **unset}).pretrain == "org/model"
 
 
 def test_unknown_key_like_no_other_lists_the_keys_there(problems) -> None:

@@ -20,7 +20,6 @@ from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.memory import Peak
 from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
-from rather.config.schema import TrainingArgs
 from rather.config.strategies import layout
 from rather.data.batch import Columns
 from rather.errors import ConfigError, MemoryShortage, NonFiniteError
@@ -29,7 +28,7 @@ from rather.model.budget import Budget
 from rather.optim.rounding import Rounding
 from rather.parallel.mesh import build_mesh
 from rather.pipeline.pipeline import DPOPipeline
-from rather.pipeline.steps import Packing, log_length
+from rather.pipeline.steps import Packing
 from rather.run_folder import control
 from rather.train.rank_trainer import StepResult
 from tests.checkpoint.runs import TIMES
@@ -802,5 +801,3 @@ def test_a_smoke_test_shortens_the_warm_up_and_says_so(
     assert DPOPipeline(config).run() == 0
     assert caplog.text.count("warmup_steps: 20 is more than the 2 steps of this run; warm") == 1
     assert [line["lr"] for line in metrics(config) if "lr" in line] == [1e-3, 5e-4]
-    with pytest.raises(ConfigError, match=r"parity: trl-1.x does not shorten it. Lower warmup"):
-        log_length(TrainingArgs(warmup_steps=20), 2, 2, "trl-1.x")

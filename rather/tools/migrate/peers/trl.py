@@ -471,6 +471,6 @@ PEER = Peer(
         "`sft` and `aot` depend on micro-batches in TRL; here they count over the whole step.",
         "Metrics in TRL are averages over micro-batches; here they are averages over pairs.",
         "The order of the pairs is another one.",
-        "`parity: trl-1.x` makes TRL's tokens and rejects settings that mean something else there.",
+        "`from rather.trl import DPOConfig, DPOTrainer` trains on TRL's tokens, in TRL's order.",
     ),
 )  # fmt: skip
