@@ -1,19 +1,21 @@
-"""Cells of a matrix: those to keep run in `make test`, the others are wide."""
+"""Cells of a matrix that is too large to run: some in `make test`, some in `make test-wide`.
+
+A cell that neither runs is not written: it would prove nothing. The wide ones are chosen so that
+each value of each axis occurs at least once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 
-def cells(every: Iterable[Any], keep: Collection[Any]) -> list[Any]:
-    """Return the values of a parametrization, with all but `keep` marked wide. A tuple is one
-    cell."""
-    return [
-        each
-        if each in keep
-        else pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.wide)
-        for each in every
-    ]
+def cells(fast: Iterable[Any], wide: Iterable[Any]) -> list[Any]:
+    """Return the values of a parametrization, the second ones marked wide. A tuple is one cell."""
+    return [*fast, *(pytest.param(*_values(cell), marks=pytest.mark.wide) for cell in wide)]
+
+
+def _values(cell: Any) -> tuple[Any, ...]:
+    return cell if isinstance(cell, tuple) else (cell,)

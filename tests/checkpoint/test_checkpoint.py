@@ -210,7 +210,7 @@ def test_damage_is_named_and_the_older_one_used(
         checkpoint.open_checkpoint(tmp_path / "checkpoint-2")
 
 
-@pytest.mark.parametrize("distance", cells([1, 7], keep=[7]))  # 7: every byte, at another bit
+@pytest.mark.parametrize("distance", cells([7], [1]))  # 7: every byte, at another bit
 def test_every_single_bit_of_the_manifest_counts(tmp_path: Path, distance: int) -> None:
     path = save_checkpoint(tmp_path, 1, {}, {})
     manifest = path / "manifest.json"

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
-from itertools import product
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,6 +28,7 @@ from rather.data.prepare import prepare
 from rather.errors import CheckpointError, ConfigError, DiskError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.saving import Saving
+from tests.cells import cells
 from tests.checkpoint.object_store import BUCKET, Proxy, served, upload, uploads
 from tests.checkpoint.runs import assert_same, config_of, incidents, steps, train
 from tests.tiny import fork_context
@@ -110,7 +110,6 @@ def stored_steps(name: str) -> set[int]:
 
 REQUESTS = 12  # of an upload: a list, a file of the run, four files, a manifest, five deletions
 MANIFEST = 6
-IN_TEST = [("before", 3), ("before", MANIFEST), ("after", MANIFEST), ("after", MANIFEST + 1)]
 
 
 def test_the_requests_of_an_upload(whole: Path, proxy: Proxy) -> None:
@@ -122,10 +121,10 @@ def test_the_requests_of_an_upload(whole: Path, proxy: Proxy) -> None:
 
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [
-        pytest.param(*point, marks=[] if point in IN_TEST else pytest.mark.wide)
-        for point in product(("before", "after"), range(REQUESTS))
-    ],
+    cells(
+        [("before", 3), ("after", MANIFEST + 1)],
+        [("before", 0), ("before", MANIFEST), ("after", MANIFEST), ("after", REQUESTS - 1)],
+    ),
 )
 def test_a_process_killed_during_an_upload(
     whole: Path, proxy: Proxy, tmp_path: Path, moment: str, number: int

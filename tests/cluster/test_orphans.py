@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from rather.config.load import dump_yaml
-from tests.cells import cells
 from tests.house.source import ROOT
 from tests.tiny import make_config
 
@@ -105,7 +104,7 @@ def is_training(folder: Path) -> bool:
     return any(json.loads(line).get("step", 0) >= 3 for line in lines[:-1])
 
 
-@pytest.mark.parametrize("launcher", cells(LAUNCHERS, keep=["ray"]))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_nothing_outlives_a_killed_driver(
     tmp_path: Path, ended: dict[str, float], launcher: str
 ) -> None:
@@ -119,7 +118,7 @@ def test_nothing_outlives_a_killed_driver(
     assert_nothing_holds(marker, ended)
 
 
-MOMENTS = {"ray": "gcs_server", "workers": "ray::Host", "torchrun": " -u -m rather train"}
+MOMENTS = {"workers": "ray::Host", "torchrun": " -u -m rather train"}
 
 
 @pytest.mark.wide
@@ -138,18 +137,14 @@ def test_nothing_outlives_an_interrupt_during_the_start(
     assert driver.returncode == 130 or moment == "torchrun", said  # which has codes of its own
 
 
-@pytest.mark.parametrize("launcher", cells(LAUNCHERS, keep=["torchrun"]))
-def test_nothing_outlives_an_exception_in_one_rank(
-    tmp_path: Path, ended: dict[str, float], launcher: str
-) -> None:
-    marker = f"raised-{launcher}-{os.getpid()}"
+def test_nothing_outlives_an_exception_in_one_rank(tmp_path: Path, ended: dict[str, float]) -> None:
+    marker = f"raised-{os.getpid()}"
     driver = started(
-        tmp_path, marker, launcher, "actor_train.worker_cls=tests.cluster.workers.BreaksLater"
+        tmp_path, marker, "torchrun", "actor_train.worker_cls=tests.cluster.workers.BreaksLater"
     )
     _, said = driver.communicate(timeout=200)
-    assert driver.returncode == (5 if launcher == "ray" else 1), said  # torchrun's own
+    assert driver.returncode == 1, said  # torchrun's own
     assert_nothing_holds(marker, ended)
     (told,) = [line for line in said.splitlines() if line.startswith("rather: ")]
-    rank, world = (0, 1) if launcher == "ray" else (1, 2)
-    assert told.startswith(f"rather: actor_train rank {rank} of {world} (")
+    assert told.startswith("rather: actor_train rank 1 of 2 (")
     assert told.endswith("ValueError: boom at step 3")

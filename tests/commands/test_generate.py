@@ -211,12 +211,12 @@ def test_killed_at_random_moments(model: Path, prompts: Path, tmp_path: Path) ->
     asked(model, prompts, tmp_path / "whole.jsonl")
     draw = random.Random(0)
     kills = 0
-    for number in range(20):
+    for number in range(8):
         out = tmp_path / f"{number}.jsonl"
         kills += in_fork(killed_after, model, prompts, out, draw.uniform(0.05, 1.0)) != 0
         asked(model, prompts, out)
         assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert kills > 5
+    assert kills > 1
 
 
 def killed_after(model: Path, prompts: Path, out: Path, seconds: float) -> None:

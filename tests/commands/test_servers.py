@@ -6,12 +6,8 @@ import json
 import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -313,27 +309,3 @@ def test_tokens_are_limited_and_forecast(model: Path, prompts: Path, tmp_path: P
         assert len(server.requests) == 18
     alone = rather("generate", model, prompts, "--out", out, "--concurrency", 2)
     assert "need --server" in alone.output
-
-
-@pytest.mark.wide
-@pytest.mark.skipif(not find_spec("openai"), reason="needs transformers[serving]")
-def test_a_real_server_that_samples_nothing_is_refused(
-    model: Path, prompts: Path, tmp_path: Path
-) -> None:
-    """`transformers serve` answers greedily whatever the temperature is."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(model)]
-    server = subprocess.Popen([*command, "--port", str(port)], cwd=tmp_path)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        words = ("--server", url, "--served-name", model, *options("--timeout", 60))
-        for _ in range(20):  # each waits some seconds for the server to start
-            done = rather("generate", model, prompts, "--out", tmp_path / "o.jsonl", *words)
-            if "no connection" not in done.output:
-                break
-    finally:
-        server.terminate()
-        server.wait()
-    assert done.exit_code != 0
-    assert "the server does not sample" in done.output, done.output

@@ -12,14 +12,7 @@ from tests.faults.world import World
 FAULT = "step=3,phase=export.written,kind=enospc;step=6,phase=export.written,visit=2,kind=enospc"
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "one",
-        pytest.param("dp2", marks=pytest.mark.wide),
-        pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.wide]),
-    ],
-)
+@pytest.mark.parametrize("layout", ["one", "dp2"])
 def test_a_full_disk_during_an_export(world: World, layout: str) -> None:
     changes = {"save_best": True}
     run = world.run(layout, changes)

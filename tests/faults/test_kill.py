@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
-
 import pytest
 
+from tests.cells import cells
 from tests.faults.conftest import Broken
 from tests.faults.inject import PHASES
 from tests.faults.points import (
     FAMILIES,
+    MORE_FAMILIES,
+    MORE_TWO_RANKS,
     OF_EVERY_RANK,
     ONE,
     RAY,
     TWO_RANKS,
-    TWO_RANKS_FAST,
     kill,
 )
 from tests.faults.world import World
 
 
-def cells(faults: Sequence[str], fast: Collection[str]) -> list[Any]:
-    """Cells of which `make test` runs only the fast ones."""
-    return [
-        fault if fault in fast else pytest.param(fault, marks=pytest.mark.wide) for fault in faults
-    ]
-
-
-@pytest.mark.parametrize("fault", cells(ONE, FAMILIES))
+@pytest.mark.parametrize("fault", cells(FAMILIES, MORE_FAMILIES))
 def test_one_process(broken: Broken, fault: str) -> None:
     broken("one", fault)
 
 
-@pytest.mark.parametrize("fault", cells(TWO_RANKS, TWO_RANKS_FAST))
+@pytest.mark.parametrize("fault", cells(TWO_RANKS, MORE_TWO_RANKS))
 def test_one_of_two_ranks(broken: Broken, fault: str) -> None:
     broken("dp2", fault)
 
@@ -53,6 +45,12 @@ def test_random_numbers_continue_after_a_resume(world: World) -> None:
 def test_workers_and_driver_on_ray(broken: Broken) -> None:
     """One run, killed at all these points one after another: every start imports torch in two processes."""
     broken("ray", ";".join(RAY))
+
+
+@pytest.mark.faults_all
+@pytest.mark.parametrize("fault", ONE)
+def test_every_point_in_one_process(broken: Broken, fault: str) -> None:
+    broken("one", fault)
 
 
 @pytest.mark.faults_all

@@ -11,7 +11,7 @@ from tests.faults.world import World
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "faults", "seed"), [("one", 8, 1), ("one", 8, 2), ("dp2", 6, 3), ("ray", 3, 4)]
+    ("layout", "faults", "seed"), [("one", 4, 1), ("dp2", 3, 3), ("ray", 2, 4)]
 )
 def test_random_faults_end_as_no_fault(world: World, layout: str, faults: int, seed: int) -> None:
     soak = Soak(world, seed, print)

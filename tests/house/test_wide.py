@@ -28,8 +28,8 @@ def test_each_key_names_a_test_that_exists() -> None:
 
 def test_cells_and_files_are_matched() -> None:
     assert is_wide("tests/docs/test_newcomer.py::test_the_walkthrough_is_complete")
-    assert is_wide("tests/train/test_resume.py::test_killed_after_any_step[6]")
-    assert not is_wide("tests/train/test_resume.py::test_killed_after_any_step[1]")
+    assert is_wide("tests/adapters/test_run.py::test_killed_and_resumed_to_the_bit[pissa]")
+    assert not is_wide("tests/adapters/test_run.py::test_killed_and_resumed_to_the_bit[lora]")
     assert not is_wide("tests/train/test_trainer.py::test_clipping")
 
 

@@ -51,7 +51,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
-KEPT = ["qwen3_5_text", "lfm2", "gpt_oss", "gemma4_text-shared keys", "nemotron_h", "llama4_text"]
+FAST = ["qwen3_5_text", "lfm2", "gpt_oss", "gemma4_text-shared keys", "nemotron_h", "llama4_text"]
 
 
 def config_of(name: str) -> Any:
@@ -82,7 +82,7 @@ def gradients(model: Any, logps: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", cells([*HYBRIDS], keep=KEPT))
+@pytest.mark.parametrize("name", cells(FAST, [name for name in HYBRIDS if name not in FAST]))
 def test_packed_equals_padded_with_every_gradient(name: str) -> None:
     model, pairs = hybrid(name), ranked_pairs(128)[:9]
     want = padded_logps(model, pairs)

@@ -19,7 +19,6 @@ from rather.model.vision import family_of
 from tests.cells import cells
 from tests.model.images import (
     IMAGE,
-    SEEING,
     image_pairs,
     make_seeing,
     padded_image_logps,
@@ -44,7 +43,7 @@ def packed_logps(policy: PolicyModel, pairs: list, budget: int) -> torch.Tensor:
 
 # Deep features, linear layers, tiles of two kinds; Qwen2.5-VL is Qwen3-VL with less.
 @pytest.mark.parametrize(
-    "family", cells([*SEEING], keep=["qwen3_vl", "qwen3_5", "llava_next", "smolvlm"])
+    "family", cells(["qwen3_vl", "qwen3_5", "llava_next", "smolvlm"], ["qwen2_5_vl"])
 )
 def test_packed_equals_padded(family: str) -> None:
     policy, maker = make_seeing(family)
@@ -68,7 +67,7 @@ def test_packed_equals_padded(family: str) -> None:
             assert worst < 1e-4 * (1e-2 + float(gradient.abs().max())), name
 
 
-@pytest.mark.parametrize("family", cells([*SEEING], keep=["qwen2_5_vl", "smolvlm"]))
+@pytest.mark.parametrize("family", cells(["qwen2_5_vl", "smolvlm"], ["qwen3_5", "llava_next"]))
 def test_answers_to_images_do_not_depend_on_the_batch(family: str) -> None:
     policy, maker = make_seeing(family)
     pairs = [pair for pair in image_pairs(family, 6) if pair.images]

@@ -43,20 +43,20 @@ class Case:
 
 
 TWO = {
-    "ddp": {"dp": 2},
     "zero1": {"dp": 2, "stage": 1, "shard": 2},
     "zero3": {"dp": 2, "stage": 3, "shard": 2},
     "tp": {"dp": 1, "tp": 2},
 }
 CASES = {
-    **{f"{name} qwen3_vl": Case("qwen3_vl", TWO[name]) for name in ("ddp", "zero1", "zero3")},
+    "zero3 qwen3_vl": Case("qwen3_vl", TWO["zero3"]),
     "hsdp qwen2_5_vl": Case("qwen2_5_vl", {"dp": 4, "stage": 3, "shard": 2}),
     "tp qwen2_5_vl": Case("qwen2_5_vl", TWO["tp"]),
     "zero3 frozen": Case("qwen2_5_vl", TWO["zero3"], PARTS),
     "zero3 lora": Case("smolvlm", TWO["zero3"], PARTS, {"lora_rank": 2}),
     "zero3 llava_next": Case("llava_next", TWO["zero3"]),
-    "zero3 qwen3_5": Case("qwen3_5", TWO["zero3"]),
+    "zero1 qwen3_5": Case("qwen3_5", TWO["zero1"]),
 }
+FAST = ["zero3 qwen3_vl"]
 
 
 def steps_of(family: str) -> list[list[TokenPair]]:
@@ -100,7 +100,7 @@ def checkpoint(family: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", cells(CASES, keep=("zero3 qwen3_vl",)))
+@pytest.mark.parametrize("name", cells(FAST, [name for name in CASES if name not in FAST]))
 def test_the_layout_does_not_matter(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     folder = checkpoint(case.family, tmp_path / "base")

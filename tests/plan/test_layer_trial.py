@@ -40,11 +40,9 @@ def saved_bytes(folder: Path, layers: int) -> float:
     return sum(size for size, _ in kept.values()) / len(batch.ids_N)
 
 
-KEPT = ["lfm2", "gpt_oss", "gemma4_text"]
-FAMILIES = [*KEPT, "qwen3_5_text", "qwen3_next", "olmo_hybrid", "nemotron_h", "falcon_h1"]
-
-
-@pytest.mark.parametrize("name", cells(FAMILIES, keep=KEPT))
+@pytest.mark.parametrize(
+    "name", cells(["lfm2", "gpt_oss", "gemma4_text"], ["qwen3_5_text", "nemotron_h", "falcon_h1"])
+)
 def test_a_trial_counts_what_layers_keep(name: str, tmp_path: Path) -> None:
     hybrid(name).config.save_pretrained(tmp_path)
     sizes = sizes_of(str(tmp_path), ModelArgs())

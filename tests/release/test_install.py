@@ -6,6 +6,7 @@ test prints the seconds of each step.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -71,6 +72,16 @@ class Machine:
         done = self.run(*command)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
+
+    def sample(self, model: str, url: str) -> subprocess.CompletedProcess[str]:
+        """Ask the server for different answers to a question, as `rather rounds` does."""
+        prompts = self.folder / "prompts.jsonl"
+        prompts.write_text(json.dumps({"prompt": QUESTION}) + "\n", encoding="utf-8")
+        return self.run(
+            *("rather", "generate", model, str(prompts), "--out", "answers.jsonl"),
+            *("--server", url, "--served-name", model),
+            *("--answers", "3", "--max-new-tokens", "8"),
+        )
 
     @contextmanager
     def serve(self, model: str) -> Iterator[httpx.Client]:
@@ -148,5 +159,9 @@ def test_install_demo_train_export_serve(machine: Machine) -> None:
         greedy = {"temperature": 0.0, "max_tokens": 40}
         body = {"model": "exported", "messages": turns, "stream": False, **greedy}
         answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+        sampled = machine.sample("exported", str(client.base_url))
     assert answer["choices"][0]["message"]["content"].strip() == expected
+    # `transformers serve` answers greedily whatever the temperature is.
+    assert sampled.returncode != 0
+    assert "the server does not sample" in sampled.stderr, sampled.stdout + sampled.stderr
     assert "cheese" in expected

@@ -59,17 +59,16 @@ class Case:
 
 CASES = {
     "ddp": Case({"dp": 2}),
-    "zero2": Case({"dp": 2, "shard": 2, "stage": 2}),
     "fsdp2": Case({"dp": 2, "shard": 2, "stage": 3}),
     "fsdp2 pissa": Case(
         {"dp": 2, "shard": 2, "stage": 3}, {"init_lora_weights": "pissa"}, kept=True
     ),
     "fsdp2 dora": Case({"dp": 2, "shard": 2, "stage": 3}, {"use_dora": True}),
-    "fsdp2 modules": Case({"dp": 2, "shard": 2, "stage": 3}, {"modules_to_save": "norm"}),
-    "fsdp2 recomputed": Case({"dp": 2, "shard": 2, "stage": 3, "recompute": "full"}),
+    "fsdp2 modules, recomputed": Case(
+        {"dp": 2, "shard": 2, "stage": 3, "recompute": "full"}, {"modules_to_save": "norm"}
+    ),
     "tp": Case({"dp": 1, "tp": 2}),
     "tp rslora": Case({"dp": 1, "tp": 2, "sequence_parallel": True}, {"use_rslora": True}),
-    "pp": Case({"dp": 1, "pp": 2}),
     "pp zero bubble": Case({"dp": 1, "pp": 2, "schedule": "zero_bubble", "virtual": 2}),
     "cp": Case({"dp": 1, "cp": 2}),
     "tp and fsdp2": Case({"dp": 2, "shard": 2, "stage": 3, "tp": 2}, world=4),
@@ -123,7 +122,22 @@ def alone(folder: str, args: tuple[tuple[str, Any], ...], kept: bool) -> tuple[O
     return outcome, reference(trainer)
 
 
-@pytest.mark.parametrize("name", cells(CASES, keep=("fsdp2", "fsdp2 pissa", "tp", "pp", "cp")))
+@pytest.mark.parametrize(
+    "name",
+    cells(
+        ["fsdp2", "tp"],
+        [
+            "ddp",
+            "fsdp2 pissa",
+            "fsdp2 dora",
+            "fsdp2 modules, recomputed",
+            "tp rslora",
+            "pp zero bubble",
+            "cp",
+            "tp and fsdp2",
+        ],
+    ),
+)
 def test_the_layout_does_not_matter(folder: str, name: str) -> None:
     case = CASES[name]
     expected, began = alone(folder, tuple(case.args.items()), case.kept)
@@ -135,7 +149,7 @@ def test_the_layout_does_not_matter(folder: str, name: str) -> None:
     assert torch.allclose(began, base.log_probs(step.dealt[0])["sum"], rtol=close)
     for _, columns, _ in results:
         assert torch.allclose(columns, began, rtol=1e-6)
-    copies = {"ddp": 2, "cp": 2, "zero2": 1, "fsdp2": 1, "pp": 1}
+    copies = {"ddp": 2, "cp": 2, "fsdp2": 1}
     if (
         name in copies
     ):  # moments on all ranks together: two for each trained weight, and none for a frozen one
@@ -191,12 +205,8 @@ def adapted(folder: str, kind: str, layout: Layout) -> RankTrainer:
 
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
-    cells(
-        [("lora", "1", "dp2"), ("lora", "1", "zero3"), ("lora", "zero3", "1"), ("lora", "tp2", "pp2"),
-         ("pissa", "1", "zero3"), ("pissa", "zero3", "1")],
-        keep=[("pissa", "zero3", "1")],
-    ),
-)  # fmt: skip
+    [("lora", "1", "dp2"), ("lora", "tp2", "pp2"), ("pissa", "zero3", "1")],
+)
 def test_a_checkpoint_resumes_under_another_layout(
     tmp_path: Path, kind: str, before: str, after: str
 ) -> None:
@@ -243,7 +253,7 @@ def roles(config: DPOConfig) -> tuple[list[float], Tensor, bool]:
     )
 
 
-@pytest.mark.parametrize("kind", cells(["fsdp2", "tp", "pissa"], keep=["fsdp2"]))
+@pytest.mark.parametrize("kind", ["tp", "pissa"])
 def test_roles_share_one_model_and_leave_one_adapter(tmp_path: Path, kind: str) -> None:
     args: dict[str, Any] = {
         "lora_rank": 3,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -143,29 +142,19 @@ def expected() -> list[float]:
     return train(make_trainer(SETUP), SETUP, 0, SAVED_AFTER + MORE).losses[SAVED_AFTER:]
 
 
-ALL = ("1", "dp2", "zero3", "tp2", "pp2", "cp2")
-BOTH_WAYS = [
-    ("zero1", "1"),
-    ("zero1", "zero3"),
-    ("zero2", "1"),
-    ("zero2", "zero1"),
-    ("zero2", "tp2"),
-]
-PAIRS = [pair for pair in product(ALL, ALL) if pair[0] != pair[1]]
-PAIRS += [pair for one, other in BOTH_WAYS for pair in ((one, other), (other, one))]
-# Each layout is read once and written once.
-KEPT = [
-    ("1", "zero3"),
+# Each layout is read once and written once, by make test or by the wide cells.
+FAST = [("1", "zero3"), ("pp2", "cp2")]
+WIDE = [
     ("zero3", "tp2"),
     ("tp2", "pp2"),
-    ("pp2", "cp2"),
     ("cp2", "dp2"),
     ("dp2", "1"),
     ("zero2", "zero1"),
+    ("zero1", "zero2"),
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), cells(PAIRS, KEPT))
+@pytest.mark.parametrize(("before", "after"), cells(FAST, WIDE))
 def test_any_layout_resumes_under_any_other(
     saved: dict[str, Path], expected: list[float], before: str, after: str
 ) -> None:
@@ -174,10 +163,7 @@ def test_any_layout_resumes_under_any_other(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    cells(
-        [("hsdp", "zero3"), ("1", "hsdp"), ("zero3 x tp2", "dp2"), ("dp2", "zero3 x tp2")],
-        keep=[("zero3 x tp2", "dp2")],
-    ),
+    [("hsdp", "zero3 x tp2"), ("zero3 x tp2", "hsdp")],
 )
 def test_layouts_of_four(
     saved: dict[str, Path], expected: list[float], before: str, after: str

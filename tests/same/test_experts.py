@@ -115,7 +115,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", cells(LAYOUTS, keep=["ep2 zero3 efsdp2", "ep2 tp2", "ep2 pp2"]))
+# Each other axis with and without shards of experts (efsdp), and three axes at once.
+FAST = ["ep2 zero3 efsdp2", "ep2 tp2", "ep2 pp2"]
+WIDE = ["ep2 ddp", "ep2 zero1 efsdp2", "ep4 hsdp", "ep2 tp2 by sequence", "ep4 cp2",
+        "ep2 pp2 efsdp2", "ep2 tp2 pp2", "ep2 tp2 cp2", "ep2 recomputed"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cells(FAST, WIDE))
 def test_every_axis(name: str) -> None:
     assert_like_one_process(LAYOUTS[name])
 
@@ -138,10 +144,9 @@ def in_half_precision(layout: Layout, setup: Setup) -> Outcome:
     return train(trainer_on(layout, setup, torch.bfloat16), setup)
 
 
-@pytest.mark.parametrize("family", cells(["qwen3_moe", "deepseek_v3"], keep=["qwen3_moe"]))
-def test_half_precision(family: str) -> None:
+def test_half_precision() -> None:
     """The same products, whose weights are rounded alike; only sums of gradients differ."""
-    setup = replace(SETUP, family=family, steps=1)
+    setup = replace(SETUP, family="deepseek_v3", steps=1)
     divided, plain = (
         joined(pool(2).run(in_half_precision, Layout(2, ep=ep, stage=3, shard=2), setup))
         for ep in (2, 1)
@@ -194,16 +199,7 @@ def expected() -> list[float]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    cells(
-        [
-            ("ep2 zero3 efsdp2", "ep4 zero3"),
-            ("ep4 hsdp", "ep2 pp2"),
-            ("ep2 tp2", "ep2 zero1 efsdp2"),
-            ("ep2 ddp", "1"),
-            ("1", "ep2 cp2"),
-        ],
-        keep=[("ep2 ddp", "1")],
-    ),
+    [("ep4 hsdp", "ep2 pp2"), ("ep2 tp2", "ep2 zero1 efsdp2"), ("ep2 ddp", "1")],
 )
 def test_a_checkpoint_resumes_on_another_ep(
     tmp_path: Path, expected: list[float], before: str, after: str
@@ -255,14 +251,8 @@ def write(folder: Path, layout: Layout, target: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "name"),
     cells(
-        [
-            ("qwen3_moe", "ep2 zero3"),
-            ("mixtral", "ep2 zero3"),
-            ("olmoe", "ep2 ddp"),
-            ("deepseek_v3", "ep2 zero3"),
-            ("deepseek_v3", "ep2 pp2"),
-        ],
-        keep=[("deepseek_v3", "ep2 zero3")],
+        [("deepseek_v3", "ep2 zero3")],
+        [("mixtral", "ep2 zero3"), ("olmoe", "ep2 ddp"), ("qwen3_moe", "ep2 pp2")],
     ),
 )
 def test_ranks_read_and_write_the_files_of_one_process(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,12 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source in bfloat16 or float32."""
-    made: Path = tmp_path_factory.mktemp(request.param)
-    dtype = getattr(torch, request.param)
+    """A source in bfloat16, or in the precision that the cell names."""
+    precision: str = getattr(request, "param", "bfloat16")
+    made: Path = tmp_path_factory.mktemp(precision)
+    dtype = getattr(torch, precision)
     make_policy(SETUP).causal_lm.to(dtype).save_pretrained(made)
     return made
 
@@ -108,7 +110,25 @@ def after_training(folder: Path, layout: Layout, state: Any) -> tuple[Any, Any, 
     return loaded, trained, masters
 
 
-@pytest.mark.parametrize("name", cells(LAYOUTS, keep=("zero3", "tp2", "pp2", "cp2")))
+def sources_and_layouts(fast: Sequence[str], wide: Sequence[tuple[str, str]]) -> Any:
+    """Parametrise with a source in bfloat16 on each fast layout, and with the wide cells."""
+    in_bfloat16 = [("bfloat16", layout) for layout in fast]
+    return pytest.mark.parametrize(
+        ("folder", "name"), cells(in_bfloat16, wide), indirect=["folder"]
+    )
+
+
+@sources_and_layouts(
+    fast=["zero3", "tp2", "pp2", "cp2"],
+    wide=[
+        ("bfloat16", "dp2"),
+        ("bfloat16", "host"),
+        ("float32", "zero1"),
+        ("float32", "zero3 tp2"),
+        ("float32", "uneven"),
+        ("float32", "hsdp"),
+    ],
+)
 def test_every_layout_computes_with_the_weights_of_the_file(
     folder: Path, name: str, tmp_path: Path
 ) -> None:
@@ -156,7 +176,7 @@ def interrupted(folder: Path, layout: Layout, saved: Path) -> tuple[Any, Any]:
     )
 
 
-@pytest.mark.parametrize("name", cells(("zero3", "tp2", "uneven"), keep=()))
+@sources_and_layouts(fast=[], wide=[("bfloat16", "tp2"), ("float32", "uneven")])
 def test_a_resumed_run_has_the_bits_of_a_whole_one(folder: Path, name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     for whole, resumed in pool(layout.devices).run(interrupted, folder, layout, tmp_path):
@@ -176,7 +196,9 @@ def frozen_weights(folder: Path, layout: Layout) -> dict[str, Shard]:
     return {n: Shard(local(p.detach()).clone(), own[n]) for n, p in policy.named_parameters()}
 
 
-@pytest.mark.parametrize("name", cells(LAYOUTS, keep=("zero3", "tp2")))
+@sources_and_layouts(
+    fast=["zero3", "tp2"], wide=[("float32", "pp2"), ("float32", "uneven"), ("bfloat16", "hsdp")]
+)
 def test_policy_and_reference_begin_with_the_same_bits(folder: Path, name: str) -> None:
     source = load_file(folder / "model.safetensors")
     policy = trainer_of(folder, None).policy

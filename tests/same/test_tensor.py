@@ -21,6 +21,7 @@ from tests.cells import cells
 from tests.model.test_families import FAMILIES, SMALL
 from tests.same.against_whole import worst_difference
 from tests.same.canonical import (
+    MANY_STEPS,
     STEPS,
     VARIANTS,
     Outcome,
@@ -31,7 +32,6 @@ from tests.same.canonical import (
     make_policy,
     make_trainer,
     train,
-    variant_name,
 )
 from tests.same.pool import pool
 from tests.tiny import tiny_policy
@@ -39,9 +39,6 @@ from tests.tiny import tiny_policy
 Sizes = dict[str, int]
 DIVISIBLE = sorted(FAMILIES.keys() - {"gpt2"})  # which has no plan
 FEW_STEPS = 2
-BOTH_WAYS = pytest.mark.parametrize(
-    "sequence_parallel", cells([False, True], keep=[False]), ids=["plain", "sequence parallel"]
-)
 
 
 def run(
@@ -57,30 +54,32 @@ def run(
     return train(make_trainer(setup, mesh, policy, WholeModelRunner(policy, stage)), setup)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence parallel"])
-@STEPS
+@pytest.mark.parametrize(
+    ("sequence_parallel", "steps"), cells([(False, STEPS), (True, STEPS)], [(True, MANY_STEPS)])
+)
 def test_the_canonical_run(sequence_parallel: bool, steps: int) -> None:
     setup = Setup(steps=steps)
     assert_same(joined(pool(2).run(run, {"tp": 2}, setup, sequence_parallel)), alone(setup))
 
 
-@pytest.mark.parametrize("changes", VARIANTS, ids=variant_name)
-@BOTH_WAYS
-def test_losses_and_families(changes: dict[str, Any], sequence_parallel: bool) -> None:
-    setup = Setup(**changes, steps=FEW_STEPS)
+@pytest.mark.parametrize(
+    ("variant", "sequence_parallel"),
+    [("aot", False), ("untied", False), ("orpo", True), ("qwen2", True)],
+)
+def test_losses_and_families(variant: str, sequence_parallel: bool) -> None:
+    setup = Setup(**VARIANTS[variant], steps=FEW_STEPS)
     assert_same(joined(pool(2).run(run, {"tp": 2}, setup, sequence_parallel)), alone(setup))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "stage"),
+    ("sizes", "stage", "sequence_parallel"),
     [
-        ({"shard": 2, "tp": 2}, "zero3"),
-        ({"replicate": 2, "tp": 2}, "ddp"),
-        ({"cp": 2, "tp": 2}, "ddp"),
+        ({"shard": 2, "tp": 2}, "zero3", True),
+        ({"replicate": 2, "tp": 2}, "ddp", False),
+        ({"cp": 2, "tp": 2}, "ddp", True),
     ],
     ids=["zero3", "dp", "cp"],
 )
-@BOTH_WAYS
 def test_together_with_other_axes(sizes: Sizes, stage: Stage, sequence_parallel: bool) -> None:
     setup = Setup(steps=FEW_STEPS)
     got = joined(pool(prod(sizes.values())).run(run, sizes, setup, sequence_parallel, stage))
@@ -94,7 +93,7 @@ def differences(sequence_parallel: bool) -> dict[str, float]:
     }
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("sequence_parallel", cells([False], [True]))
 def test_every_family(sequence_parallel: bool) -> None:
     for each in pool(2).run(differences, sequence_parallel):
         assert max(each.values()) < 1e-4, each
@@ -108,11 +107,10 @@ def with_options(name: str, sizes: Sizes, options: dict[str, Any]) -> float:
     "options",
     [
         {"arranged": {"recompute": "full"}},
-        pytest.param({"arranged": {"recompute": "selective"}}, marks=pytest.mark.wide),
         pytest.param({"arranged": {"compiled": True}}, marks=[pytest.mark.slow, pytest.mark.wide]),
         {"model": {"attention_bias": True, "mlp_bias": True}},  # a row's bias counts once
     ],
-    ids=["recomputed", "in part", "compiled", "biases"],
+    ids=["recomputed", "compiled", "biases"],
 )
 def test_layers_however_arranged(options: dict[str, Any]) -> None:
     assert max(pool(2).run(with_options, "llama", {"tp": 2}, options)) < 1e-4
@@ -157,8 +155,9 @@ def test_families_that_cannot_be_divided_are_named(
         assert bool(told) == bool(message)
 
 
-@pytest.mark.parametrize("family", cells(["llama", "qwen3"], keep=["qwen3"]))
-@BOTH_WAYS
+@pytest.mark.parametrize(
+    ("family", "sequence_parallel"), cells([("qwen3", False)], [("llama", True)])
+)
 def test_fewer_heads_of_keys_than_ranks(family: str, sequence_parallel: bool) -> None:
     """Two heads of keys and values on four ranks: each is whole on all, and taken by two."""
     options = {"model": {"num_attention_heads": 8, "num_key_value_heads": 2}}
