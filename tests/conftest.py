@@ -27,7 +27,7 @@ import torch
 from tests.browser import MISSING
 from tests.browser import browser as browser
 from tests.browser import open_page as open_page
-from tests.run_wide import files_of_part
+from tests.sharing import GROUPS, group_of
 from tests.wide import is_wide
 
 
@@ -80,7 +80,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all", action="store_true", help="also what tests/wide.py lists, as make test-all does"
     )
     parser.addoption("--wide-only", action="store_true", help="only wide cells: make test-wide")
-    parser.addoption("--part", help="k/n: only the files of one part of --wide-only")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -94,20 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             sides[_is_wide(item)].append(item)
         config.hook.pytest_deselected(items=sides[not config.option.wide_only])
         items[:] = sides[config.option.wide_only]
-    if config.option.part:
-        _keep_part(config, items)
     items.sort(key=lambda item: _order(item.nodeid))
-
-
-def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, _, parts = config.option.part.partition("/")
-    # Both halves of a part, those that run alone and the others, divide the same files.
-    files = {item.nodeid.partition("::")[0] for item in items}
-    chosen = files_of_part(files, int(part), int(parts))
-    config.hook.pytest_deselected(
-        items=[item for item in items if item.nodeid.partition("::")[0] not in chosen]
-    )
-    items[:] = [item for item in items if item.nodeid.partition("::")[0] in chosen]
 
 
 def _is_wide(item: pytest.Item) -> bool:
@@ -115,22 +101,6 @@ def _is_wide(item: pytest.Item) -> bool:
     return marks or is_wide(item.nodeid)
 
 
-# Tests that share costly processes or trained runs stay in one worker; elsewhere a file does.
-# The longest groups start first. `children` are forked from the server of tests/tiny.py, whose
-# start takes ten seconds; rules about the source share the parsed files.
-SHARING = {
-    "ray": r"cluster/(?!test_hang.py::test_one)|faults/.*(on_ray|\[ray)",
-    "children": r"same/|house/|cluster/test_hang|adapters/test_run|api/test_(ranks|resume)"
-    r"|checkpoint/test_(background|control|disk|store)|docs/test_(pages|size)|faults/test_tasks"
-    r"|health/test_answers_at_end|model/test_(export|head|towers|vision_layouts)"
-    r"|reference/test_resume|security/test_(page|readers|secrets|terminal)|train/test_(nonfinite|resume|signals)",
-    "fork_server": r"faults/",
-    "health": r"health/",
-    "board": r"board/",
-    "commands": r"commands/",
-    "others": "",
-}
-ORDER = list(SHARING)
 # A file that takes half a minute must not be the last one to start.
 LONG_FILES = re.compile(
     r"rounds/test_rounds|train/test_pipeline|train/test_tasks|sweep/|plan/test_run"
@@ -138,12 +108,7 @@ LONG_FILES = re.compile(
 
 
 def _order(test: str) -> tuple[int, bool]:
-    return ORDER.index(_group(test)), not LONG_FILES.match(test.removeprefix("tests/"))
-
-
-def _group(test: str) -> str:
-    path = test.removeprefix("tests/")
-    return next(group for group, pattern in SHARING.items() if re.match(pattern, path))
+    return GROUPS.index(group_of(test)), not LONG_FILES.match(test.removeprefix("tests/"))
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -152,7 +117,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class BySharing(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            group = _group(nodeid)
+            group = group_of(nodeid)
             return nodeid.partition("::")[0] if group == "others" else group
 
     return BySharing(config, log)

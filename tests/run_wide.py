@@ -1,12 +1,13 @@
 """Run a part of the wide tests, and keep what ran in bench/results/wide.json.
 
-    python -m tests.run_wide 2/8     # the second of eight parts: make test-wide PART=2/8
+    python -m tests.run_wide 2/2     # the second of two parts: make test-wide PART=2/2
     python -m tests.run_wide         # all parts in turn
     python -m tests.run_wide --check # is every part green, and newer than the code it tests?
 
-A part is a set of test files; `--part` of pytest (tests/conftest.py) chooses them by the seconds that each took the last
-time, so that all parts take about as long. All parts divide by the same seconds, those of the time when the first of them
-ran (`planned`), and each stores a digest of the division: parts that divided differently may have left a file out.
+A part is a set of test files, chosen by the seconds that each took the last time, so that all parts
+take about as long. All parts divide by the same seconds, those of the time when the first of them
+ran (`planned`), and each stores a digest of the division: parts that divided differently may have
+left a file out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,13 +25,15 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from tests.sharing import GROUPS, group_of
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "wide.json"
-PARTS = 8
-NOTE = "RATHER_WIDE_DIVISION"  # names the file to which pytest writes a digest of the division
+PARTS = 2
 UNKNOWN_SECONDS = 30.0  # of a file that has not run yet
 # A change here makes every earlier result worthless.
-TESTED = [f"rather/{room}" for room in ("cluster", "ranks", "train", "parallel", "checkpoint")]
+TESTED = [f"rather/{room}" for room in ("cluster", "train", "parallel", "checkpoint")]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "--wide-only"]
 
 
 def read_results() -> dict[str, Any]:
@@ -40,23 +42,32 @@ def read_results() -> dict[str, Any]:
     return dict(json.loads(RESULTS.read_text(encoding="utf-8")))
 
 
-def files_of_part(files: Iterable[str], part: int, parts: int) -> set[str]:
-    """Return the files of one part: longest first, each to the part that has the least to do."""
-    chosen = division(files, parts)
-    if note := os.environ.get(NOTE):
-        Path(note).write_text(digest_of(chosen), encoding="utf-8")
-    return {file for file, number in chosen.items() if number == part}
+def wide_files() -> set[str]:
+    """Return the files that have wide tests."""
+    command = [*PYTEST, "--collect-only", "-n0"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        raise SystemExit(f"The tests could not be collected:\n{listed.stdout[-3000:]}")
+    return {line.partition("::")[0] for line in listed.stdout.splitlines() if "::" in line}
 
 
 def division(files: Iterable[str], parts: int) -> dict[str, int]:
-    """Return file -> part."""
-    seconds = read_results()["planned"]
-    loads = [0.0] * parts
+    """Return file -> part. Tests of one group run one after another, so each group is divided."""
+    planned = read_results()["planned"]
+
+    def seconds_of(file: str) -> float:
+        return float(planned.get(file, UNKNOWN_SECONDS))
+
+    loads = dict.fromkeys(range(1, parts + 1), 0.0)
+    loads_of_groups = {(group, number): 0.0 for group in GROUPS for number in loads}
     chosen: dict[str, int] = {}
-    for file in sorted(files, key=lambda name: (-seconds.get(name, UNKNOWN_SECONDS), name)):
-        lightest = loads.index(min(loads))
-        loads[lightest] += seconds.get(file, UNKNOWN_SECONDS)
-        chosen[file] = lightest + 1
+    for file in sorted(files, key=lambda name: (-seconds_of(name), name)):
+        group = group_of(file)
+        part = min(loads, key=lambda number: (loads_of_groups[group, number], loads[number]))
+        loads[part] += seconds_of(file)
+        if group != "others":
+            loads_of_groups[group, part] += seconds_of(file)
+        chosen[file] = part
     return chosen
 
 
@@ -77,21 +88,19 @@ def write_results(results: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def run_part(part: int, parts: int, workers: int, more: list[str]) -> bool:
+def run_part(part: int, chosen: dict[str, int], parts: int, workers: int, more: list[str]) -> bool:
     """Run the tests of a part, those that must be alone first, and store the result."""
     began, counts = time.time(), Counter[str]()
     failed: list[str] = []
     seconds: defaultdict[str, float] = defaultdict(float)
+    files = sorted(file for file, number in chosen.items() if number == part)
     with tempfile.TemporaryDirectory() as folder:
-        note = Path(folder, "division")
-        environment = os.environ | {NOTE: str(note)}
         for marks in ("alone", "not alone"):
             report = Path(folder, f"{marks}.xml")
-            command = [sys.executable, "-m", "pytest", "-q", "--wide-only", "-m", marks]
-            command += [f"--part={part}/{parts}", f"--junitxml={report}", *more]
+            command = [*PYTEST, "-m", marks, f"--junitxml={report}", *more]
             if marks == "not alone":
                 command += ["-n", str(workers), "--no-loadscope-reorder"]
-            code = subprocess.run(command, cwd=ROOT, check=False, env=environment).returncode
+            code = subprocess.run([*command, *files], cwd=ROOT, check=False).returncode
             if code not in (0, 1, 5):  # passed, failed, nothing selected
                 failed.append(f"pytest ended with status {code}")
             for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
@@ -101,7 +110,6 @@ def run_part(part: int, parts: int, workers: int, more: list[str]) -> bool:
                 seconds[name] += float(case.get("time", 0))
                 if outcome == "failed":
                     failed.append(f"{name}::{case.get('name')}")
-        divided = note.read_text(encoding="utf-8") if note.exists() else None
     results = read_results()
     results["parts"][f"{part}/{parts}"] = {
         "commit": git("rev-parse", "HEAD"),
@@ -110,7 +118,7 @@ def run_part(part: int, parts: int, workers: int, more: list[str]) -> bool:
         "minutes": round((time.time() - began) / 60, 1),
         **{name: counts[name] for name in ("passed", "failed", "skipped")},
         "failures": failed,
-        "division": divided,
+        "division": digest_of(chosen),
     }
     results["seconds"] |= {name: round(total, 1) for name, total in seconds.items()}
     write_results(results)
@@ -133,6 +141,8 @@ def problems() -> list[str]:
     parts = read_results()["parts"]
     if not parts:
         return ["no part has run: make test-wide"]
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        return ["the history of this clone is not complete: git fetch --unshallow"]
     count = int(next(iter(parts)).partition("/")[2])
     last_change = git("log", "-1", "--format=%H", "--", *TESTED)
     found = []
@@ -166,11 +176,12 @@ def main() -> int:
         return int(bool(found))
     if args.part:
         number, _, count = args.part.partition("/")
-        chosen, parts = [int(number)], int(count)
+        numbers, parts = [int(number)], int(count)
     else:
-        chosen, parts = list(range(1, PARTS + 1)), PARTS
+        numbers, parts = list(range(1, PARTS + 1)), PARTS
     plan(parts, again=not args.part)
-    green = [run_part(part, parts, args.workers, more) for part in chosen]
+    chosen = division(wide_files(), parts)
+    green = [run_part(number, chosen, parts, args.workers, more) for number in numbers]
     return int(not all(green))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from tests import run_wide
 from tests.house.source import ROOT, nodes
-from tests.run_wide import files_of_part
+from tests.run_wide import division
 from tests.wide import WIDE, is_wide
 
 
@@ -34,11 +36,12 @@ def test_cells_and_files_are_matched() -> None:
 
 
 def test_the_parts_of_the_wide_tests_hold_each_file_once() -> None:
-    files = {f"tests/a{number}.py" for number in range(20)}
-    parts = [files_of_part(files, part, 3) for part in (1, 2, 3)]
-    assert set.union(*parts) == files
-    assert sum(map(len, parts)) == len(files)
-    assert min(map(len, parts)) >= 6  # all take as long as far as anyone knows
+    files = {f"tests/{room}/a{number}.py" for room in ("cluster", "data") for number in range(9)}
+    chosen = division(files, 3)
+    assert chosen.keys() == files
+    for room in ("cluster", "data"):  # all take as long as far as anyone knows
+        parts = Counter(part for file, part in chosen.items() if room in file)
+        assert parts == {1: 3, 2: 3, 3: 3}
 
 
 def test_a_part_that_has_run_does_not_change_what_the_others_hold(
@@ -47,12 +50,12 @@ def test_a_part_that_has_run_does_not_change_what_the_others_hold(
     monkeypatch.setattr(run_wide, "RESULTS", tmp_path / "wide.json")
     files = {f"tests/a{number}.py" for number in range(20)}
     run_wide.plan(3, again=False)
-    planned = [files_of_part(files, part, 3) for part in (1, 2, 3)]
-    took = dict.fromkeys(planned[0], 100.0)
+    planned = division(files, 3)
+    took = {file: 100.0 for file, part in planned.items() if part == 1}
     results = run_wide.read_results() | {"parts": {"1/3": {}}, "seconds": took}
     run_wide.write_results(results)
     run_wide.plan(3, again=False)
-    assert [files_of_part(files, part, 3) for part in (1, 2, 3)] == planned
+    assert division(files, 3) == planned
     run_wide.plan(2, again=False)  # another division begins with what is known now
     assert run_wide.read_results()["planned"] == took
 
@@ -81,3 +84,35 @@ def test_a_part_that_is_red_missing_or_old_is_named(
     found = run_wide.problems()
     assert len(found) == bool(text)
     assert text in "".join(found)
+
+
+def test_a_clone_answers_and_a_shallow_one_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(folder: Path, *words: str) -> str:
+        command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    origin, stored = tmp_path / "origin", tmp_path / "wide.json"
+    tested = origin / "rather" / "train"
+    tested.mkdir(parents=True)
+    git(tmp_path, "init", "-q", str(origin))
+    (tested / "a.py").write_text("")
+    git(origin, "add", ".")
+    git(origin, "commit", "-qm", "one")
+    ran = git(origin, "rev-parse", "HEAD")
+    git(origin, "commit", "-q", "--allow-empty", "-m", "two")
+    part = {"commit": ran, "changed": False, "failures": [], "division": "one"}
+    stored.write_text(json.dumps({"parts": {"1/1": part}}), encoding="utf-8")
+    monkeypatch.setattr(run_wide, "RESULTS", stored)
+    for name, depth in (("full", []), ("shallow", ["--depth", "1"])):
+        git(tmp_path, "clone", "-q", *depth, origin.as_uri(), name)
+        monkeypatch.setattr(run_wide, "ROOT", tmp_path / name)
+        expected = "git fetch --unshallow" if depth else ""
+        assert expected in "".join(run_wide.problems())
+        assert bool(run_wide.problems()) == bool(expected)
+    (origin / "rather" / "train" / "a.py").write_text("changed = True")
+    git(origin, "commit", "-qam", "three")
+    monkeypatch.setattr(run_wide, "ROOT", origin)
+    (problem,) = run_wide.problems()
+    assert "part 1/1 is older than the last change" in problem
