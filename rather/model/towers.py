@@ -57,7 +57,7 @@ def new_model(
 def leave_tower_out(model: Any) -> Any:
     """Remove from a model what is not its language model or head; return the same model."""
     decoder = model.get_decoder() if tower_class(model.config) else model
-    if decoder is model:
+    if decoder is model or has_tower(model):
         return model
     path = next(name for name, module in model.named_modules() if module is decoder)
     head, holder, count = model.get_output_embeddings(), model, 0

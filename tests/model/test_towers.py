@@ -162,6 +162,14 @@ def test_a_plan_counts_the_language_model_alone(tmp_path: Path) -> None:
     assert sizes_of(str(folder), ModelArgs()).weights == weights
 
 
+def test_a_tower_that_is_left_out_twice_is_counted_once(tmp_path: Path) -> None:
+    """As ranks do: when they make the model, and again before they read its weights."""
+    folder = make_checkpoint(tmp_path / "base", "gemma3")
+    causal_lm = load_policy(str(folder), ModelArgs(), "cpu").causal_lm
+    parameters = causal_lm.left_out
+    assert towers.leave_tower_out(causal_lm).left_out == parameters > 0
+
+
 LAYOUTS = {
     "zero3": Layout(2, stage=3, shard=2),
     "tp2": Layout(1, tp=2),
