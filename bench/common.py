@@ -448,6 +448,7 @@ def ours(
     compiled: bool = False,
     rounding: str = "dithered",
     lora: int | None = None,
+    lora_experts: bool = False,
     on_host: int | None = None,
 ) -> Ours:
     """Our engine as the workers build it, with random weights instead of a folder's. `plan` comes next."""
@@ -466,7 +467,7 @@ def ours(
     loss = configure(["sigmoid"], {"beta": 0.1})
     frozen: Any = None
     if lora:
-        _adapt(policy.causal_lm, lora)
+        _adapt(policy.causal_lm, lora, experts=lora_experts)
         reference = False
     if reference:
         frozen = RankTrainer(copy.deepcopy(policy).requires_grad_(False), loss)
@@ -500,12 +501,13 @@ class AdaptersOff:
             return columns
 
 
-def _adapt(causal_lm: Any, rank: int) -> None:
-    """A new adapter on all linear layers: its second matrices are zero."""
+def _adapt(causal_lm: Any, rank: int, *, experts: bool = False) -> None:
+    """A new adapter on all linear layers, and on stacked experts: its second matrices are zero."""
     from rather.config.schema import ActorModelArgs
     from rather.model.adapters import inject
 
-    inject(causal_lm, ActorModelArgs(lora_rank=rank, lora_target="all-linear"))
+    stacks = ["experts.gate_up_proj", "experts.down_proj"] if experts else []
+    inject(causal_lm, ActorModelArgs(lora_rank=rank, lora_target=["all-linear", *stacks]))
     for name, parameter in causal_lm.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.to(causal_lm.dtype)

@@ -2,11 +2,13 @@
 
     python bench/gpu_moe.py --profile              # needs the `bench` extra; about five minutes
     python bench/gpu_moe.py --only ours --eager
-    python bench/gpu_moe.py --only ours --model 30B-A3B --lora 16
+    python bench/gpu_moe.py --only ours --model 30B-A3B --lora 16                  # adapters of attention
+    python bench/gpu_moe.py --only ours --model 30B-A3B --lora 16 --lora-experts   # and of the experts
 
 A qwen3_moe with random weights: 3.0B weights, of which a token uses 0.55B in matrix products (8 of 64 experts, and the
-head). 30B-A3B has the shape of Qwen3-30B-A3B (8 of 128 experts), for adapters of its attention. MFU counts those alone, and neither recomputed activations nor the pass that counts the choices of a step. All
-options are those of gpu_vs_trl.py.
+head). 30B-A3B has the shape of Qwen3-30B-A3B (8 of 128 experts), for adapters. MFU counts those alone, and neither
+recomputed activations nor the pass that counts the choices of a step; with an adapter it counts the gradients of frozen
+weights, which nobody computes, so only pairs/s can be compared. All options are those of gpu_vs_trl.py.
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ def main() -> None:
         require_trl("liger-kernel")
     shape, cells = SHAPES[args.model], []
     lora = f"_lora{args.lora}" if args.lora else ""
+    lora += "_experts" if args.lora_experts else ""
     path = args.json or RESULTS / f"gpu_vs_trl_{args.model}{lora}.json"
     work = {lengths: measured_steps(args, lengths) for lengths in args.lengths}
     light = {lengths: speed_of_light(shape, steps) for lengths, steps in work.items()}
@@ -124,6 +125,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--lora", type=int, help="rank of an adapter on all linear layers, for both"
+    )
+    parser.add_argument(
+        "--lora-experts", action="store_true", help="an adapter on stacked experts too, ours only"
     )
     parser.add_argument("--pairs", type=int, help="of an optimizer step")
     parser.add_argument("--steps", type=int, help="measured steps")
@@ -183,7 +187,7 @@ def prepared(
     if engine is None:
         compiled, online = not args.eager, reference == "online"
         options = {"lean": args.lean, "compiled": compiled, "rounding": args.rounding}
-        options["lora"] = args.lora
+        options |= {"lora": args.lora, "lora_experts": args.lora_experts}
         engine = ours(SHAPES[args.model], "cuda", reference=online, **options)
     if args.offload and engine.reference:
         engine.reference.park()

@@ -116,7 +116,8 @@ class ActorModelArgs(ModelArgs):
     """Scale of the adapter, which is multiplied by lora_alpha / lora_rank; default: twice the
     rank."""
     lora_target: Text | list[Text] | None = None
-    """Names of the linear layers that get an adapter, such as q_proj; default: all-linear."""
+    """Names of the linear layers that get an adapter, such as q_proj, and of stacked experts, such
+    as experts.down_proj; default: all-linear."""
     lora_dropout: Zero = 0.0
     """Dropout of the adapter. Range: both answers of a pair must see the same weights."""
     modules_to_save: Text | list[Text] | None = None

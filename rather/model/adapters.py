@@ -1,7 +1,7 @@
 """Adapters of the LoRA family, through PEFT: small trained matrices next to frozen weights.
 
-PEFT replaces the linear layers of the Hugging Face model; whatever else runs the model sees no
-difference. With adapters off, it is the base model. If an adapter does not start with zero effect,
+PEFT replaces the linear layers of the Hugging Face model, and wraps its stacked experts; whatever
+else runs the model sees no difference. With adapters off, it is the base model. If an adapter does not start with zero effect,
 a frozen copy of its start is kept as the reference.
 
 The start of an adapter depends on the seed, the layer name and the base weights alone: however a
@@ -14,9 +14,9 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from peft import LoraConfig, LoraModel
 from peft.tuners import lora
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -42,8 +43,15 @@ from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.config.values import PISSA
 from rather.errors import CheckpointError, ConfigError
 from rather.files import inspect_folder, refuse_outside, regular
+from rather.model.adapted_experts import (
+    AdaptedExperts,
+    changed_stack,
+    factors_of,
+    first_factors,
+    is_stack,
+)
 from rather.model.check import expert_blocks
-from rather.model.files import CORRECTION, PARTS, model_folder
+from rather.model.files import CORRECTION, EXPERT, PARTS, model_folder
 from rather.model.layers import layers_of
 from rather.model.policy import START
 from rather.model.vision import FAMILIES, family_of
@@ -53,8 +61,8 @@ TRAINED = "default"  # PEFT's name of the trained adapter; its frozen start is t
 CONFIG, WEIGHTS, NOTES = "adapter_config.json", "adapter_model.safetensors", "rather.json"
 ALL_LINEAR = "all-linear"
 KNOWN = (  # keys that an adapter's config may set; all others must have PEFT's default
-    "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora",
-    "lora_dropout", "task_type", "base_model_name_or_path", "revision",
+    "r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "use_rslora",
+    "use_dora", "lora_dropout", "task_type", "base_model_name_or_path", "revision",
     "inference_mode", "init_lora_weights", "auto_mapping", "peft_version",
     "megatron_core", "runtime_config", "qalora_group_size",
 )  # fmt: skip
@@ -73,6 +81,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {  # of values in an adapter's config
     "r": lambda value: type(value) is int and value > 0,
     "lora_alpha": lambda value: type(value) in (int, float) and math.isfinite(value),
     "target_modules": lambda value: _is_text(value) or _are_names(value),
+    "target_parameters": _are_names,
     "modules_to_save": _are_names,
     "base_model_name_or_path": _is_text,
     "revision": _is_text,
@@ -81,6 +90,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {  # of values in an adapter's config
 # Families in which PEFT refuses these layers: their kernels read the weights themselves.
 MAMBA = ("falcon_h1", "nemotron_h")
 MAMBA_PARTS = {"out_proj", "conv1d"}
+NAMES_OF_EXPERTS = "name stacked experts as experts.gate_up_proj and experts.down_proj"
 _PEFT = "base_model.model."  # the prefix of every name in an adapter's file
 
 
@@ -94,10 +104,13 @@ def adapter_config(args: ModelArgs) -> LoraConfig:
     assert isinstance(args, ActorModelArgs)
     rank = args.lora_rank or 8
     targets = _names(args.lora_target or ALL_LINEAR)
+    stacks = [target for target in targets if is_stack(target)]
+    modules = [target for target in targets if target not in stacks]
     return LoraConfig(
         r=rank,
         lora_alpha=_number(args.lora_alpha or 2 * rank),
-        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        target_modules=ALL_LINEAR if modules == [ALL_LINEAR] else modules,
+        target_parameters=stacks or None,
         modules_to_save=_names(args.modules_to_save or args.additional_target or []) or None,
         use_rslora=args.use_rslora,
         use_dora=args.use_dora,
@@ -141,12 +154,17 @@ def saved_config(folder: Path) -> LoraConfig:
             f"adapter_name_or_path: {folder} has {', '.join(odd)}; only LoRA and its variants are "
             "supported"
         )
-    settings = {key: values[key] for key in KNOWN[:6] if values.get(key) is not None}
+    settings = {key: values[key] for key in KNOWN[:7] if values.get(key) is not None}
     if isinstance(settings.get("target_modules"), str):
         # An untrusted regular expression may never end; the file has the names that it matched.
-        names = (name.removeprefix(_PEFT).partition(".lora_") for name in _open(folder))
-        settings["target_modules"] = sorted({module for module, is_lora, _ in names if is_lora})
+        settings["target_modules"] = _adapted_linears(folder)
     return LoraConfig(**settings, init_lora_weights=True, task_type="CAUSAL_LM")
+
+
+def _adapted_linears(folder: Path) -> list[str]:
+    names = [name.removeprefix(_PEFT) for name in _open(folder)]
+    names = [name for name in names if ".lora_" in name and not changed_stack(name, ())]
+    return sorted({name.partition(".lora_")[0] for name in names})
 
 
 class Base(NamedTuple):
@@ -194,6 +212,9 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
     """
     config = adapter_config(args)
     _refuse_large_rank(causal_lm, config.r)
+    stacks = sorted(config.target_parameters or ())
+    if stacks:
+        _refuse_with_experts(args, config)
     has_experts = any(True for _ in expert_blocks(causal_lm))
     if config.target_modules == ALL_LINEAR and (names := _linear_names(causal_lm)) is not None:
         config.target_modules = sorted(names)
@@ -214,12 +235,13 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
     except ValueError as error:
         reason = str(error).splitlines()[0]
         if has_experts:
-            reason += "; the stacked experts cannot have adapters, only linear layers can"
+            reason += f"; {NAMES_OF_EXPERTS}"
         raise ConfigError(f"lora_target: {reason}") from error
     config.init_lora_weights = start
-    config.target_parameters = config.target_parameters or None
+    config.target_parameters = stacks or None  # PEFT may have added others
     causal_lm.peft_config = {TRAINED: config}
     _refuse_unsupported(causal_lm, config)
+    AdaptedExperts.replace(causal_lm)
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(f".{TRAINED}." in name)
 
@@ -252,17 +274,30 @@ def _refuse_large_rank(causal_lm: Any, rank: int) -> None:
         raise ConfigError(f"lora_rank: {rank} must be at most {width}, the widest layer")
 
 
+def _refuse_with_experts(args: ModelArgs, config: LoraConfig) -> None:
+    """Refuse settings that adapters of experts do not have."""
+    for key, is_set in (
+        ("quantization", args.quantization),
+        ("use_dora", config.use_dora),
+        ("init_lora_weights=pissa", _is_pissa(config.init_lora_weights)),
+    ):
+        if is_set:
+            names = ", ".join(sorted(config.target_parameters or ()))
+            raise ConfigError(f"lora_target: {names} cannot be combined with {key}; remove one")
+
+
 def _refuse_unsupported(causal_lm: Any, config: LoraConfig) -> None:
     """Refuse names that PEFT silently ignores, and modules that could not be merged or called."""
     tuned = tuned_layers(causal_lm)
-    _refuse_nonlinear(causal_lm, tuned)
+    _refuse_nonlinear(causal_lm, tuned, config.target_parameters or ())
     # PEFT has replaced all-linear by the names.
     targets = config.target_modules if not isinstance(config.target_modules, str) else ()
     for key, names, kind in (
-        ("lora_target", targets, BaseTunerLayer),
+        ("lora_target", targets, LoraLayer),
+        ("lora_target", config.target_parameters, ParamWrapper),
         ("modules_to_save", config.modules_to_save, ModulesToSaveWrapper),
     ):
-        names_of_kind = [f".{name}" for name, module in tuned.items() if isinstance(module, kind)]
+        names_of_kind = [_target(name, m) for name, m in tuned.items() if isinstance(m, kind)]
         for target in sorted(names or ()):
             if not any(name.endswith(f".{target}") for name in names_of_kind):
                 raise ConfigError(f"{key}: the model has no module named {target}")
@@ -278,20 +313,31 @@ def _refuse_unsupported(causal_lm: Any, config: LoraConfig) -> None:
         )
 
 
-def _refuse_nonlinear(causal_lm: Any, tuned: Mapping[str, Any]) -> None:
-    """Refuse adapters of anything but linear layers inside the decoder layers."""
+def _target(name: str, module: Any) -> str:
+    """Return the name that a target of PEFT is compared with."""
+    if isinstance(module, ParamWrapper):
+        name = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+    return f".{name}"
+
+
+def _refuse_nonlinear(causal_lm: Any, tuned: Mapping[str, Any], stacks: Collection[str]) -> None:
+    """Refuse adapters of anything but linear layers, and these stacks, in the decoder layers."""
     inside = {id(module) for layer in layers_of(causal_lm) for module in layer.modules()}
     for name, module in tuned.items():
         if not isinstance(module, BaseTunerLayer):
             continue
-        if id(module) in inside and isinstance(module.get_base_layer(), nn.Linear):
+        stack = changed_stack(f"{name}.lora_A", stacks)
+        is_known = isinstance(module.get_base_layer(), nn.Linear)
+        if isinstance(module, ParamWrapper):
+            is_known = f".{stack}" == _target(name, module)
+        if id(module) in inside and is_known:
             continue
         problem = (
             f"lora_target: {name} is not a linear layer inside the decoder layers, and only those "
             "can have an adapter; to train it whole, add it to modules_to_save"
         )
-        if name.endswith(".experts"):
-            problem += "; of a mixture of experts, name layers of attention"
+        if stack:
+            problem = f"lora_target: {name}: {NAMES_OF_EXPERTS}"
         raise ConfigError(problem)
 
 
@@ -338,6 +384,7 @@ class AdapterWeights:
 
     def __init__(self, base: ShardedFiles, args: ModelArgs, seed: int) -> None:
         self.base, self.config, self.seed = base, adapter_config(args), seed
+        self.stacks = self.config.target_parameters or ()
         path = args.adapter_name_or_path
         self.saved = _open_adapter(adapter_folder(path), base) if path is not None else None
         self.changes_base = _is_pissa(self.config.init_lora_weights)
@@ -348,7 +395,7 @@ class AdapterWeights:
         stored_name = _adapter_name(name)
         if self.saved is not None and stored_name:
             return self.saved, stored_name
-        return self.base, _base_name(name)
+        return self.base, _base_name(name, self.stacks)
 
     def __contains__(self, name: str) -> bool:
         files, stored = self._stored(name)
@@ -376,18 +423,23 @@ class AdapterWeights:
 
     def _initialize(self, name: str) -> dict[str, Tensor]:
         """Return PEFT's own start of the layer with this weight, on the CPU in float32."""
-        outer, inner = self.base.shape(name)
-        linear = nn.Linear(inner, outer, bias=False, device="meta")
-        asks = self.changes_base or self.config.use_dora
-        weight = self.base[name].float() if asks else torch.empty(outer, inner)
-        linear.weight = nn.Parameter(weight, requires_grad=False)
         text = f"{self.seed} {name.removesuffix('.weight')}"
         seed = int.from_bytes(sha256(text.encode()).digest()[:7], "big")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # the CPU's only: fork_rng restores no GPU's
-            layer: Any = LoraLinear(
-                linear, TRAINED, self.config, r=self.config.r, lora_alpha=self.config.lora_alpha
-            )
+            shape = self.base.shape(name)
+            if len(shape) == 3:
+                return first_factors(shape, self.config, TRAINED)
+            return self._initialize_linear(name, *shape)
+
+    def _initialize_linear(self, name: str, outer: int, inner: int) -> dict[str, Tensor]:
+        linear = nn.Linear(inner, outer, bias=False, device="meta")
+        asks = self.changes_base or self.config.use_dora
+        weight = self.base[name].float() if asks else torch.empty(outer, inner)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        layer: Any = LoraLinear(
+            linear, TRAINED, self.config, r=self.config.r, lora_alpha=self.config.lora_alpha
+        )
         kinds = ["lora_A", "lora_B", *(["lora_magnitude_vector"] if self.config.use_dora else [])]
         start = {kind: getattr(layer, kind)[TRAINED].weight.detach() for kind in kinds}
         if self.changes_base:
@@ -399,8 +451,13 @@ class AdapterWeights:
         return start
 
 
-def _base_name(name: str) -> str:
-    """Return the base's name of a weight; of an adapter's matrix, that of the weight it changes."""
+def _base_name(name: str, stacks: Collection[str]) -> str:
+    """Return the base's name of a weight; of an adapter's matrix, that of the weight it changes.
+
+    `stacks` are the names in target_parameters.
+    """
+    if stack := changed_stack(name, stacks):
+        return stack
     name = re.sub(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.)", "", name)
     return re.sub(r"\.lora_.*", ".weight", name)
 
@@ -470,30 +527,61 @@ def write_adapter(
 
 def merge(base: ShardedFiles, adapter: Path, cast: Cast) -> dict[str, TensorStream]:
     """Return the base with an adapter merged in, computed in float32 as each weight is written."""
-    config, saved = saved_config(adapter), _open_adapter(adapter, base)
-    scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+    merging = _Merging(base, adapter, cast)
+    return {name: merging.stream(name) for name in sorted(base)}
 
-    def merged(name: str, module: str) -> Iterator[Tensor]:
-        a, b = (saved[f"{module}.lora_{matrix}.weight"].float() for matrix in "AB")
-        weight = base[name].float() + scale * (b @ a)
-        if config.use_dora:
-            magnitude = saved[f"{module}.lora_magnitude_vector"].float()
+
+class _Merging:
+    def __init__(self, base: ShardedFiles, adapter: Path, cast: Cast) -> None:
+        self.config, self.saved = saved_config(adapter), _open_adapter(adapter, base)
+        self.base, self.cast = base, cast
+        rank = self.config.r
+        self.scale = self.config.lora_alpha / (math.sqrt(rank) if self.config.use_rslora else rank)
+        stacks = self.config.target_parameters or ()
+        self.modules = {  # in the adapter, by the weights that they change
+            _base_name(name.removeprefix(_PEFT), stacks): name.removesuffix(".lora_A.weight")
+            for name in self.saved
+            if name.endswith(".lora_A.weight")
+        }
+        # The experts of a layer are written one after another, from two stacks.
+        self.factors = lru_cache(2)(self._factors)
+
+    def stream(self, name: str) -> TensorStream:
+        if _PEFT + name in self.saved:
+            return self.saved.stream(_PEFT + name, self.cast)
+        if name in self.modules:
+            is_stack = len(self.base.shape(name)) == 3
+            changed = partial(self._stack if is_stack else self._matrix, name, self.modules[name])
+            return TensorStream(self.cast.dtype, self.base.shape(name), changed)
+        match = EXPERT.fullmatch(name)
+        if match and match[3] in PARTS:
+            stack, block = PARTS[match[3]]
+            if module := self.modules.get(f"{match[1]}.mlp.experts.{stack}"):
+                changed = partial(self._matrix, name, module, int(match[2]), block)
+                return TensorStream(self.cast.dtype, self.base.shape(name), changed)
+        if name.endswith(CORRECTION):
+            return TensorStream.of(self.base[name])
+        return self.base.stream(name, self.cast)
+
+    def _factors(self, module: str) -> tuple[Tensor, Tensor]:
+        a, b = (self.saved[f"{module}.lora_{matrix}.weight"].float() for matrix in "AB")
+        return factors_of(a, b, len(a) // self.config.r)
+
+    def _matrix(self, name: str, module: str, expert: int = 0, block: int = 0) -> Iterator[Tensor]:
+        """Yield a matrix; one of an expert is a block of the rows of its stack."""
+        (a_ERI, b_EOR), weight = self.factors(module), self.base[name].float()
+        b_OR = b_EOR[expert, block * len(weight) : (block + 1) * len(weight)]
+        weight = weight + self.scale * (b_OR @ a_ERI[expert])
+        if self.config.use_dora:
+            magnitude = self.saved[f"{module}.lora_magnitude_vector"].float()
             weight *= (magnitude / weight.norm(dim=1))[:, None]
-        yield cast(name, weight, ShardSpec.full(weight.shape))
+        yield self.cast(name, weight, ShardSpec.full(weight.shape))
 
-    streams = {}
-    for name in sorted(base):
-        module = _PEFT + name.removesuffix(".weight")
-        if _PEFT + name in saved:
-            streams[name] = saved.stream(_PEFT + name, cast)
-        elif f"{module}.lora_A.weight" in saved:
-            chunks = partial(merged, name, module)
-            streams[name] = TensorStream(cast.dtype, base.shape(name), chunks)
-        elif name.endswith(CORRECTION):
-            streams[name] = TensorStream.of(base[name])
-        else:
-            streams[name] = base.stream(name, cast)
-    return streams
+    def _stack(self, name: str, module: str) -> Iterator[Tensor]:
+        for expert, (a_RI, b_OR) in enumerate(zip(*self.factors(module), strict=True)):
+            spec = ShardSpec.full(self.base.shape(name)).narrow(0, expert, 1)
+            weight = self.base.read(name, spec).float() + self.scale * (b_OR @ a_RI)
+            yield self.cast(name, weight, spec)
 
 
 def _open(adapter: Path) -> ShardedFiles:
@@ -505,9 +593,9 @@ def _open(adapter: Path) -> ShardedFiles:
 
 def _open_adapter(adapter: Path, base: ShardedFiles) -> ShardedFiles:
     """Open the matrices of an adapter; refuse those of another model."""
-    saved = _open(adapter)
-    changed = {_base_name(name.removeprefix(_PEFT)) for name in saved}
-    if foreign := changed - set(base):
+    saved, stacks = _open(adapter), saved_config(adapter).target_parameters or ()
+    changed = {_base_name(name.removeprefix(_PEFT), stacks) for name in saved}
+    if foreign := {name for name in changed if name not in base}:
         raise ConfigError(
             f"{adapter}: the adapter belongs to another model: the base has no {min(foreign)}"
         )

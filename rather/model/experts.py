@@ -8,7 +8,8 @@ before the last product instead of the wide ones behind it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 IMPLEMENTATION = "rather"
 REPLACED = "grouped_mm"  # transformers' function that does the same
+
+
+class Factors(NamedTuple):
+    """What an adapter adds to the weights of each expert: scale x b a."""
+
+    a_ERI: Tensor
+    b_EOR: Tensor
+    scale: float
 
 
 def use_sorted_experts(causal_lm: Any) -> None:
@@ -28,15 +37,28 @@ def use_sorted_experts(causal_lm: Any) -> None:
 
 def _run(experts: Any, hidden_ND: Tensor, chosen_NK: Tensor, scores_NK: Tensor) -> Tensor:
     """The experts function of transformers' interface."""
-    is_plain = not experts.has_bias and not getattr(experts, "has_post_expert_norm", False)
-    if is_plain and hidden_ND.is_cuda and hidden_ND.dtype == torch.bfloat16:
+    if is_plain(experts) and hidden_ND.is_cuda and hidden_ND.dtype == torch.bfloat16:
         return sorted_experts(experts, hidden_ND, chosen_NK, scores_NK)
     output: Tensor = ALL_EXPERTS_FUNCTIONS[REPLACED](experts, hidden_ND, chosen_NK, scores_NK)
     return output
 
 
-def sorted_experts(experts: Any, hidden_ND: Tensor, chosen_NK: Tensor, scores_NK: Tensor) -> Tensor:
-    """Return for each token the sum of its experts' outputs times their scores."""
+def is_plain(experts: Any) -> bool:
+    """Return whether experts are their products and an activation, and nothing else."""
+    return not experts.has_bias and not getattr(experts, "has_post_expert_norm", False)
+
+
+def sorted_experts(
+    experts: Any,
+    hidden_ND: Tensor,
+    chosen_NK: Tensor,
+    scores_NK: Tensor,
+    adapter: Mapping[str, Factors] = {},
+) -> Tensor:
+    """Return for each token the sum of its experts' outputs times their scores.
+
+    `adapter` has factors by the names of the weights that they change.
+    """
     expert_S, order_S = chosen_NK.flatten().sort(stable=True)
     place_S = torch.empty_like(order_S)
     place_S[order_S] = torch.arange(len(order_S), device=order_S.device)
@@ -45,19 +67,25 @@ def sorted_experts(experts: Any, hidden_ND: Tensor, chosen_NK: Tensor, scores_NK
     end_E = torch.searchsorted(expert_S, experts_E, right=True, out_int32=True)
 
     rows_SD = _ToExperts.apply(hidden_ND, token_S, place_NK)
-    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    inner_SI = _product(experts, rows_SD, first, end_E)
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    inner_SI = _product(experts, first, rows_SD, end_E, adapter.get(first))
     inner_SI = experts._apply_gate(inner_SI) if experts.has_gate else experts.act_fn(inner_SI)
     inner_SI = (inner_SI * scores_NK.flatten()[order_S, None]).to(rows_SD.dtype)
-    output: Tensor = _ToTokens.apply(
-        _product(experts, inner_SI, experts.down_proj, end_E), token_S, place_NK
-    )
+    result_SD = _product(experts, "down_proj", inner_SI, end_E, adapter.get("down_proj"))
+    output: Tensor = _ToTokens.apply(result_SD, token_S, place_NK)
     return output
 
 
-def _product(experts: Any, rows_S: Tensor, weight_E: Tensor, end_E: Tensor) -> Tensor:
+def _product(
+    experts: Any, name: str, rows_S: Tensor, end_E: Tensor, factors: Factors | None
+) -> Tensor:
+    weight_E = getattr(experts, name)
     weight_E = weight_E if experts.is_transposed else weight_E.transpose(-2, -1)
-    return F.grouped_mm(rows_S, weight_E, offs=end_E)
+    product_S = F.grouped_mm(rows_S, weight_E, offs=end_E)
+    if factors is None:
+        return product_S
+    inner_SR = F.grouped_mm(rows_S, factors.a_ERI.transpose(-2, -1), offs=end_E) * factors.scale
+    return product_S + F.grouped_mm(inner_SR, factors.b_EOR.transpose(-2, -1), offs=end_E)
 
 
 class _ToExperts(torch.autograd.Function):

@@ -12,7 +12,7 @@ from rather.errors import ConfigError
 from rather.model.layers import arrange_layers
 from rather.model.policy import PolicyModel
 from rather.parallel.context import spread_tokens
-from rather.parallel.experts import check_experts, spread_experts
+from rather.parallel.experts import check_experts, refuse_adapted_experts, spread_experts
 from rather.parallel.mesh import Mesh
 from rather.parallel.shard import STAGES, shard
 from rather.parallel.stages import Stages, check_cut, cut
@@ -42,6 +42,7 @@ def divide(
             "which compiled layers cannot; set compile: off, or pipeline_schedule: 1f1b or "
             "interleaved"
         )
+    refuse_adapted_experts(policy, layout)
     if layout.pp > 1:
         check_cut(config)
     if layout.tp > 1:

@@ -22,6 +22,7 @@ from torch.distributed._functional_collectives import (
     wait_tensor,
 )
 
+from rather.config.strategies import Layout
 from rather.errors import ConfigError
 from rather.model.check import expert_blocks, experts_of, twin_of
 from rather.model.collectives import ranks_of
@@ -79,6 +80,17 @@ def _dispatch(experts: Any, hidden_ND: Tensor, chosen_NK: Tensor, scores_NK: Ten
     back = all_to_all_single_autograd(done.contiguous(), sent, got, group)
     each_NKD = back[order.argsort()].view(tokens, choices, -1)
     return (each_NKD * scores_NK[..., None]).sum(1).to(hidden_ND.dtype)
+
+
+def refuse_adapted_experts(policy: PolicyModel, layout: Layout) -> None:
+    """Refuse to divide experts that have adapters."""
+    if not any(hasattr(block.experts, "parameter_name") for _, block in expert_blocks(policy)):
+        return
+    for key in ("tp", "pp", "ep"):
+        if getattr(layout, key) > 1:
+            raise ConfigError(
+                f"lora_target: experts that have adapters cannot be divided; set {key}_size to 1"
+            )
 
 
 @torch.no_grad()

@@ -242,16 +242,23 @@ def adapter_weights(args: ModelArgs, shapes: Shapes) -> int:
             return sum(prod(saved.shape(name)) for name in saved)
         return 0
     assert isinstance(args, ActorModelArgs)
-    targets, has_experts = as_list(args.lora_target or "all-linear"), stacked(shapes) > 0
-    wanted = [
+    targets = as_list(args.lora_target or "all-linear")
+    # With experts, no other linear layers than those of attention have adapters.
+    inside = ".layers." if stacked(shapes) == 0 else "attn"
+    linears = [
         sum(shape)
         for name, shape in shapes.items()
-        if ".layers." in name
-        and len(shape) == 2
-        and (not has_experts or "attn" in name)  # with experts, only attention has adapters
-        and (targets == ["all-linear"] or name.split(".")[-2] in targets)
-    ]
-    return (args.lora_rank or 8) * sum(wanted)
+        if ".layers." in name and inside in name and len(shape) == 2
+        and ("all-linear" in targets or name.split(".")[-2] in targets)
+    ]  # fmt: skip
+    return (args.lora_rank or 8) * (sum(linears) + _adapted_stacks(targets, shapes))
+
+
+def _adapted_stacks(targets: Sequence[str], shapes: Shapes) -> int:
+    """Return the rows and columns of the experts in the stacks with these names."""
+    ends = tuple(f".{target}" for target in targets)
+    stacks = [shape for name, shape in shapes.items() if len(shape) == 3 and name.endswith(ends)]
+    return sum(experts * (rows + columns) for experts, rows, columns in stacks)
 
 
 def known_shapes(name: str, args: ModelArgs) -> Shapes | None:

@@ -58,7 +58,7 @@ DOORS = {
     "ray": ("rather/cluster/",),
     "boto3": ("rather/checkpoint/store.py",),
     "botocore": ("rather/checkpoint/store.py",),
-    "peft": ("rather/model/adapters.py", "rather/trl/"),
+    "peft": ("rather/model/adapters.py", "rather/model/adapted_experts.py", "rather/trl/"),
     "plotly": ("rather/tools/report/",),
 }
 

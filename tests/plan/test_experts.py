@@ -10,12 +10,14 @@ import pytest
 from transformers import AutoConfig
 
 from rather.config.load import load
+from rather.config.schema import ActorModelArgs
 from rather.model.sizes import Sizes, sizes_of
-from rather.plan.memory import role_state
+from rather.plan.memory import adapter_weights, role_state
 from tests.config.test_roll import FILES
 from tests.plan.test_run import invoke
 
 WEIGHTS = 30_532_122_624
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 EXPERTS = 48 * 128 * 3 * 768 * 2048
 
 
@@ -43,6 +45,13 @@ def test_active_weights(sizes: Sizes) -> None:
     assert sizes.active == WEIGHTS - EXPERTS * 120 // 128
     assert sizes.active / 1e9 == pytest.approx(3.35, abs=0.01)
     assert sizes.inner == 8 * 768
+
+
+def test_weights_of_an_adapter_of_experts(sizes: Sizes) -> None:
+    attention = ActorModelArgs(lora_rank=16)
+    experts = ActorModelArgs(lora_rank=16, lora_target=["all-linear", *STACKS])
+    of_attention, both = (adapter_weights(args, sizes.shapes) for args in (attention, experts))
+    assert both - of_attention == 16 * 48 * 128 * (2048 + 2 * 768 + 768 + 2048)
 
 
 @pytest.mark.parametrize(

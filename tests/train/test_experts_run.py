@@ -94,9 +94,9 @@ def test_adapters_leave_the_experts_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("target", "text"),
-    [("experts", "stacked experts cannot have adapters"),
-     ("gate_up_proj", "stacked experts cannot have adapters"),
-     ("gate_proj,up_proj,down_proj", "experts is not a linear layer.*name layers of attention")],
+    [("experts", "name stacked experts as experts.gate_up_proj and experts.down_proj"),
+     ("gate_up_proj", "name stacked experts as experts.gate_up_proj and experts.down_proj"),
+     ("gate_proj,up_proj,down_proj", "experts: name stacked experts as experts.gate_up_proj")],
 )  # fmt: skip
 def test_adapters_on_experts_are_refused(target: str, text: str) -> None:
     args = ActorModelArgs(lora_rank=2, lora_target=target)

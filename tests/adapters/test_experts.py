@@ -1,0 +1,146 @@
+"""Adapters of stacked experts: they are PEFT's, by name, in every number, and on the disk."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rather.checkpoint.checkpoint import open_checkpoint
+from rather.config.schema import ModelArgs
+from rather.data.pack import pack
+from rather.model.adapters import as_reference
+from rather.model.policy import PolicyModel, pair_columns
+from rather.parallel.load import load_policy
+from rather.pipeline.pipeline import DPOPipeline
+from tests.model.test_experts import tiny
+from tests.padded import padded_logps, random_pairs
+from tests.tiny import make_config, make_model, make_pairs, metrics
+
+LN_2 = math.log(2)
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+PAIRS = random_pairs(4, 63, seed=1, longest=12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny mixture of experts in float32, pairs, and an adapter that PEFT has written."""
+    folder = tmp_path_factory.mktemp("experts")
+    make_model(folder / "base")  # its tokenizer
+    tiny("qwen3_moe", "eager", vocab_size=63).save_pretrained(folder / "base")
+    for name, count in (("pairs", 40), ("held_out", 9)):
+        make_pairs(folder / f"{name}.jsonl", count, seed=count)
+    config = LoraConfig(
+        r=3, lora_alpha=5, target_modules=["q_proj"], target_parameters=STACKS, use_rslora=True
+    )
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), config)
+    torch.manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3)
+    adapted.save_pretrained(folder / "tuned")
+    return folder
+
+
+def by_peft(folder: Path, adapter: Path, *, trains: bool = False) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    return PeftModel.from_pretrained(model, adapter, is_trainable=trains).eval()
+
+
+def log_probs(policy: PolicyModel) -> Tensor:
+    (batch,) = pack(PAIRS, budget=10**6)
+    return pair_columns(policy, batch)["sum"]
+
+
+def test_log_probs_and_gradients_are_those_of_peft(folder: Path) -> None:
+    args = ModelArgs(adapter_name_or_path=str(folder / "tuned"))
+    policy, other = (
+        load_policy(str(folder / "base"), args, "cpu"),
+        by_peft(folder, folder / "tuned", trains=True),
+    )
+    found, expected = log_probs(policy), padded_logps(other, PAIRS)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-4)
+    scale = torch.linspace(-1, 1, found.numel()).view_as(found)
+    (found * scale).sum().backward()
+    (expected * scale).sum().backward()
+    gradients = {
+        n.removeprefix("base_model.model."): p.grad
+        for n, p in other.named_parameters()
+        if p.grad is not None
+    }
+    assert sum("experts" in name for name in gradients) == 8
+    for name, parameter in policy.causal_lm.named_parameters():
+        if parameter.requires_grad:
+            expected = gradients.pop(name)
+            assert float((parameter.grad - expected).norm() / expected.norm()) < 1e-4, name
+    assert not gradients
+    with torch.no_grad(), as_reference(policy), other.disable_adapter():
+        assert torch.allclose(log_probs(policy), padded_logps(other, PAIRS), rtol=0, atol=1e-4)
+
+
+def config_of(folder: Path, name: str, args: dict[str, Any], **changes: Any) -> Any:
+    settings = {f"actor_train__model_args__{key}": value for key, value in args.items()}
+    settings["actor_train__training_args__learning_rate"] = 0.01
+    settings["reference__cache__enabled"] = False
+    return make_config(folder, exp_name=name, **{"max_steps": 2, **settings, **changes})
+
+
+NEW = {"lora_rank": 4, "lora_target": ["all-linear", *STACKS]}
+
+
+def of_run(folder: Path, name: str, args: dict[str, Any]) -> set[str]:
+    """Train, compare the adapter and the merged model, and return the kinds of changed weights."""
+    config = config_of(folder, name, args)
+    assert DPOPipeline(config).run() == 0
+    lines = metrics(config)
+    first = next(line for line in lines if "loss" in line)
+    assert first["loss"] == pytest.approx(LN_2, abs=1e-6)  # the reference is the start
+    assert lines[-1]["eval/loss"] < LN_2 - 1e-3
+    model, adapter = config.run_dir / "model", config.run_dir / "adapter"
+    expected = padded_logps(by_peft(folder, adapter), PAIRS)
+    merged = padded_logps(AutoModelForCausalLM.from_pretrained(model), PAIRS)
+    again = load_policy(str(folder / "base"), ModelArgs(adapter_name_or_path=str(adapter)), "cpu")
+    assert torch.allclose(merged, expected, rtol=0, atol=1e-4)
+    assert torch.allclose(log_probs(again), expected, rtol=0, atol=1e-4)
+    saved, source = (load_file(path / "model.safetensors") for path in (model, folder / "base"))
+    assert saved.keys() == source.keys()
+    changed = [name for name in source if not torch.equal(saved[name], source[name])]
+    return {name.split(".")[-2] for name in changed if ".experts." in name}
+
+
+def test_from_the_base_to_the_merged_model(folder: Path) -> None:
+    assert of_run(folder, "new", NEW) == {"gate_proj", "up_proj", "down_proj"}
+
+
+def test_one_stack_alone(folder: Path) -> None:
+    args = {"lora_rank": 4, "lora_target": "mlp.experts.gate_up_proj"}
+    assert of_run(folder, "one", args) == {"gate_proj", "up_proj"}
+
+
+def test_an_adapter_of_peft_is_trained_further(folder: Path) -> None:
+    """Its start is kept as a second adapter, which is the reference."""
+    args = {"adapter_name_or_path": str(folder / "tuned")}
+    assert of_run(folder, "continued", args) == {"gate_proj", "up_proj", "down_proj"}
+
+
+def test_resumed_to_the_bit(folder: Path) -> None:
+    once = config_of(folder, "once", NEW, max_steps=3, save_steps=2)
+    assert DPOPipeline(once).run() == 0
+    last = once.run_dir / "checkpoint-3"
+    expected = {
+        key: tensor.clone() for key, tensor in open_checkpoint(last).tensors("model").items()
+    }
+    assert sum(".experts." in key for key in expected) == 8
+    shutil.rmtree(last)
+    assert DPOPipeline(once).run() == 0
+    found = open_checkpoint(last).tensors("model")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
