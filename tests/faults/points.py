@@ -88,14 +88,9 @@ MORE_TWO_RANKS = [
 RAY = [
     kill("data.tokenised", role="driver"),
     kill("forward", step=1, role="reference"),
-    kill("backward", step=2, role="actor_train"),
     kill("save.write", step=2, role="actor_train"),
-    kill("cache.shared.done", role="driver"),
     kill("optimizer.done", step=4, role="actor_train"),
     kill("save.rename.done", step=4, role="driver"),
-    kill("all_reduce", step=5, role="actor_train"),
     kill("evaluate.reference", step=6, role="driver"),
-    kill("save.write.done", step=6, role="actor_train"),
-    kill("save.prune.delete", step=6, role="driver"),
     kill("export.written", role="actor_train"),
 ]
