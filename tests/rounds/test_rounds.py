@@ -98,11 +98,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # In the order in which they come, with the number of the call that dies since the kill before.
 KILLS = (
     (generate.Sampler, "answer", 1),
-    (generate.Sampler, "answer", 1),
     (run, "score_file", 2),
     (TrainingLoop, "train_step", 2),
     (run, "evaluate", 1),
-    (run, "score_file", 1),
     (TrainingLoop, "train_step", 3),
     (run, "copy_model", 1),
 )
