@@ -48,6 +48,7 @@ from rather.losses.metrics import Window
 from rather.losses.objective import configure, from_config
 from rather.losses.own import OwnMetric
 from rather.losses.trial import try_own_losses, try_own_metrics
+from rather.model.adapted_experts import AdaptedExperts
 from rather.model.check import check_model, refuse_tower
 from rather.model.export import FileCast, export_model, export_peft, export_stored
 from rather.model.policy import PolicyModel
@@ -134,6 +135,7 @@ class DPOTrainer:
         self.overrides = [name for name in OWN_LOSSES if self._is_overridden(name)]
         (own, self.adapted), (ref_model, _) = _unwrap(model), _unwrap(ref_model)
         self._refuse_models(own, ref_model)
+        AdaptedExperts.replace(own)
         if sequence_packing:
             log.info("sequence_packing: pairs are always packed; this does not change the result")
         # Shards are float32, whatever they compute in.

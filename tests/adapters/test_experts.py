@@ -15,10 +15,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rather.checkpoint.checkpoint import open_checkpoint
-from rather.config.schema import ModelArgs
+from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.data.pack import pack
-from rather.model.adapters import as_reference
+from rather.errors import ConfigError
+from rather.model.adapted_experts import AdaptedExperts
+from rather.model.adapters import as_reference, inject
 from rather.model.policy import PolicyModel, pair_columns
+from rather.optim.summing import summing
 from rather.parallel.load import load_policy
 from rather.pipeline.pipeline import DPOPipeline
 from tests.model.test_experts import tiny
@@ -84,6 +87,34 @@ def test_log_probs_and_gradients_are_those_of_peft(folder: Path) -> None:
     assert not gradients
     with torch.no_grad(), as_reference(policy), other.disable_adapter():
         assert torch.allclose(log_probs(policy), padded_logps(other, PAIRS), rtol=0, atol=1e-4)
+
+
+def test_a_model_of_peft_runs_by_factors_and_keeps_their_gradients(folder: Path) -> None:
+    """As DPOTrainer takes it; sums inside of linear layers would miss factors that nobody calls."""
+    model = by_peft(folder, folder / "tuned", trains=True)
+    with torch.no_grad():
+        expected = padded_logps(model, PAIRS)
+        AdaptedExperts.replace(model)
+        assert torch.allclose(padded_logps(model, PAIRS), expected, rtol=0, atol=1e-4)
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    summed = summing(model.modules(), trained)
+    names = {name for name, parameter in model.named_parameters() if parameter in summed}
+    assert names
+    assert not any(".experts." in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ({"use_dora": True}, "cannot be combined with use_dora"),
+        ({"init_lora_weights": "pissa"}, "cannot be combined with init_lora_weights=pissa"),
+        ({"quantization": "4bit"}, "cannot be combined with quantization"),
+        ({"lora_target": "experts.up_proj"}, "lora_target: .*named? .*experts"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(args: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        inject(tiny("qwen3_moe"), ActorModelArgs(**{"lora_target": STACKS, **args}))
 
 
 def config_of(folder: Path, name: str, args: dict[str, Any], **changes: Any) -> Any:

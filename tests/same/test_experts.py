@@ -3,6 +3,7 @@ of one process, with every other axis. Checkpoints and files fit any number of r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.config.strategies import Layout
 from rather.errors import ConfigError
 from rather.losses.objective import configure
+from rather.model.adapters import inject
 from rather.model.export import FileCast, export_model, export_stored
 from rather.model.files import ModelFiles, weight_files
 from rather.optim.adamw import local
 from rather.optim.rounding import Rounding
 from rather.parallel.apply import divide
-from rather.parallel.experts import check_experts
+from rather.parallel.experts import check_experts, refuse_adapted_experts
 from rather.parallel.load import load_divided, load_policy
 from rather.parallel.mesh import build_mesh
 from rather.parallel.shard import STAGES
@@ -155,13 +157,14 @@ def test_half_precision() -> None:
     assert divided.grad_norms == pytest.approx(plain.grad_norms, rel=1e-5)
 
 
-def adapted(layout: Layout | None) -> Outcome:
-    """One rank of a run that trains adapters of attention next to frozen experts."""
-    from rather.model.adapters import inject
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 
+
+def adapted(layout: Layout | None, stacks: Sequence[str] = ()) -> Outcome:
+    """One rank of a run that trains adapters of attention, and of stacks of frozen experts."""
     policy = make_policy(SETUP)
     torch.manual_seed(1)
-    inject(policy.causal_lm, ActorModelArgs(lora_rank=2))
+    inject(policy.causal_lm, ActorModelArgs(lora_rank=2, lora_target=["all-linear", *stacks]))
     for name, parameter in policy.named_parameters():
         if ".lora_" in name:
             parameter.data.normal_(0, 0.1)
@@ -179,6 +182,21 @@ def test_adapters_next_to_divided_experts(name: str) -> None:
     found = joined(pool(4).run(adapted, LAYOUTS[name]))
     assert_same(found, adapted(None))
     assert any(".lora_" in name for name in found.weights)
+
+
+def test_adapters_of_experts_on_two_ranks() -> None:
+    layout = Layout(2, stage=3, shard=2)
+    found = joined(pool(2).run(adapted, layout, STACKS))
+    assert_same(found, adapted(None, STACKS))
+    assert sum(".experts." in name for name in found.weights) == 8
+
+
+@pytest.mark.parametrize("key", ["tp", "pp", "ep"])
+def test_adapters_of_experts_are_not_divided(key: str) -> None:
+    policy = make_policy(SETUP)
+    inject(policy.causal_lm, ActorModelArgs(lora_target=STACKS))
+    with pytest.raises(ConfigError, match=f"adapters cannot be divided; set {key}_size to 1"):
+        refuse_adapted_experts(policy, Layout(2, **{key: 2}))
 
 
 # --- checkpoints ---
