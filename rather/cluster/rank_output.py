@@ -5,11 +5,12 @@ No torch in here: the process of a device imports this before its environment is
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import TextIOBase
 from typing import Any
@@ -47,9 +48,10 @@ class LogRecords(logging.Handler):
 # --- of a program ---
 
 MOST_LINES = 10_000  # kept until they are fetched; a starter that is late loses the oldest
-LOG, STDOUT, STDERR, BEGINS = "log", "stdout", "stderr", "begins"
+LOG, STDOUT, STDERR, BEGINS, PROGRESS = "log", "stdout", "stderr", "begins", "progress"
 
-# A log record (logger, level, message), a text for a stream, or the note that training begins.
+# A log record (logger, level, message), a text for a stream, the note that training begins, or what
+# a progress bar shows, as JSON.
 Output = tuple[str, str, int, str]
 
 
@@ -87,15 +89,21 @@ class _Stream(TextIOBase):
         self._output.add(self._kind, text=redact(text))
         return len(text)
 
+    def send_progress(self, *message: Any) -> None:
+        """Let the process that owns the terminal draw what `SentProgress` reports."""
+        self._output.add(PROGRESS, text=json.dumps(message, default=float))
 
-def pass_on(taken: list[Output]) -> bool:
-    """Log and print what a rank has; return whether it says that training begins."""
+
+def pass_on(taken: list[Output], draw: Callable[..., None]) -> bool:
+    """Log, print and draw what a rank has; return whether it says that training begins."""
     begins = False
     for kind, name, level, text in taken:
         if kind == LOG:
             logging.getLogger(name).log(level, "%s", text)
         elif kind == BEGINS:
             begins = True
+        elif kind == PROGRESS:
+            draw(*json.loads(text))
         else:
             stream = sys.stdout if kind == STDOUT else sys.stderr
             stream.write(text)

@@ -26,6 +26,7 @@ from rather.cluster.resources import DIED, SNAPSHOTS, ResourceManager, Seat, Sea
 from rather.cluster.supervision import report_first_failure
 from rather.errors import RatherError, WorkerError, WorkerLost
 from rather.run_folder.control import SAVES, StopRequest
+from rather.tracking.run import DrawnProgress
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class RayRanks:
         """
         self.manager, self._clusters = manager, clusters
         self.attempt = 0
+        self.progress = DrawnProgress()
 
     @property
     def seats(self) -> list[Seat]:
@@ -76,6 +78,8 @@ class RayRanks:
         except RatherError:
             self.manager.stop()
             raise
+        finally:
+            self.progress.close()
 
     def _watch(
         self, running: Sequence[Any], seats: Sequence[Seat], store: Any, stop: StopRequest
@@ -117,7 +121,7 @@ class RayRanks:
 
         asked = seat.handle.take_output.options(concurrency_group=SNAPSHOTS).remote()
         with suppress(ray.exceptions.RayError):  # it has died, or is late
-            if pass_on(ray.get(asked, timeout=5 * POLL)):
+            if pass_on(ray.get(asked, timeout=5 * POLL), self.progress.draw):
                 stop.begin_training()
 
     def _forward(self, stop: StopRequest, seats: Sequence[Seat], sent: set[int]) -> None:

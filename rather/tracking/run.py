@@ -91,7 +91,7 @@ class RunTracker(NoTracker):
             name: partial(TRACKERS[name], run) for name in run.trackers
         }
         if not self._quiet:
-            makers["console"] = partial(ProgressView, *steps, run.unit)
+            makers["console"] = partial(progress_view, *steps, run.unit)
         makers["health"] = partial(HealthWatch, run.run_dir, *steps, run.unit)
         for name, make in makers.items():
             self._attempt(name, lambda: self._trackers.update({name: make()}))  # noqa: B023 - at once
@@ -156,6 +156,47 @@ FORMATS = {
     "rewards/margins": "margin {:.2f}",
     "pairs_per_second": "{:.1f} {unit}/s",
 }
+
+
+def progress_view(*of_run: Any) -> Tracker:
+    """Return what shows the progress of a run; a rank on Ray has no terminal."""
+    send = getattr(sys.stdout, "send_progress", None)
+    return SentProgress(send, *of_run) if send else ProgressView(*of_run)
+
+
+class SentProgress(Tracker):
+    """Sends the calls of a ProgressView to the process that draws it."""
+
+    def __init__(self, send: Callable[..., None], *of_run: Any) -> None:
+        self._send = send
+        send("begin", *of_run)
+
+    def log(self, step: int, metrics: Record) -> None:
+        self._send("log", step, metrics)
+
+    def close(self, *, failed: bool = False) -> None:
+        self._send("close")
+
+
+class DrawnProgress:
+    """Draws what the SentProgress of a rank sends."""
+
+    def __init__(self) -> None:
+        self._view: ProgressView | None = None
+
+    def draw(self, call: str, *arguments: Any) -> None:
+        if call == "begin":
+            self.close()
+            self._view = ProgressView(*arguments)
+        elif call == "log" and self._view:
+            self._view.log(*arguments)
+        elif call == "close":
+            self.close()
+
+    def close(self) -> None:
+        if self._view:
+            self._view.close()
+        self._view = None
 
 
 class ProgressView(Tracker):

@@ -9,16 +9,18 @@ import re
 import sys
 import termios
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rather.cluster.rank_output import STDOUT, RankOutput, pass_on
 from rather.config.load import config_from_dict
 from rather.config.run_config import DPOConfig
 from rather.tracking.json_lines import MetricsPosition
-from rather.tracking.run import ProgressView, RunTracker
+from rather.tracking.run import DrawnProgress, ProgressView, RunTracker, progress_view
 from rather.tracking.trackers import TRACKERS, TensorBoard, TrackedRun
 
 TRAIN = {
@@ -205,18 +207,23 @@ def test_the_time_left_counts_only_steps_of_this_process(
     ]
 
 
-def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> str:
-    """Return what a view writes to a pseudo-terminal."""
+def on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int = 100, output: RankOutput | None = None
+) -> str:
+    """Return what a view writes to a pseudo-terminal; with `output`, from a rank on Ray."""
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, columns))
     with open(slave, "w", encoding="utf-8") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
-        view = ProgressView(200, 0)
+        with redirect_stdout(output.stream(STDOUT)) if output else nullcontext():
+            view = progress_view(200, 0)
         view.log(10, TRAIN)
         view.log(10, EVALUATION)
         view.close()
+        if output:
+            pass_on(output.take(), DrawnProgress().draw)
         print("\x03", file=terminal, flush=True)
         written = b""
         while b"\x03" not in written:  # what was written arrives in pieces
@@ -234,6 +241,12 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> N
     assert "━" in written
     assert "loss 0.6712  acc 0.58  margin 0.04  12.3 pairs/s  eta" in written
     assert "step 10/200  eval  loss 0.6500  acc 0.70" in written
+
+
+def test_the_driver_draws_the_same_bar_for_a_rank_on_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("rather.tracking.run.time.monotonic", lambda: 0.0)
+    assert on_a_terminal(monkeypatch, output=RankOutput()) == on_a_terminal(monkeypatch)
 
 
 def test_no_color_and_dumb_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
