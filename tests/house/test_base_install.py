@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rather.config.load import dump_yaml
 from tests.house.source import ROOT
+from tests.tiny import make_config
 
 # Hides packages from every Python process that has this folder on its path.
 HIDE = """
@@ -26,11 +28,12 @@ PathFinder.find_spec = staticmethod(without_extras)
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a demo that ran without the extras."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that trained without the extras, as the demo does."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "sitecustomize.py").write_text(HIDE)
-    done = rather(folder, "demo", "--out", "demo")
+    (folder / "dpo.yaml").write_text(dump_yaml(make_config(folder, max_steps=2)))
+    done = rather(folder, "train", "dpo.yaml")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return folder
 
@@ -48,12 +51,12 @@ def rather(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.wide
-def test_the_demo_needs_no_extra(demo: Path) -> None:
-    assert (demo / "demo" / "output" / "demo" / "model" / "model.safetensors").is_file()
+def test_a_run_needs_no_extra(trained: Path) -> None:
+    assert (trained / "output" / "run" / "model" / "model.safetensors").is_file()
     probe = "from importlib.util import find_spec; print(list(map(find_spec, ('ray', 'plotly'))))"
     hidden = subprocess.run(
         [sys.executable, "-c", probe],
-        env={**os.environ, "PYTHONPATH": str(demo)},
+        env={**os.environ, "PYTHONPATH": str(trained)},
         capture_output=True,
         text=True,
         check=True,
@@ -65,15 +68,15 @@ def test_the_demo_needs_no_extra(demo: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
-        (("train", "demo/dpo.yaml", "exp_name=two", "actor_train.device_mapping=[0,1]"), "ray"),
-        (("train", "demo/dpo.yaml", "exp_name=tb", "track_with=tensorboard"), "tensorboard"),
-        (("report", "demo/output/demo"), "report"),
+        (("train", "dpo.yaml", "exp_name=two", "actor_train.device_mapping=[0,1]"), "ray"),
+        (("train", "dpo.yaml", "exp_name=tb", "track_with=tensorboard"), "tensorboard"),
+        (("report", "output/run"), "report"),
     ],
 )
 def test_a_missing_extra_is_named_in_one_line(
-    demo: Path, words: tuple[str, ...], extra: str
+    trained: Path, words: tuple[str, ...], extra: str
 ) -> None:
-    done = rather(demo, *words)
+    done = rather(trained, *words)
     assert done.returncode == 2, done.stderr
     assert f"pip install 'rather[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr

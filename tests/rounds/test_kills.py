@@ -22,7 +22,7 @@ from tests.rounds.test_rounds import digests, quick_forgetting
 from tests.rounds.tiny_rounds import write_plan
 from tests.tiny import _quietly, fork_context, in_child
 
-KILLS = 5
+KILLS = 4
 
 
 def rounds_in(folder: str) -> int:
