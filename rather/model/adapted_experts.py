@@ -60,7 +60,7 @@ def first_factors(shape: tuple[int, ...], config: LoraConfig, adapter: str) -> d
     experts = nn.Module()
     stack = torch.empty(1).expand(shape)  # its values do not matter
     experts.register_parameter("stack", nn.Parameter(stack, requires_grad=False))
-    wrapper: Any = ParamWrapper(  # type: ignore[no-untyped-call]
+    wrapper: Any = ParamWrapper(
         experts, adapter, "stack", config, r=config.r, lora_alpha=config.lora_alpha
     )
     return {kind: getattr(wrapper, kind)[adapter].weight.detach() for kind in ("lora_A", "lora_B")}
@@ -86,9 +86,10 @@ class AdaptedExperts(ParamWrapper):
     def factors(self) -> Factors:
         """Return the factors of the active adapter, in the dtype of the stack."""
         (name,) = self.active_adapters
-        dtype = self.get_param().dtype  # type: ignore[no-untyped-call]
-        weights = self.lora_A[name].weight.to(dtype), self.lora_B[name].weight.to(dtype)
-        a_ERI, b_EOR = factors_of(*weights, self.num_experts)
+        dtype = self.get_param().dtype
+        a: Any = self.lora_A[name]
+        b: Any = self.lora_B[name]
+        a_ERI, b_EOR = factors_of(a.weight.to(dtype), b.weight.to(dtype), self.num_experts)
         missing = -a_ERI.shape[1] % ALIGNED
         if missing:
             a_ERI, b_EOR = F.pad(a_ERI, (0, 0, 0, missing)), F.pad(b_EOR, (0, missing))

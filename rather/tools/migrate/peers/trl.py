@@ -354,7 +354,7 @@ RULES: Rules = {
         precompute_ref_batch_size = reference.infer_batch_size
         sync_ref_model = sync_ref_model
         alpha ! AlphaPO is another loss: pref_loss: alphapo
-        lora_target_parameters ! only linear layers take an adapter
+        lora_target_parameters ! add stacked experts to lora_target, as in experts.down_proj
         max_completion_length ! the answer alone has no limit; overlong: truncate_response cuts it
         generate_during_eval ? no answers are generated during evaluation
         dataset_config dataset_train_split dataset_test_split ~ name the files of the split you want
