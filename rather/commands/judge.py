@@ -18,8 +18,8 @@ from rather.commands.judges import (
     JudgedPrompt,
     Scorer,
     ServerJudge,
-    VerdictCache,
     is_server,
+    refuse_server_options,
     scorer_of,
 )
 from rather.commands.terminal import echo
@@ -30,6 +30,8 @@ from rather.data.read import chunks, find_sources, parsed_rows
 from rather.errors import ConfigError, DataError, RatherError, counted
 from rather.files import JsonObject
 from rather.tracking.json_lines import strict_json
+
+NEIGHBOURS = 2  # answers on either side that an answer is compared with
 
 
 class AnswerRow(NamedTuple):
@@ -105,14 +107,31 @@ def _other_prompts(file: Path, row: AnswerRow, a: Path, b: Path) -> DataError:
     )
 
 
-def score_file(path: Path, name: str, out: Path | None, *, trust: Trust = NO_TRUST) -> JsonObject:
-    """Score the answers of one file; write its rows with `scores` to `out`."""
-    if is_server(name):
-        raise ConfigError(f"--with {name}: a server compares two files; name the second one.")
+def score_file(
+    path: Path,
+    name: str,
+    out: Path | None,
+    *,
+    trust: Trust = NO_TRUST,
+    against: Path | None = None,
+    **server: Any,
+) -> JsonObject:
+    """Score the answers of one file; write its rows with `scores` to `out`.
+
+    A server gives an answer its share of wins against other answers to the prompt; with `against`,
+    against those of that file alone. The options of the server are those of ServerJudge.
+    """
     if out and out.absolute() == path.absolute():
         raise ConfigError(f"--out {out}: is the file that is read; name another one.")
     rows = read_answers(path)
-    scores = scores_of(scorer_of(name, path, trust), rows)
+    facts: JsonObject = {"file": str(path), "with": name, "prompts": len(rows)}
+    if is_server(name):
+        base = read_answers(against) if against else None
+        scores, counts = _shares_of_wins(ServerJudge(name, path, **server), rows, base)
+        facts |= counts
+    else:
+        refuse_server_options(server)
+        scores = scores_of(scorer_of(name, path, trust), rows)
     if out:
         lines = zip(rows, scores, strict=True)
         write_atomic(
@@ -123,8 +142,7 @@ def score_file(path: Path, name: str, out: Path | None, *, trust: Trust = NO_TRU
             ),
         )
     every = [score for scores_of_row in scores for score in scores_of_row]
-    facts: JsonObject = {"file": str(path), "with": name, "prompts": len(rows), "n": len(every)}
-    facts["mean_score"] = fmean(every)
+    facts |= {"n": len(every), "mean_score": fmean(every)}
     return facts | {key: values[0] for key, values in answer_facts(rows).items()}
 
 
@@ -133,6 +151,55 @@ def scores_of(judge: Scorer, rows: Sequence[AnswerRow]) -> list[list[float]]:
     answers = [(row.question, text) for row in rows for text in row.responses]
     flat = iter(judge.scores(answers))
     return [[next(flat) for _ in row.responses] for row in rows]
+
+
+def _shares_of_wins(
+    judge: ServerJudge, rows: Sequence[AnswerRow], base: Sequence[AnswerRow] | None
+) -> tuple[list[list[float]], JsonObject]:
+    """Return the share of its comparisons that each answer wins; ties count half.
+
+    Each answer meets its NEIGHBOURS on both sides, in a circle: up to five answers all meet.
+    Equal answers tie without a request, and so does a verdict that cannot be read.
+    """
+    if base:
+        groups = [[*old.responses, *row.responses] for old, row in zip(base, rows, strict=True)]
+    else:
+        groups = [row.responses for row in rows]
+    pairs, places = list[tuple[Any, str, str]](), list[tuple[int, int, int]]()
+    outcomes_of = [[list[float]() for _ in answers] for answers in groups]
+    for number, (row, answers) in enumerate(zip(rows, groups, strict=True)):
+        if len(answers) < 2:
+            raise DataError(
+                f"{row.question.place}: has one answer, and a server compares answers; generate "
+                "several (--answers), or name a second file."
+            )
+        for i, j in _neighbours(len(answers)):
+            if answers[i] != answers[j]:
+                pairs.append((row.question.prompt, answers[i], answers[j]))
+                places.append((number, i, j))
+            else:
+                for k in (i, j):
+                    outcomes_of[number][k].append(0.5)
+    outcomes, counts = _outcomes(judge, pairs)
+    if pairs and counts["unreadable"] == 2 * len(pairs):
+        raise DataError(f"{judge.url}: no verdict could be read; look at the judge's template.")
+    for (number, i, j), outcome in zip(places, outcomes, strict=True):
+        share_of_second = 0.5 if outcome is None else outcome
+        outcomes_of[number][i].append(1 - share_of_second)
+        outcomes_of[number][j].append(share_of_second)
+    shares = []
+    for row, of_answers in zip(rows, outcomes_of, strict=True):
+        own_answers = of_answers[-len(row.responses) :]
+        shares.append([fmean(outcomes_of_answer) for outcomes_of_answer in own_answers])
+    return shares, {"comparisons": len(pairs), **counts}
+
+
+def _neighbours(count: int) -> list[tuple[int, int]]:
+    """Return which of so many answers are compared."""
+    indices = range(count)
+    return [
+        (i, j) for i in indices for j in indices[i + 1 :] if min(j - i, count + i - j) <= NEIGHBOURS
+    ]
 
 
 def judge_files(a: Path, b: Path, name: str, **options: Any) -> JsonObject:
@@ -149,22 +216,17 @@ def compare_rows(
     name: str,
     file: Path,
     *,
-    model: str | None = None,
-    template: Path | None = None,
-    concurrency: int = 16,
     trust: Trust = NO_TRUST,
+    **server: Any,
 ) -> JsonObject:
     """Return how often the second answers are better; verdicts are cached next to `file`."""
     counts_of_judge: JsonObject = {"flips": 0, "unreadable": 0, "tokens_spent": 0}
     if is_server(name):
-        if not model:
-            raise ConfigError("--judge-model: name the model of the server that judges.")
-        judge = ServerJudge(name, model, template, concurrency, VerdictCache(file))
+        judge = ServerJudge(name, file, **server)
         comparisons, counts = _compare_by_server(judge, first, second)
         counts_of_judge |= counts
     else:
-        if model or template:
-            raise ConfigError("--judge-model and --judge-template need --with http(s)://...")
+        refuse_server_options(server)
         comparisons, means = _compare_by_scores(scorer_of(name, file, trust), first, second)
         counts_of_judge["mean_score"] = means
     if not comparisons:
@@ -241,22 +303,34 @@ def _compare_by_server(
         for text, other_text in zip(row_a.responses, row_b.responses, strict=True):
             pairs.append((row_a.question.prompt, text, other_text))
             prompts.append(number)
+    outcomes, counts = _outcomes(judge, pairs)
+    comparisons = []
+    for prompt, (_, text, other_text), outcome in zip(prompts, pairs, outcomes, strict=True):
+        if outcome is not None:
+            comparisons.append(Comparison(prompt, outcome, len(other_text) - len(text)))
+    return comparisons, counts
+
+
+def _outcomes(
+    judge: ServerJudge, pairs: Sequence[tuple[Any, str, str]]
+) -> tuple[list[float | None], JsonObject]:
+    """Return the outcome of (prompt, A, B) for B; None if a verdict cannot be read."""
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("verdicts", total=2 * len(pairs))
         verdicts = judge.verdicts(pairs, lambda: bar.advance(task))
-    comparisons = []
+    outcomes: list[float | None] = []
     flips = unreadable = tokens = 0
-    for prompt, (_, text, other_text), (there, back) in zip(prompts, pairs, verdicts, strict=True):
+    for there, back in verdicts:
         tokens += there.tokens + back.tokens
         missing = [there.choice, back.choice].count(None)
         unreadable += missing
         if missing:
+            outcomes.append(None)
             continue
         flips += there.choice != back.choice
         agreed = there.choice if there.choice == back.choice else "C"
-        outcome = {"A": 0.0, "B": 1.0}.get(agreed or "C", 0.5)
-        comparisons.append(Comparison(prompt, outcome, len(other_text) - len(text)))
-    return comparisons, {"flips": flips, "unreadable": unreadable, "tokens_spent": tokens}
+        outcomes.append({"A": 0.0, "B": 1.0}.get(agreed or "C", 0.5))
+    return outcomes, {"flips": flips, "unreadable": unreadable, "tokens_spent": tokens}
 
 
 def win_rates(comparisons: Sequence[Comparison]) -> JsonObject:
@@ -295,6 +369,10 @@ def answer_facts(*files: Sequence[AnswerRow]) -> JsonObject:
 
 def print_verdict(result: JsonObject) -> None:
     """Print the result of two files, or of one."""
+    if "comparisons" in result:
+        echo(f"{result['file']}: {result['n']} answers, {result['comparisons']} comparisons")
+        _print_server_counts(result, result["comparisons"])
+        return
     if "win_rate" not in result:
         echo(f"{result['file']}: mean score {result['mean_score']:.4g} of {result['n']} answers")
         return
@@ -305,14 +383,18 @@ def print_verdict(result: JsonObject) -> None:
     echo(f"win rate of B: {result['win_rate']:.1%} (95 %: {low:.1%} to {high:.1%})")
     echo(f"at equal length: {result['win_rate_length_controlled']:.1%}")
     if is_server(result["with"]):
-        echo(f"verdicts that flip with the order: {result['flips']} of {result['n']} (ties)")
-        echo(f"verdicts that cannot be read: {result['unreadable']}")
-        echo(f"tokens spent: {result['tokens_spent']}")
+        _print_server_counts(result, result["n"])
     else:
         echo(f"mean score: {_both(result['mean_score'], '.4g')}")
     echo(f"characters: {_both(result['mean_length'], '.0f')}")
     for name in ("cut", "repetition", "refusals"):
         echo(f"{name}: {_both(result[name], '.1%')}")
+
+
+def _print_server_counts(result: JsonObject, comparisons: int) -> None:
+    echo(f"verdicts that flip with the order: {result['flips']} of {comparisons} (ties)")
+    echo(f"verdicts that cannot be read: {result['unreadable']}")
+    echo(f"tokens spent: {result['tokens_spent']}")
 
 
 def _both(values: Sequence[Any], form: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jinja2
 import jinja2.sandbox
+import typer
 
 from rather.commands.journal import Journal
 from rather.commands.openai_client import Server, first_choice, text_of_choice, tokens_of
@@ -167,10 +168,20 @@ class ServerJudge:
     """A language model that compares two answers, in both orders."""
 
     def __init__(
-        self, url: str, model: str, template: Path | None, concurrency: int, cache: VerdictCache
+        self,
+        url: str,
+        file: Path,
+        *,
+        model: str | None = None,
+        template: Path | None = None,
+        concurrency: int = 16,
+        dry_run: bool = False,
     ) -> None:
-        self.model, self.cache, self.concurrency = model, cache, concurrency
-        self.url = url
+        """Verdicts are cached next to `file`. A dry run ends after the forecast."""
+        if not model:
+            raise ConfigError("--judge-model: name the model of the server that judges.")
+        self.url, self.model, self.concurrency, self.dry_run = url, model, concurrency, dry_run
+        self.cache = VerdictCache(file)
         self.server = Server(url, timeout=300)
         self.text = TEMPLATE if template is None else _template_text(template)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
@@ -208,11 +219,14 @@ class ServerJudge:
             f"and at most {len(missing) * VERDICT_TOKENS} of verdicts",
             err=True,
         )
+        if self.dry_run:
+            raise typer.Exit
         spent = self._ask_all(missing, on_verdict)
         pairs_of_verdicts = []
         for i in range(0, len(keys), 2):
-            there = Verdict(self.cache[keys[i]], spent.get(keys[i], 0))
-            back = Verdict(_exchanged(self.cache[keys[i + 1]]), spent.get(keys[i + 1], 0))
+            # Equal questions were asked once, so their tokens count once.
+            there = Verdict(self.cache[keys[i]], spent.pop(keys[i], 0))
+            back = Verdict(_exchanged(self.cache[keys[i + 1]]), spent.pop(keys[i + 1], 0))
             pairs_of_verdicts.append((there, back))
         return pairs_of_verdicts
 
@@ -261,6 +275,12 @@ def _template_text(file: Path) -> str:
 
 def is_server(name: str) -> bool:
     return name.startswith(("http://", "https://"))
+
+
+def refuse_server_options(options: JsonObject) -> None:
+    """Refuse options that only a server has, for a rule or a reward model."""
+    if any(options.get(name) for name in ("model", "template", "dry_run")):
+        raise ConfigError("--judge-model, --judge-template and --dry-run need --with http(s)://...")
 
 
 def scorer_of(name: str, file: Path, trust: Trust = NO_TRUST) -> Scorer:

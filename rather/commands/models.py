@@ -235,6 +235,7 @@ def judge_command(
     judge_template: Path | None = None,
     concurrency: Annotated[int, typer.Option(min=1)] = 16,
     out: OutFile = None,
+    dry_run: bool = False,
     as_json: AsJson = False,
     trust_code: TrustCode = False,
     trust_paths: TrustPaths = False,
@@ -251,20 +252,22 @@ def judge_command(
     judge_template: Jinja file of the question to the server, with prompt, answer_a and answer_b.
     concurrency: Requests at a time.
     out: Write the rows of a single file with their scores to this JSONL file.
+    dry_run: Print how many requests and tokens a server would get, then exit.
     """
     from rather.commands.judge import judge_files, print_verdict, score_file
     from rather.config.found import Trust
 
-    trust = Trust(trust_code, trust_paths, any_base)
+    options: JsonObject = {
+        "trust": Trust(trust_code, trust_paths, any_base),
+        "model": judge_model, "template": judge_template, "concurrency": concurrency,
+        "dry_run": dry_run,
+    }  # fmt: skip
     if other is None:
-        if judge_model or judge_template:
-            raise ConfigError("--judge-model and --judge-template need two files to compare.")
-        verdict = score_file(answers, judge, out, trust=trust)
+        verdict = score_file(answers, judge, out, **options)
     elif out:
         raise ConfigError("--out: scores are written for a single file; leave out the second one.")
     else:
-        options: JsonObject = {"model": judge_model, "template": judge_template, "trust": trust}
-        verdict = judge_files(answers, other, judge, concurrency=concurrency, **options)
+        verdict = judge_files(answers, other, judge, **options)
     print_json(verdict) if as_json else print_verdict(verdict)
 
 

@@ -157,6 +157,36 @@ def test_several_answers_and_another_template(tmp_path: Path) -> None:
     assert (found["n"], found["wins"], found["losses"], found["win_rate"]) == (2, 1, 1, 0.5)
 
 
+def test_a_server_scores_answers_by_comparing_them(tmp_path: Path) -> None:
+    """An answer's score is its share of wins: of four all meet, of seven each meets four."""
+    four = {"prompt": "p", "responses": ["x", "xx", "xxx", "xx"], "id": 7}
+    seven = {"prompt": "q", "responses": ["y" * (1 + i) for i in range(7)]}
+    file, out = write(tmp_path / "a.jsonl", four, seven), tmp_path / "scored.jsonl"
+    with serving(says(longer)) as server:
+        options = ("--with", server.url, "--judge-model", "m", "--out", out)
+        forecast = rather("judge", file, *options, "--dry-run")
+        assert forecast.exit_code == 0
+        assert "34 requests (4 of 38 verdicts are cached), about" in forecast.output
+        assert not server.requests
+        assert not out.exists()
+        found = told("judge", file, *options)
+        # Of the six pairs of four answers one has equal texts, which tie without a request, and two
+        # are asked already: 2 * (3 + 14) requests.
+        assert (found["n"], found["comparisons"], found["tokens_spent"]) == (11, 19, 340)
+        assert len(server.requests) == 34
+        assert told("judge", file, *options)["tokens_spent"] == 0
+    first, second = rows_of(out)
+    assert first == {**four, "scores": pytest.approx([0.0, 0.5, 1.0, 0.5])}
+    # In a circle: the shortest also meets the two longest.
+    assert second["scores"] == [0.0, 0.25, 0.5, 0.5, 0.5, 0.75, 1.0]
+    with serving(lambda path, body: (200, {"choices": [{"message": {"content": "?"}}]})) as server:
+        refused = rather("judge", file, "--with", server.url, "--judge-model", "m")
+    assert "no verdict could be read" in refused.output
+    with serving(says(lambda first, second: "[[A]]")) as server:
+        printed = rather("judge", file, "--with", server.url, "--judge-model", "m")
+    assert "flip with the order: 19 of 19 (ties)" in printed.output
+
+
 def test_a_reward_model_scores_as_transformers_does(
     trained: Callable[..., DPOConfig], tmp_path: Path
 ) -> None:
@@ -214,7 +244,9 @@ def test_the_interval_covers_and_the_numbers_of_answers_are_right() -> None:
         (["b.jsonl", "--with", "rule.py"], 2, "rule.py:score"),
         (["b.jsonl", "--with", "rule.py:fails"], 3, "rule.py:fails, line 4: ZeroDivisionError"),
         (["b.jsonl", "--with", "http://127.0.0.1:1"], 2, "--judge-model"),
-        (["--with", "http://127.0.0.1:1"], 2, "compares two files"),
+        (["--with", "http://127.0.0.1:1"], 2, "--judge-model"),
+        (["--with", "http://127.0.0.1:1", "--judge-model", "m"], 3, "has one answer, and a server"),
+        (["--with", "rule.py:score", "--dry-run"], 2, "--dry-run need --with http"),
         (["b.jsonl", "--with", "rule.py:score", "--out", "x.jsonl"], 2, "--out: scores"),
     ],
 )

@@ -8,6 +8,8 @@ import random
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from rather.config.values import FORGETTING
 from rather.errors import ConfigError, DataError
 from rather.outcome.forgetting import (
     SHIPPED,
+    Figures,
     ForgettingSet,
     Forgotten,
     Question,
@@ -180,6 +183,35 @@ def test_a_run_measures_it_before_the_first_step_and_at_the_end(tiny_runs: TinyR
         assert line[f"{FORGETTING}loss"] == pytest.approx(figures.loss, rel=1e-4)
         assert line[f"{FORGETTING}right"] == len(figures.right) / 12
     assert lines[0][f"{FORGETTING}kept"] == 1.0
+
+
+@pytest.mark.parametrize(("right", "is_asked_again"), [(9, False), (10, True)])
+def test_a_model_that_knows_too_little_is_not_asked_again(
+    right: int, is_asked_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rather.pipeline.forgetting.is_local", lambda _: True)
+    asked = []
+
+    class Stub:
+        is_readable, digest = True, "d"
+
+        def measure(self, log_probs: object, answer: object) -> Figures:
+            asked.append(answer is not None)
+            return Figures(2.0, [""] * 50, [*range(right)]) if answer else Figures(2.0)
+
+    roles = SimpleNamespace(actor_train=None)
+    state = SimpleNamespace(progress=SimpleNamespace(base={}))
+    parts: list[Any] = [roles, None, state, 4, False, None, 0, None]
+    check = ForgettingCheck(*parts)
+    check.measured = Stub()  # type: ignore[assignment]
+    lines = [check.record(step, lambda: False) for step in (0, 4)]
+    assert asked == [True, is_asked_again]
+    for line in lines:
+        assert line[f"{FORGETTING}loss"] == 2.0
+        assert (f"{FORGETTING}kept" in line) == is_asked_again
+    # A file that was changed since then gives no comparison, but its questions are asked.
+    state.progress.base["forgetting"]["digest"] = "other"
+    assert check.record(4, lambda: False) == {f"{FORGETTING}loss": 2.0}
 
 
 def test_a_short_run_is_not_slowed_down(tiny_runs: TinyRuns) -> None:

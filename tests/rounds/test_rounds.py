@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rather.commands import generate
+from rather.commands.judge import read_answers
+from rather.commands.judges import VerdictCache
 from rather.config.load import load
 from rather.config.plugins import load_function
 from rather.errors import ConfigError, ServerError
@@ -32,6 +35,7 @@ from rather.tools.rounds.settings import ServerKeys, load_plan
 from rather.tools.rounds.status import best_round, status_of
 from tests.commands.conftest import rather
 from tests.commands.fake_server import serving
+from tests.commands.test_judge import says
 from tests.rounds.tiny_rounds import write_plan
 
 FILES = (
@@ -179,7 +183,9 @@ def test_other_commands_name_rather_rounds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rounds": {"judge": None}}, "rounds.judge: name a rule or a reward model"),
+        ({"rounds": {"judge": None}}, "rounds.judge: name a rule, a reward model or a"),
+        ({"rounds": {"judge": "http://127.0.0.1:1"}}, "rounds.judge.model: name the model of the"),
+        ({"rounds": {"judge": {"with": "rule.py:score", "model": "m"}}}, "need a server"),
         ({"rounds": {"prompts": ["prompts.jsonl"] * 3}}, "rounds.prompts: 3 files for 2 rounds"),
         ({"rounds": {"prompts": "missing.jsonl"}}, "missing.jsonl is not a file with prompts"),
         ({"rounds": {"server": {}}}, "rounds.server: set either url or start"),
@@ -244,6 +250,59 @@ def test_a_round_with_an_adapter_begins_with_the_merged_weights(tmp_path: Path) 
         assert all("proj" in name for name in moved)
         for name, tensor in before.items():
             assert torch.allclose(tensor, after[name], atol=0.05)
+
+
+# --- a server judges ---
+
+
+def as_the_rule(first: str, second: str) -> str:
+    rule = load_function(Path("rule.py"), "score", "rounds.judge")
+    a, b = (rule("", text) for text in (first, second))
+    return "[[C]]" if a == b else "[[A]]" if a > b else "[[B]]"
+
+
+def test_a_server_judges_rounds(uninterrupted: Path, tmp_path: Path) -> None:
+    """The answers of two rounds were generated already: only what the judge does is run."""
+    with working_in(tmp_path) as folder, serving(says(as_the_rule)) as server:
+        judge = {"with": server.url, "model": "m"}
+        plan = load_plan(write_plan(Path(), rounds={"judge": judge}))
+        for number in (0, 1, 2):
+            source = uninterrupted / f"output/own/round-{number}"
+            shutil.copytree(source, plan.round_folder(number), ignore=lambda *_: [".rather-cache"])
+        rounds = run.RoundsRun(plan)
+        with dying_at(VerdictCache, "add", 20), pytest.raises(Killed):
+            rounds._judge(1)
+        asked_before_kill = len(server.requests)
+        rounds._judge(1)
+        rows = [json.loads(line) for line in (folder / "round-1/scored.jsonl").open()]
+        by_rule = [
+            json.loads(line) for line in (uninterrupted / "output/own/round-1/scored.jsonl").open()
+        ]
+        for row, rule_row in zip(rows, by_rule, strict=True):
+            own, of_rule = row["scores"], rule_row["scores"]
+            for i, j in combinations(range(4), 2):
+                assert (own[i] > own[j]) == (of_rule[i] > of_rule[j])
+            assert sum(own) == pytest.approx(2.0)  # half of 4 answers' shares
+        texts = [body["messages"][0]["content"] for _, _, body in server.requests]
+        # Requests in flight at the kill are repeated, no others.
+        assert len(texts) - len(set(texts)) <= 16
+        assert asked_before_kill < len(set(texts)) <= 2 * 6 * len(rows)
+        # A round is worth its wins against the first model's answers; that one ties with itself.
+        held_out = {}
+        first = plan.round_folder(0) / "held_out.jsonl"
+        for number in (0, 2):
+            asked = len(server.requests)
+            file = plan.round_folder(number) / "held_out.jsonl"
+            scored = rounds._score(number, "held_out_scored", [file], first)
+            held_out[number] = [json.loads(line)["scores"] for line in scored.open()]
+            assert (len(server.requests) > asked) == bool(number)
+        assert held_out[0] == [[0.5]] * 5
+        before, after = (
+            read_answers(plan.round_folder(number) / "held_out.jsonl") for number in (0, 2)
+        )
+        expected = {"[[A]]": 0.0, "[[B]]": 1.0, "[[C]]": 0.5}
+        for old, new, scores in zip(before, after, held_out[2], strict=True):
+            assert scores == [expected[as_the_rule(old.responses[0], new.responses[0])]]
 
 
 # --- stop and choose ---

@@ -13,9 +13,10 @@ import typer
 from rather.commands.generate import AnswerRequest
 from rather.commands.journal import write_atomic
 from rather.commands.judge import read_answers, score_file
-from rather.commands.judges import RULE
+from rather.commands.judges import RULE, is_server
 from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
+from rather.config.schema import AnswerJudge
 from rather.data.prepare import BadRows, prepare
 from rather.errors import ConfigError, RatherError
 from rather.files import JsonObject, file_sha, make_folder, own, parse_json, read_json, replace_own
@@ -149,11 +150,16 @@ class RoundsRun:
         files += [folder / f"pool-{i}.jsonl" for i in range(len(self.plan.pool))]
         self._score(number, "scored", files)
 
-    def _score(self, number: int, name: str, files: Sequence[Path]) -> Path:
-        judge = self.rounds.judge
+    def _score(
+        self, number: int, name: str, files: Sequence[Path], against: Path | None = None
+    ) -> Path:
+        """Write scores; a server compares with the answers in `against`, else with each other."""
+        judge = self.plan.judge
         folder = self.plan.round_folder(number)
         scored_file = folder / f"{name}.jsonl"
         inputs: JsonObject = {"files": [file_sha(file) for file in files], "judge": digest(judge)}
+        if judge and is_server(judge.name) and against:
+            inputs["against"] = file_sha(against)
 
         def work(_: bool) -> None:
             answers = files[0]
@@ -161,7 +167,11 @@ class RoundsRun:
                 answers = folder / "pooled.jsonl"
                 write_atomic(answers, pooled(files))
             if judge:
-                score_file(answers, judge, scored_file)
+                template = Path(judge.template) if judge.template else None
+                score_file(
+                    answers, judge.name, scored_file,
+                    against=against, model=judge.model, template=template,
+                )  # fmt: skip
             else:
                 write_atomic(scored_file, scored_by_source(files))
 
@@ -198,8 +208,9 @@ class RoundsRun:
         plan, folder = self.plan, self.plan.round_folder(number)
         prompts = plan.locate(self.rounds.held_out_prompts)
         answers = self._write_answers(number, "held_out", source, prompts, False)
-        if self.rounds.judge:
-            answers = self._score(number, "held_out_scored", [answers])
+        if plan.judge:
+            first_answers = plan.round_folder(0) / answers.name
+            answers = self._score(number, "held_out_scored", [answers], first_answers)
         base = None
         if number:
             first = plan.round_folder(0) / answers.name
@@ -271,13 +282,16 @@ def line_of(figures: JsonObject) -> str:
     return ", ".join(texts)
 
 
-def digest(judge: str | None) -> str | None:
-    """Return a digest of what gives scores: the file of a rule, or the weights of a model."""
+def digest(judge: AnswerJudge | None) -> str | None:
+    """Return a digest of what gives scores: a rule's file, a model's weights, or a server."""
     if judge is None:
         return None
-    if rule := RULE.fullmatch(judge):
+    if rule := RULE.fullmatch(judge.name):
         return f"{rule[2]}:{file_sha(Path(rule[1]).expanduser())}"
-    return weights_of(judge).digest()
+    if is_server(judge.name):
+        template = file_sha(Path(judge.template)) if judge.template else None
+        return strict_json([judge.name, judge.model, template])
+    return weights_of(judge.name).digest()
 
 
 def pairs_of(run: Path) -> JsonObject:

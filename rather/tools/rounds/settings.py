@@ -10,11 +10,12 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from rather.commands.judges import is_server
 from rather.config.found import NO_TRUST
 from rather.config.inherit import set_at
 from rather.config.load import composed_values, config_from_dict
 from rather.config.run_config import DPOConfig
-from rather.config.schema import as_list
+from rather.config.schema import AnswerJudge, as_list
 from rather.config.values import Count, Positive, Section, Share, Text, TwoOrMore
 from rather.errors import ConfigError
 from rather.files import JsonObject
@@ -55,8 +56,9 @@ class RoundsKeys(Section):
     """Sample from the most likely tokens that have this probability together."""
     max_new_tokens: Count = 256
     """Longest answer; one that is cut there makes no pair."""
-    judge: Text | None = None
-    """What gives scores: a rule (rule.py:score) or a reward model; without one, set `pool`."""
+    judge: Text | AnswerJudge | None = None
+    """A rule (rule.py:score) or a reward model; a server as `{with: URL, model: NAME, template:
+    FILE}`; without one, set `pool`."""
     reference: Literal["first", "previous"] = "first"
     """The reference of a round: the model before the first round, or before this one."""
     start_from: Literal["previous", "base"] = "previous"
@@ -88,6 +90,11 @@ class Plan:
     @property
     def pool(self) -> list[str]:
         return as_list(self.rounds.pool)
+
+    @property
+    def judge(self) -> AnswerJudge | None:
+        judge = self.rounds.judge
+        return AnswerJudge.model_validate({"with": judge}) if isinstance(judge, str) else judge
 
     def prompts(self, number: int) -> Path:
         """Return the prompts of a round."""
@@ -167,15 +174,27 @@ def load_plan(file: Path, overrides: Sequence[str] = ()) -> Plan:
     return plan
 
 
+def judge_problems(plan: Plan) -> list[str]:
+    judge = plan.judge
+    if judge is None and plan.pool:
+        return []
+    if judge is None or not getattr(judge, "with"):
+        return ["rounds.judge: name a rule, a reward model or a server, or set rounds.pool."]
+    if is_server(judge.name) and not judge.model:
+        return ["rounds.judge.model: name the model of the server, as in {with: URL, model: NAME}."]
+    if not is_server(judge.name) and (judge.model or judge.template):
+        return ["rounds.judge: model and template need a server (with: http://...)."]
+    return []
+
+
 def check(plan: Plan) -> None:
     """Refuse what cannot work, before the first answer is generated."""
     rounds, base = plan.rounds, plan.base
     files = as_list(rounds.prompts)
-    problems = []
+    problems: list[str] = []
     if len(files) not in (1, rounds.count):
         problems.append(f"rounds.prompts: {len(files)} files for {rounds.count} rounds.")
-    if rounds.judge is None and not plan.pool:
-        problems.append("rounds.judge: name a rule or a reward model, or set rounds.pool.")
+    problems += judge_problems(plan)
     if rounds.server and (rounds.server.url is None) == (rounds.server.start is None):
         problems.append("rounds.server: set either url or start.")
     if rounds.server and rounds.server.start and "{port}" not in rounds.server.start:
