@@ -135,29 +135,37 @@ def test_a_budget_without_two_full_runs_is_refused(tmp_path: Path) -> None:
     assert state.reserved == pytest.approx(2 * 1.15 * 101)
 
 
+class Sequence:
+    """Finalists in the order in which `_next_finalist` asks for them, with results that are given."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tune.Tuning, "beta", lambda _, values: float(values.get("beta", 0.1)))
+        self.margins: dict[str, tune.Half] = {}  # on the choosing half, of each finalist
+        monkeypatch.setattr(tune.Tuning, "_chooses", lambda _, name: self.margins[name])
+        self.state = tuning(folder, 0.5)
+        self.tried: list[tuple[str, str]] = []
+
+    def finish(self, loss: float, **more: str | float) -> None:
+        values = self.state._next_finalist()
+        assert values is not None
+        self.tried.append((values[tune.RATE], values.get("beta", "-")))
+        name = f"final-{len(self.tried)}"
+        self.state.runs[name] = {**GOOD, "values": values, "loss": loss, **more}
+        self.margins[name] = half(*np.linspace(-0.1, 0.1, 100) - loss)
+
+    def restart(self) -> None:
+        self.state.runs.clear()
+        self.state.runs["a"] = dict(GOOD, loss=0.5)
+        self.tried.clear()
+
+
 def test_finalists_follow_the_better_direction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First the rate, in the direction that was better; then beta, traded for the rate."""
-    monkeypatch.setattr(tune.Tuning, "beta", lambda _, values: float(values.get("beta", 0.1)))
-    margins = {}  # on the choosing half, of each finalist
-    monkeypatch.setattr(tune.Tuning, "_chooses", lambda _, name: margins[name])
-    state = tuning(tmp_path, 0.5)
-    tried: list[tuple[str, str]] = []
-
-    def finish(loss: float, **more: str | float) -> None:
-        values = state._next_finalist()
-        assert values is not None
-        tried.append((values[tune.RATE], values.get("beta", "-")))
-        name = f"final-{len(tried)}"
-        state.runs[name] = {**GOOD, "values": values, "loss": loss, **more}
-        margins[name] = half(*np.linspace(-0.1, 0.1, 100) - loss)
-
-    def restart() -> None:
-        state.runs.clear()
-        state.runs["a"] = dict(GOOD, loss=0.5)
-        tried.clear()
-
+    finalists = Sequence(tmp_path, monkeypatch)
+    state, tried = finalists.state, finalists.tried
+    finish, restart = finalists.finish, finalists.restart
     finish(0.4)
     finish(0.5)
     finish(0.45)  # three times the first: too much
@@ -193,10 +201,15 @@ def test_finalists_follow_the_better_direction(
     state.state["rounds"]["direct"] = 1
     finish(0.4)
     assert tried == [("3.33e-07", "-")]
-    # Right answers were lost, if only by chance: gentler settings come before stronger ones, and
-    # two more than usual.
-    restart()
-    state.state["rounds"].pop("direct")
+
+
+def test_lost_answers_ask_for_gentler_finalists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come before stronger ones, and are two more than usual."""
+    finalists = Sequence(tmp_path, monkeypatch)
+    state, tried = finalists.state, finalists.tried
+    finish, restart = finalists.finish, finalists.restart
     rescued = [("1e-06", "-"), ("3.33e-07", "-"), ("3.33e-07", "0.3"), ("1.11e-07", "0.9")]
     rescues = [("3.7e-08", "0.9"), ("1.23e-08", "0.9")]
     for loss in (0.4, 0.5, 0.4, 0.4, 0.4, 0.4, 0.5):
