@@ -134,6 +134,24 @@ class Segments:
         return Segments(key_index_K, order, start, cu_q, cu_k, max(q_lens), max(k_lens))
 
     @cached_property
+    def path_ends(self) -> Tensor:
+        """`cu_k` as one tensor for all layers: kernels remember what they derived from it."""
+        return self.cu_k.long()
+
+    @cached_property
+    def own_place_N(self) -> Tensor:
+        """Where the rows of all segments are among the gathered keys; without waiting."""
+        rows = torch.arange(len(self.start_N) - 1, device=self.cu_q.device)
+        segment = torch.searchsorted(self.cu_q[1:-1], rows, right=True)
+        return rows + (self.cu_k - self.cu_q)[segment + 1]
+
+    @cached_property
+    def own_row_K(self) -> Tensor:
+        """Which row each gathered key is, if it belongs to the segment itself; else -1."""
+        rows = torch.arange(len(self.own_place_N), device=self.cu_q.device)
+        return torch.full_like(self.key_index_K, -1).index_copy(0, self.own_place_N, rows)
+
+    @cached_property
     def q_lens(self) -> list[int]:
         return np.diff(self.cu_q.cpu().numpy()).tolist()  # type: ignore[no-any-return]
 

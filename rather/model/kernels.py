@@ -8,6 +8,7 @@ Imported only for CUDA tensors. The same arithmetic in plain torch is in head.py
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -80,6 +81,108 @@ def sum_by_key(
         WIDTH=width, BLOCK=triton.next_power_of_2(width),
     )  # fmt: skip
     return keys_N, values_N
+
+
+@triton.jit
+def _gather_rows_kernel(rows, stride, index, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    row = tl.load(index + place).to(tl.int64) + tl.zeros((BLOCK,), tl.int64)
+    x = tl.load(rows + row * stride + columns, mask=inside & (row >= 0), other=0.0)
+    tl.store(out + place * WIDTH + columns, x, mask=inside)
+
+
+def gather_rows(rows_ND: Tensor, index_K: Tensor) -> Tensor:
+    """Return these rows; zeros where an index is negative."""
+    if rows_ND.stride(1) != 1:
+        rows_ND = rows_ND.contiguous()
+    width = rows_ND.shape[1]
+    out_KD = rows_ND.new_empty((len(index_K), width))
+    block = min(1024, triton.next_power_of_2(width))
+    _gather_rows_kernel[(len(index_K), triton.cdiv(width, block))](
+        rows_ND, rows_ND.stride(0), index_K, out_KD, WIDTH=width, BLOCK=block
+    )
+    return out_KD
+
+
+@triton.jit
+def _sum_rows_kernel(rows, order, start, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for index in range(tl.load(start + token), tl.load(start + token + 1)):
+        row = tl.load(order + index).to(tl.int64)
+        total += tl.load(rows + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * WIDTH + columns, total, mask=inside)
+
+
+def sum_rows(rows_KD: Tensor, order_K: Tensor, start_N: Tensor) -> Tensor:
+    """Return the gradient of `gather_rows`: as `sum_by_key`, of one tensor of any width."""
+    rows_KD = rows_KD.contiguous()
+    tokens, width = len(start_N) - 1, rows_KD.shape[1]
+    out_ND = rows_KD.new_empty((tokens, width))
+    block = min(1024, triton.next_power_of_2(width))
+    _sum_rows_kernel[(tokens, triton.cdiv(width, block))](
+        rows_KD, order_K, start_N, out_ND, WIDTH=width, BLOCK=block
+    )
+    return out_ND
+
+
+@triton.jit(do_not_specialize=["count"])
+def _unit_kernel(
+    vectors, out, inverse, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (rows < count)[:, None] & (columns < WIDTH)
+    at = rows.to(tl.int64)[:, None] * WIDTH + columns
+    x = tl.load(vectors + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
+    tl.store(out + at, x * scale[:, None], mask=inside)
+    tl.store(inverse + rows, scale, mask=rows < count)
+
+
+def unit_vectors(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return vectors of length one along the last dimension, and one over their lengths."""
+    vectors = vectors.contiguous()
+    unit = torch.empty_like(vectors)
+    inverse = vectors.new_empty((*vectors.shape[:-1], 1), dtype=torch.float32)
+    grid, sizes = _by_vector(vectors)
+    _unit_kernel[grid](vectors, unit, inverse, inverse.numel(), **sizes)
+    return unit, inverse
+
+
+@triton.jit(do_not_specialize=["count"])
+def _unit_gradient_kernel(
+    grad, unit, inverse, out, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (rows < count)[:, None] & (columns < WIDTH)
+    at = rows.to(tl.int64)[:, None] * WIDTH + columns
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(unit + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(inverse + rows, mask=rows < count, other=0.0)
+    across = g - u * tl.sum(u * g, 1)[:, None]
+    tl.store(out + at, scale[:, None] * across, mask=inside)
+
+
+def unit_vectors_gradient(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
+    """Return the gradient of `unit_vectors` with respect to the vectors."""
+    out = torch.empty_like(unit)
+    grid, sizes = _by_vector(unit)
+    _unit_gradient_kernel[grid](grad.contiguous(), unit, inverse, out, inverse.numel(), **sizes)
+    return out
+
+
+def _by_vector(vectors: Tensor) -> tuple[tuple[int], dict[str, int]]:
+    width = vectors.shape[-1]
+    block = triton.next_power_of_2(width)
+    rows = max(1, 4096 // block)
+    grid = (triton.cdiv(vectors.numel() // width, rows),)
+    return grid, {"WIDTH": width, "BLOCK": block, "ROWS": rows}
 
 
 @triton.jit

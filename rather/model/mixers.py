@@ -47,16 +47,84 @@ class _Scan:
     fused: Callable[..., Any] | None = None  # takes all paths at once on a GPU
 
 
-def _delta_rule(
-    paths: list[Tensor], cu: Tensor, *, g: Tensor, beta: Tensor, **options: Any
+def _convolution(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    segments: Segments,
+    **_unused: Any,
 ) -> Tensor:
-    query, key, value = paths
+    """Return what a short convolution makes of `hidden` [1, D, N]."""
+    paths = _on_paths(hidden.transpose(1, 2), segments)
+    convolve = import_module("fla.modules.causal_conv1d").causal_conv1d
+    mixed = convolve(paths, weight, bias, activation=activation, cu_seqlens=segments.path_ends)[0]
+    return _own_rows(mixed, segments).transpose(1, 2)
+
+
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    segments: Segments,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_unused: Any,
+) -> tuple[Tensor, None]:
     # The package tunes its own norm again, for many seconds, when the number of tokens changes.
-    if options.get("use_qk_l2norm_in_kernel"):
+    if use_qk_l2norm_in_kernel:
         query, key = _Unit.apply(query), _Unit.apply(key)
+    tensors = [_on_paths(tensor, segments) for tensor in (query, key, value, g, beta)]
     rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    mixed: Tensor = rule(query, key, value, g=g, beta=beta, cu_seqlens=cu.long())[0]
-    return mixed
+    mixed: Tensor = rule(*tensors, cu_seqlens=segments.path_ends)[0]
+    return _own_rows(mixed, segments), None
+
+
+def _on_paths(tensor: Tensor, segments: Segments) -> Tensor:
+    """Return [1, K, ...], the paths of all segments, from a tensor [1, N, ...] of all tokens."""
+    paths: Tensor = _OnPaths.apply(tensor[0].flatten(1), segments)
+    return paths.view(1, -1, *tensor.shape[2:])
+
+
+def _own_rows(mixed: Tensor, segments: Segments) -> Tensor:
+    """Return [1, N, ...], the rows of the segments themselves, from those of all paths."""
+    rows: Tensor = _OwnRows.apply(mixed[0].flatten(1), segments)
+    return rows.view(1, -1, *mixed.shape[2:])
+
+
+# Both ways with kernels of their own: torch's gathers are several times as slow, and their
+# gradients add up in another order each time.
+class _OnPaths(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens_ND: Tensor, segments: Segments) -> Tensor:
+        from rather.model.kernels import gather_rows
+
+        ctx.segments = segments
+        return gather_rows(tokens_ND, segments.key_index_K)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        from rather.model.kernels import sum_rows
+
+        return sum_rows(grads[0], ctx.segments.order_K, ctx.segments.start_N), None
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, paths_KD: Tensor, segments: Segments) -> Tensor:
+        from rather.model.kernels import gather_rows
+
+        ctx.segments = segments
+        return gather_rows(paths_KD, segments.own_place_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        from rather.model.kernels import gather_rows
+
+        return gather_rows(grads[0], ctx.segments.own_row_K), None
 
 
 class _Unit(torch.autograd.Function):
@@ -64,22 +132,31 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor) -> Tensor:
-        exact = vectors.float()
-        inverse = torch.rsqrt(exact.square().sum(-1, keepdim=True) + 1e-6)
-        unit = (exact * inverse).to(vectors.dtype)
+        if vectors.is_cuda:
+            from rather.model.kernels import unit_vectors
+
+            unit, inverse = unit_vectors(vectors)
+        else:
+            exact = vectors.float()
+            inverse = torch.rsqrt(exact.square().sum(-1, keepdim=True) + 1e-6)
+            unit = (exact * inverse).to(vectors.dtype)
         ctx.save_for_backward(unit, inverse)
         return unit
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         unit, inverse = ctx.saved_tensors
-        unit, grad = unit.float(), grads[0].float()
-        across = grad - unit * (unit * grad).sum(-1, keepdim=True)
-        return (inverse * across).to(grads[0].dtype)
+        if unit.is_cuda:
+            from rather.model.kernels import unit_vectors_gradient
+
+            return unit_vectors_gradient(grads[0], unit, inverse)
+        exact, grad = unit.float(), grads[0].float()
+        across = grad - exact * (exact * grad).sum(-1, keepdim=True)
+        return (inverse * across).to(unit.dtype)
 
 
 SCANS = {
-    "causal_conv1d_fn": _Scan(2, (0,)),
+    "causal_conv1d_fn": _Scan(2, (0,), fused=_convolution),
     "torch_chunk_gated_delta_rule": _Scan(1, (0, 1, 2), ("g", "beta"), _delta_rule),
     "mamba2_chunk_scan": _Scan(1, (0, 1, 3, 4)),
 }
@@ -109,9 +186,9 @@ def report_scan(model: nn.Module, device: str) -> None:
 @cache
 def _report(problem: str) -> None:
     if problem:
-        log.warning("linear attention runs in torch's own functions: %s", problem)
+        log.warning("convolutions and linear attention run in torch's own functions: %s", problem)
     else:
-        log.info("linear attention runs in the kernels of flash-linear-attention")
+        log.info("convolutions and linear attention run in flash-linear-attention's kernels")
 
 
 @cache
@@ -173,16 +250,13 @@ def _run(
     kwargs: dict[str, Any],
     segments: Segments,
 ) -> Any:
-    # The functions return (output, state) if they can return a state at all.
+    is_known = kwargs.get("activation") in (None, "silu", "swish")
+    if scan.fused and is_known and args[0].is_cuda and not fused_problem(args[0].device):
+        return scan.fused(*args, segments=segments, **kwargs)
     values = [args[index] for index in scan.places]
     names = [name for name in scan.names if isinstance(kwargs.get(name), Tensor)]
     values += [kwargs[name] for name in names]
     count = len(scan.places)
-    if scan.fused and values[0].is_cuda and not fused_problem(values[0].device):
-        paths = [tensor.index_select(scan.time, segments.key_index_K) for tensor in values]
-        by_name = dict(zip(names, paths[count:], strict=True))
-        output = scan.fused(paths[:count], segments.cu_k, **{**kwargs, **by_name})
-        return output.index_select(scan.time, _own_places(segments)), None
 
     def one_batch(paths: list[Tensor]) -> Any:
         mixed = list(args)
@@ -192,13 +266,6 @@ def _run(
         return function(*mixed, **{**kwargs, **by_name})
 
     return _in_batches(one_batch, scan.time, values, segments)
-
-
-def _own_places(segments: Segments) -> Tensor:
-    """Return where the rows of all segments are among the gathered keys; without waiting."""
-    rows = torch.arange(len(segments.start_N) - 1, device=segments.cu_q.device)
-    segment = torch.searchsorted(segments.cu_q[1:-1], rows, right=True)
-    return rows + (segments.cu_k - segments.cu_q)[segment + 1]
 
 
 def _in_batches(
@@ -211,6 +278,7 @@ def _in_batches(
         batches.setdefault(max(SHORTEST, length - 1).bit_length(), []).append(number)
     rows: dict[int, Tensor] = {}
     has_state = False
+    # The functions return (output, state) if they can return a state at all.
     for numbers in batches.values():
         index = nn.utils.rnn.pad_sequence([paths[number] for number in numbers], batch_first=True)
         mixed = run([_gathered(tensor, time, index) for tensor in values])
