@@ -82,7 +82,7 @@ class PixelLoader:
             assert isinstance(self.maker, PixelMaker)
             self._local.child = _Child(self.maker.recipe)
         answer: Pixels = self._local.child.pixels(image)
-        if not torch.cuda.is_initialized():
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return answer
         # Here instead of where they are used, so that the thread that trains does not copy.
         return {name: tensor.pin_memory() for name, tensor in answer.items()}
@@ -131,7 +131,7 @@ class _Child:
 
 def _file_in_memory() -> IO[bytes]:
     """Return a file without a name, which is in memory where the system has such files."""
-    if sys.platform == "linux":
+    if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("pixels"), "r+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import http.client
 import json
@@ -22,20 +23,34 @@ import pyarrow.parquet as pq
 import torch
 import typer.main
 import yaml
+from PIL import Image
 
 from rather import cli, errors
 from rather.config import load as load_module
-from rather.config.load import load
+from rather.config.load import load, load_config
 from rather.data import cache as cache_module
+from rather.data.image_tokens import image_recipe
+from rather.data.pixels import PixelMaker
+from rather.data.prepare import prepare
 from rather.data.save import DATA
+from rather.errors import DataError
 from rather.tools.board.serve import ROUTES, Board
 from rather.tools.report.pairs import read_ledger
 from rather.tracking.json_lines import LEDGER, flatten
+from tests.data.vision import encoded, vision_folder
 from tests.fuzz.harness import STDERR, STDOUT, Case, Kind, command
 from tests.fuzz.mutators import BYTES, TEXT, damage, replace, swap
 from tests.tiny import WORDS, make_config
 
 STEPS = 4
+IMAGES = {
+    "a.png": "RGB",
+    "b.jpeg": "RGB",
+    "c.gif": "P",
+    "d.webp": "RGBA",
+    "e.png": "LA",
+    "f.bmp": "L",
+}
 SECRET = "a canary that nothing may read out or change"
 REQUESTS = 25  # to one board
 ROWS = [
@@ -70,6 +85,7 @@ class World:
         with pa.ipc.new_file(folder / "rows.arrow", table.schema) as writer:
             writer.write_table(table)
         pq.write_table(table, folder / "rows.parquet", row_group_size=2)
+        self._write_images(folder / "images")
         self.config = folder / "dpo.yaml"
         self.config.write_text(self._yaml())
         share_with_children(self.config)
@@ -86,6 +102,24 @@ class World:
         self.seen = self.outside()
 
     files = ("rows.jsonl", "rows.arrow", "rows.parquet")
+
+    def _write_images(self, folder: Path) -> None:
+        """Write a model that sees, without weights, and rows with an image in each format."""
+        folder.mkdir()
+        self.recipe = image_recipe(vision_folder(self.folder / "sees", "qwen2_5_vl"))
+        image = Image.linear_gradient("L").resize((40, 24))
+        sources = []
+        for name, mode in IMAGES.items():
+            (folder / name).write_bytes(encoded(image.convert(mode), Path(name).suffix[1:]))
+            sources.append(name)
+        content = base64.b64encode(encoded(image.rotate(180).convert("RGB"))).decode()
+        sources.append(f"data:image/png;base64,{content}")
+        rows = [
+            {"images": [source], "prompt": f"<image>Row {i}?", "chosen": "yes", "rejected": "no"}
+            for i, source in enumerate(sources)
+        ]
+        self.image_rows = [json.dumps(row).encode() for row in rows]
+        (folder / "rows.jsonl").write_bytes(b"\n".join(self.image_rows) + b"\n")
 
     def _yaml(self) -> str:
         data = {"file_name": str(self.folder / "pairs.jsonl")}
@@ -262,6 +296,48 @@ def rows(world: World, draw: Random, folder: Path) -> Case:
         return None if code else same_pairs(world.results[file.name], kept, out)
 
     return Case(what, world.preparing(file, out), judge, forks=draw.random() < 0.9)
+
+
+def images(world: World, draw: Random, folder: Path) -> Case:
+    """Each row is a pair or dropped with a reason; what was not damaged is a pair with its image."""
+    place = Path(shutil.copytree(world.folder / "images", folder / "images"))
+    file = draw.choice([*sorted(place.iterdir()), place / "rows.jsonl"])
+    if file.suffix != ".jsonl" and draw.random() < 0.2:
+        what = replace(file, draw, world.canary)
+    else:
+        what = damage(file, draw, TEXT if file.suffix == ".jsonl" else BYTES)
+    options = [
+        f"pretrain={world.folder / 'sees'}",
+        "sequence_length=256",
+        f"actor_train.data_args.file_name={place / 'rows.jsonl'}",
+        f"actor_train.data_args.cache_dir={folder / 'cache'}",
+        "validation.data_args.file_name=null",
+        "max_bad_fraction=1",
+    ]
+
+    def judge(code: int) -> str | None:
+        if code:
+            return None
+        report = json.loads((folder / STDOUT).read_text())["train"]
+        dropped = sum(entry["count"] for entry in report["dropped"].values())
+        if report["rows"] != report["pairs"] + dropped:
+            return f"of {report['rows']} rows {report['pairs']} are pairs, {dropped} are dropped"
+        lines = (place / "rows.jsonl").read_bytes().split(b"\n")
+        found = {
+            image.digest: image
+            for image in prepare(load_config(world.config, options)).train.images()
+        }
+        for name, row in zip(IMAGES, world.image_rows, strict=False):
+            content = (world.folder / "images" / name).read_bytes()
+            is_damaged = row not in lines or place / name == file
+            if not is_damaged and world.recipe.image_digest(content) not in found:
+                return f"the row of {name} was not damaged, but is lost"
+        for image in found.values():
+            with suppress(DataError):
+                PixelMaker(world.recipe).pixels([image])
+        return None
+
+    return Case(what, ["data", str(world.config), *options, "--json"], judge)
 
 
 def _table(name: str, read: Callable[[Path], Any]) -> Kind:
@@ -566,6 +642,7 @@ def _ask(board: Board, draw: Random) -> str | None:
 KINDS: dict[str, Kind] = {
     "configs": configs,
     "rows": rows,
+    "images": images,
     "arrow": _table("rows.arrow", lambda file: pa.ipc.open_file(pa.BufferReader(file.read_bytes())).read_all()),
     "parquet": _table("rows.parquet", lambda file: pq.read_table(file)),
     "safetensors": safetensors,
