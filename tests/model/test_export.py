@@ -18,9 +18,12 @@ from rather.commands.export import export
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.errors import DiskError
-from rather.model.export import LARGEST_FILE, export_model, export_run
+from rather.model.export import LARGEST_FILE, FileCast, export_model, export_run, export_stored
+from rather.model.files import LoadedWeights, ModelFiles
+from rather.model.policy import PolicyModel
 from rather.parallel.load import Start, load_policy
 from rather.pipeline.pipeline import DPOPipeline
+from tests.model.test_hybrids import hybrid
 from tests.tiny import in_child, make_config, make_model
 
 Trained = tuple[DPOConfig, DPOPipeline]
@@ -276,3 +279,29 @@ def test_the_kept_share_compares_a_reward_model_with_the_files_it_started_from(
     assert kept.square == pytest.approx(square, rel=1e-3)
     export(str(tmp_path / "adapter"), tmp_path / "merged")
     assert f"{kept.share:.2%} of the update" in (tmp_path / "merged" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h"])
+def test_what_several_ranks_export_opens_as_what_one_exports(family: str, tmp_path: Path) -> None:
+    """Names in the files may differ: several ranks write those of the model, which it reads too."""
+    model = hybrid(family)
+    make_model(tmp_path / "words")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "words")
+    model.save_pretrained(tmp_path / "base")
+    model.config.dtype = torch.float32
+    policy = PolicyModel(model)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.125)
+    source = ModelFiles(sorted((tmp_path / "base").glob("*.safetensors")))
+    weights = dict(policy.named_parameters())
+    export_model(policy, weights, tokenizer, tmp_path / "one", "card", source)
+    stored = LoadedWeights({name: weight.detach() for name, weight in weights.items()})
+    cast = FileCast(torch.float32, policy.rounding, source)
+    export_stored(model, stored, tokenizer, tmp_path / "two", "card", cast)
+    for folder in ("one", "two"):
+        opened, info = type(model).from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not any(info.values()), folder
+        exported = dict(opened.named_parameters())
+        assert exported.keys() == dict(model.named_parameters()).keys()
+        assert all(torch.equal(exported[name], p) for name, p in model.named_parameters())
