@@ -73,7 +73,6 @@ EXCLUDES = [
     ((*NEW_ADAPTER, *OF_ADAPTER), (OLD_ADAPTER,)),  # which has its own settings
     (("sync_ref_model",), (*NEW_ADAPTER, OLD_ADAPTER)),  # no second model to update
     (("reference.offload=on",), ("sync_ref_model",)),
-    ((f"{ARGS}.additional_target",), (f"{ARGS}.modules_to_save",)),  # ROLL's name for it
     ((f"{ARGS}.use_dora", f"{ARGS}.quantization"), (f"{ARGS}.init_lora_weights=pissa",)),
     ((f"{ARGS}.quantization",), (f"{ARGS}.use_dora",)),  # needs the norms of whole weights
     (
@@ -117,7 +116,13 @@ def _set_ones(config: RunConfig, conditions: tuple[str, ...]) -> list[str]:
 
 
 def problems(config: RunConfig) -> Problems:
-    """Yield everything that cannot be combined."""
+    """Yield everything that cannot be combined, with the user's word for a key."""
+    for key, text in _problems(config):
+        source = config.followed.get(key)
+        yield source if source in ALIASES else key, text
+
+
+def _problems(config: RunConfig) -> Problems:
     for keys, requirements in NEEDS:
         if not _set_ones(config, requirements):
             for key in _set_ones(config, keys):
@@ -328,7 +333,6 @@ def _split_adapter(config: RunConfig) -> Problems:
         "use_dora": args.use_dora,
         "init_lora_weights": args.changes_base,
         "modules_to_save": args.modules_to_save,
-        "additional_target": args.additional_target,
     }
     for name, is_set in need_whole_weights.items():
         if is_set:

@@ -34,6 +34,7 @@ ALIASES = {
     "disable_reference_model": Alias("use_ref_model", {True: False, False: True}),
     "apply_loss_mask": Alias("actor_train.data_args.score", {False: "all"}),
     "ref_tp": Alias("reference.strategy_args.tp_size"),
+    "actor_train.model_args.additional_target": Alias("actor_train.model_args.modules_to_save"),
 }
 
 # --- ROLL's keys without a counterpart: ignored with a warning if they change no result of

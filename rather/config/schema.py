@@ -61,8 +61,7 @@ Schedule = Literal[
     "wsd",
 ]
 DETAILS_OF_ADAPTER = (  # with lora_rank and lora_target the settings of a new adapter
-    "lora_alpha", "modules_to_save", "additional_target", "use_rslora", "use_dora",
-    "init_lora_weights",
+    "lora_alpha", "modules_to_save", "use_rslora", "use_dora", "init_lora_weights",
 )  # fmt: skip
 Task = Literal["preference", "unpaired", "reward", "scored", "sft"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
@@ -165,8 +164,11 @@ class ActorModelArgs(ModelArgs):
     def adapter_settings(self) -> JsonObject | None:
         """Return everything that defines the trained adapter; None without one."""
         names = ["lora_rank", "lora_alpha", "lora_target", *DETAILS_OF_ADAPTER[1:]]
-        names += ["adapter_name_or_path", "quantization"]
-        return {name: getattr(self, name) for name in names} if self.has_adapter else None
+        names += ["additional_target", "adapter_name_or_path", "quantization"]
+        settings = {name: getattr(self, name) for name in names}
+        if self.additional_target:  # as the checkpoints of runs that were written with it
+            settings["modules_to_save"] = None
+        return settings if self.has_adapter else None
 
 
 class TrainingArgs(Section):

@@ -111,7 +111,7 @@ def adapter_config(args: ModelArgs) -> LoraConfig:
         lora_alpha=_number(args.lora_alpha or 2 * rank),
         target_modules=ALL_LINEAR if modules == [ALL_LINEAR] else modules,
         target_parameters=stacks or None,
-        modules_to_save=_names(args.modules_to_save or args.additional_target or []) or None,
+        modules_to_save=_names(args.modules_to_save or []) or None,
         use_rslora=args.use_rslora,
         use_dora=args.use_dora,
         init_lora_weights=args.init_lora_weights,  # type: ignore[arg-type]

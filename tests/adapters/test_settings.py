@@ -73,9 +73,19 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "use_dora: cannot be combined with actor_train.model_args.init_lora_weights=pissa",
     ),
     (
-        {"lora_rank": 4, "modules_to_save": "norm", "additional_target": "norm"},
+        {"lora_rank": 4, "modules_to_save": "norm", "additional_target": "embed_tokens"},
         {},
-        "additional_target: cannot be combined with actor_train.model_args.modules_to_save",
+        'additional_target: "embed_tokens" means actor_train.model_args.modules_to_save: ',
+    ),
+    (
+        {"lora_rank": 4, "additional_target": "norm"},
+        TP,
+        "additional_target: norm needs whole weights, which tensor parallelism splits",
+    ),
+    (
+        {"additional_target": "norm"},
+        {},
+        "additional_target: needs actor_train.model_args.lora_rank",
     ),
     (
         {"lora_rank": 4, "use_dora": True},
@@ -160,7 +170,7 @@ def test_settings_become_those_of_peft() -> None:
         True,
         True,
     )
-    roll = adapter_config(ActorModelArgs(lora_rank=2, additional_target="norm,embed_tokens"))
+    roll = adapter_config(ActorModelArgs(lora_rank=2, modules_to_save="norm,embed_tokens"))
     assert roll.modules_to_save == ["norm", "embed_tokens"]
 
 

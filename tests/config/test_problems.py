@@ -549,8 +549,12 @@ def test_words_of_other_tools_set_the_key_that_they_mean(
             {"apply_loss_mask": False, "actor_train": {"data_args": {"score": "last"}}},
             "apply_loss_mask: false means actor_train.data_args.score: all",
         ),
+        (
+            {"actor_train": {"model_args": {"additional_target": "norm"}}},
+            "actor_train.model_args.additional_target: needs actor_train.model_args.lora_rank",
+        ),
     ],
 )
-def test_contradictions_name_the_words_of_the_user(words: dict[str, Any], said: str) -> None:
+def test_problems_name_the_words_of_the_user(words: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         DPOConfig(pretrain="model", **words)
