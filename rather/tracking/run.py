@@ -181,12 +181,10 @@ class SentProgress(Tracker):
 class DrawnProgress:
     """Draws what the SentProgress of a rank sends."""
 
-    def __init__(self) -> None:
-        self._view: ProgressView | None = None
+    _view: ProgressView | None = None
 
     def draw(self, call: str, *arguments: Any) -> None:
         if call == "begin":
-            self.close()
             self._view = ProgressView(*arguments)
         elif call == "log" and self._view:
             self._view.log(*arguments)
