@@ -91,7 +91,7 @@ def _win_rate(metrics: Values) -> str:
 def _forgetting(metrics: Values) -> str:
     losses = metrics.get(f"{FORGETTING}loss")
     if not losses:
-        return "Forgetting was not measured (forgetting: auto leaves out short runs)."
+        return "Forgetting was not measured: off, a short run, or a tokenizer without the words."
     text = f"Forgetting: the loss on neutral text went from {losses[0]:.3f} to {losses[-1]:.3f}"
     kept = metrics.get(f"{FORGETTING}kept")
     if kept:

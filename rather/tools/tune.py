@@ -675,6 +675,8 @@ def facts(found: JsonObject, name: str) -> str:
     if "forgetting_loss" in run:
         rise = run["forgetting_loss"] - run["forgetting_loss_before"]
         texts.append(f"loss on neutral text {rise:+.3f}")
+    elif run:
+        texts.append("forgetting not measured")
     if "forgetting_kept" in run:
         texts.append(f"lost {lost_answers(run)}")
     return ", ".join(texts)

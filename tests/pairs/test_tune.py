@@ -252,7 +252,8 @@ class Finalists:
         right_before = 30
         self.tuning.runs[f"final-{name}"] = {
             **GOOD, "loss": 0.4, "drift": drift, "forgetting_right_before": right_before,
-            "forgetting_kept": 1 - lost / right_before, **more,
+            "forgetting_kept": 1 - lost / right_before, "forgetting_loss": 3.1,
+            "forgetting_loss_before": 3.0, **more,
         }  # fmt: skip
         noise = np.roll(self.noise, len(self.halves))
         self.halves[f"final-{name}"] = half(*(self.margins + noise + better_by))
@@ -288,7 +289,9 @@ def test_if_none_keeps_the_right_answers_it_is_said(
     assert found["reason"].endswith(
         "; it lost 3 of 30 right answers, and no finalist about as good kept 95% of them"
     )
-    assert tune.facts(found, "final-broken") == "drift 0.01, lost 10 of 30 right answers"
+    facts = tune.facts(found, "final-broken")
+    assert facts == "drift 0.01, loss on neutral text +0.100, lost 10 of 30 right answers"
+    assert tune.facts({"runs": {"a": {"drift": 0.1}}}, "a") == "drift 0.1, forgetting not measured"
     monkeypatch.setenv("COLUMNS", "200")
     tune.print_result(found)
     assert "lost 2 of 30 right answers" in capsys.readouterr().out

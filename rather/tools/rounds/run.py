@@ -80,7 +80,7 @@ class RoundsRun:
 
     def run(self) -> JsonObject:
         count = self.rounds.count
-        reason = f"all {count} rounds are done"
+        reason = f"all {count} rounds are done" if count > 1 else "the round is done"
         for number in range(count + 1):
             last = number == count
             folder = self.plan.round_folder(number)
