@@ -94,7 +94,6 @@ WIDE = {
     "docs/test_newcomer.py": "docs/test_snippets.py runs every command of the README by itself",
     "api/test_script.py": "api/test_coati.py runs the same trainer in this process",
     "bench/test_merge.py": "adapters/test_merge.py: merged files compute what was trained",
-    "bench/test_quality.py::test_quick_runs_in_parts_and_continues": "its checks and page, in the same file",
     "bench/test_layouts.py": "same/test_load.py: no rank holds more than its shards",
     "adapters/test_run.py::test_killed_and_resumed_to_the_bit[pissa]": "its cell lora",
     "adapters/test_run.py::test_the_cache_distinguishes_adapters": "reference/test_cache.py: keys",

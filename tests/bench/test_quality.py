@@ -48,39 +48,6 @@ def test_the_scorer_agrees_with_rather(tmp_path: Path) -> None:
     assert len({round(value, 3) for value in found.flatten().tolist()}) > len(pairs)
 
 
-def test_quick_runs_in_parts_and_continues(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_model(tmp_path / "base", dtype=torch.bfloat16)
-    make_pairs(tmp_path / "pairs.jsonl", 40)
-    given = f"--quick --model {tmp_path}/base --pairs {tmp_path}/pairs.jsonl --rates 1e-6"
-    words = [*given.split(), "--out", str(tmp_path / "out")]
-    files = [tmp_path / f"part{part}.json" for part in (1, 2)]
-    for part, file in enumerate(files, 1):
-        run = [*words, "--only", "ours", "--part", f"{part}/2", "--json", str(file)]
-        assert quality.main(run) == 0
-    merge = ["--quick", "--merge", *map(str, files), "--json", str(tmp_path / "all.json")]
-    assert quality.main(merge) == 0
-    assert "FAIL: 1e-06: held-out loss" in capsys.readouterr().out  # TRL was not run
-    _, _, rows = quality.read(tmp_path / "all.json")
-    assert {(row["forward"], row["file"]) for row in rows} == {
-        (forward, file) for forward in quality.FORWARDS for file in quality.FORWARDS
-    }
-    # At such a rate the update is far below a bf16 step.
-    kept = {(row["forward"], row["file"]): row["kept"] for row in rows}
-    assert all(kept[forward, "float32"] == 1 for forward in quality.FORWARDS)
-    assert all(kept[forward, "nearest"] < 0.5 for forward in quality.FORWARDS)
-    assert all(0.7 < kept[forward, "dithered"] < 1.3 for forward in quality.FORWARDS)
-    errors = {row["file"]: row["error"] for row in rows}
-    assert errors["float32"] == 0 < errors["nearest"]
-    before = files[0].read_bytes()
-    again = [*words, "--only", "ours", "--part", "1/2", "--json", str(files[0])]
-    assert quality.main(again) == 0
-    assert files[0].read_bytes() == before  # nothing was left to do
-    with pytest.raises(SystemExit, match="other settings"):
-        quality.main([*again, "--steps", "2"])
-
-
 def test_other_keys_round_otherwise(tmp_path: Path) -> None:
     masters = {"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}
     first, same, other = (quality.rounded("dithered", masters, key)["w"] for key in (0, 0, 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,10 +23,8 @@ from rather.config.run_config import DPOConfig
 from rather.config.schema import Timeouts
 from rather.errors import (
     ConfigError,
-    HangError,
     MemoryShortage,
     NonFiniteError,
-    WorkerError,
     WorkerLost,
 )
 from rather.pipeline.pipeline import DPOPipeline
@@ -323,34 +320,3 @@ def test_warnings_of_all_ranks_are_logged_once_with_their_ranks(
 
 
 # --- deadlines ---
-
-
-@pytest.mark.wide
-def test_silence_ends_at_the_deadline(folder: Path) -> None:
-    manager = ResourceManager(1, 2, timeouts=Timeouts(start=60.0))
-    try:
-        silent = cluster(manager, folder, "hang", [0])
-        manager.timeouts = Timeouts(start=2.0, first_step=1.0, step=1.0, eval=1.0, save=1.0)
-        with pytest.raises(
-            HangError, match=r"reference rank 0 of 1 .+: no answer within 2 s \(timeouts.start\)"
-        ):
-            silent.initialize(1)
-    finally:
-        manager.close()
-
-
-@pytest.mark.wide
-def test_a_failing_rank_ends_the_run_and_its_processes(folder: Path) -> None:
-    config = two_devices(folder, actor_train__worker_cls="tests.cluster.workers.BreaksLater")
-    pipeline = DPOPipeline(config)
-    processes = [
-        seat.process for role in (pipeline.actor_train, pipeline.reference) for seat in role.seats
-    ]
-    with pytest.raises(
-        WorkerError, match=r"actor_train rank 0 of 1 .+: ValueError: boom at step 3"
-    ):
-        pipeline.run()
-    deadline = time.monotonic() + 60
-    while not all(process.is_gone for process in processes):
-        assert time.monotonic() < deadline, processes
-        threading.Event().wait(0.1)

@@ -20,7 +20,7 @@ from tests.cluster.test_supervision import assert_same
 from tests.cluster.test_torchrun import config_of
 from tests.faults import inject
 
-pytestmark = [pytest.mark.wide, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.wide, pytest.mark.slow]
 
 
 def run_of(folder: Path, name: str, **changes: Any) -> DPOConfig:

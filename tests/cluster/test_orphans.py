@@ -18,7 +18,7 @@ from rather.config.load import dump_yaml
 from tests.house.source import ROOT
 from tests.tiny import make_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 SOON, AT_LAST = 15, 90  # seconds; Ray's own agents linger for up to a minute
 AGENTS = ("DashboardAgent", "RuntimeEnvAgent", "dashboard/agent.py", "runtime_env/agent")

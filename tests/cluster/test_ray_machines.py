@@ -24,7 +24,7 @@ from tests.cluster.test_supervision import assert_same
 from tests.cluster.test_torchrun import config_of
 from tests.faults import inject
 
-pytestmark = [pytest.mark.wide, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.wide, pytest.mark.slow]
 
 # As `ray start`, but with a port of an agent that is known before it starts, as
 # rather.cluster.resources.known_ports does: a busy machine would miss Ray's deadline.
@@ -171,7 +171,7 @@ def clean(cluster: RayMachines, tmp_path_factory: pytest.TempPathFactory) -> DPO
 
 def placed(said: str, role: str) -> list[str]:
     """Return the machine of each device, as the driver reports it."""
-    [line] = re.findall(rf"{role}: .+; (device \d on .+)", said)
+    *_, line = re.findall(rf"{role}: .+; (device \d on .+)", said)
     return re.findall(r"device \d on ([^,]+)", line)
 
 

@@ -458,7 +458,6 @@ GONE = {
 
 @pytest.mark.wide
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize("part", GONE)
 def test_a_run_that_lost_ray_reports_it_and_resumes(tmp_path: Path, part: str) -> None:
     clean = make_config(tmp_path, exp_name="clean", max_steps=5, save_steps=2, logging_steps=1)
