@@ -294,7 +294,8 @@ class Vision:
     def _rows(self, pixel_values: Tensor, **options: Any) -> Tensor:
         output = self.base.get_image_features(pixel_values, **options)
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        return torch.stack([torch.cat(list(layer)) for layer in layers])
+        # Rows of one image: as a tuple of one tensor, or in older transformers as the tensor.
+        return torch.stack([x if isinstance(x, Tensor) else torch.cat(x) for x in layers])
 
     def counts(self) -> tuple[int, int]:
         """Return how often features of an image came from the cache, and how often they did not."""

@@ -72,6 +72,7 @@ ALLOWED = {
     "rather/cluster/supervision.py: json.loads": "a message of a rank",
     "rather/cluster/bridge.py: loads": "a message of a rank",
     "rather/cluster/ray_ranks.py: json.loads": "a message of a rank",
+    "rather/cluster/rank_output.py: json.loads": "a message of a rank",
     "rather/cluster/rank_warnings.py: json.loads": "a message of a rank",
     "rather/tools/demo.py: json.loads": "its own run",
     "rather/tools/demo.py: read_text": "its own run",
