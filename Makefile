@@ -43,7 +43,7 @@ endif
 help:
 	@echo "make demo     train a tiny model on this machine and see how its answers change"
 	@echo "make test     run the test suite"
-	@echo "make test-wide    the further cells of the test matrices, without the tests of make test; PART=1/2: a part"
+	@echo "make test-wide    the further cells of the test matrices, without the tests of make test; PART=1/4: a part"
 	@echo "make test-all     make test, then make test-wide"
 	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make test-faults  kill a run at every point in every layout; takes most of an hour"

@@ -1,6 +1,6 @@
 """Run a part of the wide tests, and keep what ran in bench/results/wide.json.
 
-    python -m tests.run_wide 2/2     # the second of two parts: make test-wide PART=2/2
+    python -m tests.run_wide 2/4     # the second of four parts: make test-wide PART=2/4
     python -m tests.run_wide         # all parts in turn
     python -m tests.run_wide --check # is every part green, and newer than the code it tests?
 
@@ -29,7 +29,7 @@ from tests.sharing import GROUPS, group_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "wide.json"
-PARTS = 2
+PARTS = 4
 UNKNOWN_SECONDS = 30.0  # of a file that has not run yet
 # A change here makes every earlier result worthless.
 TESTED = [f"rather/{room}" for room in ("cluster", "train", "parallel", "checkpoint")]

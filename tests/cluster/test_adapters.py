@@ -4,16 +4,12 @@ kills cost no bit."""
 from __future__ import annotations
 
 import logging
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from rather.checkpoint.checkpoint import open_checkpoint
-from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config, metrics
@@ -21,20 +17,6 @@ from tests.tiny import make_config, metrics
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.slow]
 
 ON_RAY: dict[str, Any] = {"actor_train__device_mapping": [0, 1], "ray": {"address": "auto"}}
-
-
-class DiesOnce(ActorWorker):
-    """In its third step, where it has not done so before."""
-
-    steps = 0
-
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.steps += 1
-        mark = self.config.run_dir.parent / "died"
-        if self.steps == 3 and self.member.rank == 0 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().train_step(*args, **kwargs)
 
 
 def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
@@ -74,24 +56,3 @@ def test_ray_trains_as_one_process_does(alone: DPOConfig, caplog: pytest.LogCapt
         one, other = (load_file(each.run_dir / file) for each in (alone, config))
         assert one.keys() == other.keys()
         assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-5
-
-
-@pytest.mark.wide
-def test_killed_and_resumed_to_the_bit_on_ray(alone: DPOConfig) -> None:
-    folder = folder_of(alone)
-    options = {**ON_RAY, "failure_backoff": 0.0}
-    whole = config_of(folder, "whole", **options)
-    killed = config_of(
-        folder, "killed", **options, actor_train__worker_cls="tests.cluster.test_adapters.DiesOnce"
-    )
-    assert [DPOPipeline(config).run() for config in (whole, killed)] == [0, 0]
-    assert (killed.run_dir.parent / "died").exists()
-    for group in ("model", "optimizer"):
-        one, other = (
-            open_checkpoint(config.run_dir / "checkpoint-5").tensors(group)
-            for config in (whole, killed)
-        )
-        assert one.keys() == other.keys()
-        assert all(bool((one[key] == other[key]).all()) for key in one)
-    file = "adapter/adapter_model.safetensors"
-    assert (whole.run_dir / file).read_bytes() == (killed.run_dir / file).read_bytes()

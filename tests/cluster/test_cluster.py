@@ -76,11 +76,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "reference__device_mapping": [2, 3],
         "reference__strategy_args": {"strategy_name": "megatron_infer", "tp_size": 2},
     },
-    "together": {
-        "actor_train__device_mapping": [0, 1],
-        "actor_train__strategy_args": {"strategy_name": "megatron_train", "tp_size": 2},
-        "reference__strategy_args": {"strategy_name": "fsdp2_infer"},
-    },
     "in turn": {
         "actor_train__device_mapping": [0, 1],
         "actor_train__strategy_args": ZERO3,

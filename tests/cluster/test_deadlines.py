@@ -266,7 +266,7 @@ def test_in_one_process_the_deadline_is_that_of_the_phase(tmp_path: Path) -> Non
 @pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("phase", ["evaluation", "reference"])
+@pytest.mark.parametrize("phase", ["reference"])
 def test_on_ray_the_deadline_is_that_of_the_phase(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], phase: str
 ) -> None:

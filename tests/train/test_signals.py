@@ -199,12 +199,13 @@ def test_a_second_signal_quits_immediately(folder: Path, first: int, second: int
 def _before(folder: Path, place: str, number: int) -> int:
     from rather import cli
     from rather.commands.terminal import guarded
-    from rather.data import prepare, show
+    from rather.data import prepare
+    from rather.pipeline import pipeline
     from rather.run_folder import control
 
     places = {
         "data": (prepare._Builder, "_address"),
-        "told": (show, "print_report"),
+        "told": (pipeline, "print_report"),
         "model": (ActorWorker, "initialize"),
     }
     owner, name = places[place]
