@@ -317,7 +317,7 @@ def test_the_panel_of_a_run_stays_while_it_writes_metrics(
     sees(page, "#chart-0-about", re.compile("training 0.5 at step 6"))
     assert page.locator("#opened details[open]").count() == 1
     (tmp_path / "live" / ".finished").unlink()
-    sees(page, "#opened > p:nth-of-type(1)", re.compile("^failed; "))
+    sees(page, "#opened > p:nth-of-type(2)", re.compile("^live: failed; "))
 
 
 def test_the_report_opens_and_cannot_ask_the_board(open_page: OpenPage, board: Board) -> None:

@@ -425,12 +425,11 @@ def test_after_a_lost_rank_the_job_restarts_and_the_result_has_the_same_bits(
     causes = [each["cause"] for each in incidents(struck)]
     if faults == KILL:
         assert found == [("worker_lost", 2, 1)]
-        assert re.match(r"reference rank 0 of 1 \(on .+\) died", causes[0])
+        assert re.match(r"rank 1 of 2 \(device 1 on .+\) died", causes[0])
     else:
         assert found == [("hang", 0, 1), ("worker_lost", 2, 1)]
-        said = r"actor_train rank 0 of 1 \(on .+\): no answer within 20 s \(timeouts.step\): "
-        assert re.match(said, causes[0])
-        assert re.match(r"actor_train rank 0 of 1 \(on .+\) died", causes[1])
+        assert "no answer within 20 s (timeouts.step): " in causes[0]
+        assert re.match(r"rank 0 of 2 \(device 0 on .+\) died", causes[1])
     assert_same(clean, struck)
 
 
