@@ -118,8 +118,14 @@ def _set_ones(config: RunConfig, conditions: tuple[str, ...]) -> list[str]:
 def problems(config: RunConfig) -> Problems:
     """Yield everything that cannot be combined, with the user's word for a key."""
     for key, text in _problems(config):
-        source = config.followed.get(key)
-        yield source if source in ALIASES else key, text
+        source = config.followed.get(key, "")
+        if source in ALIASES:
+            yield source, text
+        elif source == f"{ARGS}.lora_config":
+            file = config.actor_train.model_args.lora_config
+            yield source, f"{key.rpartition('.')[2]} in {file}: {text}"
+        else:
+            yield key, text
 
 
 def _problems(config: RunConfig) -> Problems:

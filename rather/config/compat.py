@@ -23,11 +23,35 @@ class Alias(NamedTuple):
     key: str
     meanings: Mapping[Any, Any] | None = None  # its value -> that of the key; None: the same value
     yields: Any = None  # a value of the key that does not contradict: runs write every key down
+    takes: type = object  # values of strategy_config are checked after they are inherited
 
     def meaning(self, setting: Any) -> Any:
-        return setting if self.meanings is None else self.meanings.get(setting)
+        if self.meanings is not None:
+            return self.meanings.get(setting)
+        return setting if isinstance(setting, self.takes) else None
 
 
+# Degrees of strategy_args, and Megatron's words for them in strategy_config.
+DEGREES = {
+    "tp_size": "tensor_model_parallel_size",
+    "pp_size": "pipeline_model_parallel_size",
+    "cp_size": "context_parallel_size",
+    "ep_size": "expert_model_parallel_size",
+}
+
+
+def _degrees_in_details() -> dict[str, Alias]:
+    """Return the aliases of degrees that are written in strategy_config."""
+    aliases = {}
+    for role in ("actor_train", "reference"):
+        for name, megatron_name in DEGREES.items():
+            alias = Alias(f"{role}.strategy_args.{name}", takes=int)
+            aliases[f"{role}.{CONFIG}.{name}"] = alias
+            aliases[f"{role}.{CONFIG}.{megatron_name}"] = alias
+    return aliases
+
+
+CONFIG = "strategy_args.strategy_config"
 ALIASES = {
     "ipo": Alias("pref_loss", {True: "ipo"}, yields="sigmoid"),
     "loss_type": Alias("pref_loss", {"dpo_loss": "sigmoid", "simpo_loss": "simpo"}, "sigmoid"),
@@ -35,6 +59,7 @@ ALIASES = {
     "apply_loss_mask": Alias("actor_train.data_args.score", {False: "all"}),
     "ref_tp": Alias("reference.strategy_args.tp_size"),
     "actor_train.model_args.additional_target": Alias("actor_train.model_args.modules_to_save"),
+    **_degrees_in_details(),
 }
 
 # --- ROLL's keys without a counterpart: ignored with a warning if they change no result of
@@ -107,7 +132,6 @@ ROLE_IGNORED = {
 DROPS = "no token of an expert is dropped or padded; remove it"
 REPLAY = "every pass chooses experts itself (docs: Mixture of experts); remove it"
 MORE = "additional_configs"
-CONFIG = "strategy_args.strategy_config"
 # Keys of earlier versions of Rather.
 REMOVED = {
     "parity": "was removed; `from rather.trl import DPOConfig, DPOTrainer` trains on TRL's tokens "

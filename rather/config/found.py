@@ -24,10 +24,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from rather.config.compat import DEGREES
 from rather.config.inherit import set_at
 from rather.config.paths import TEMPLATE_SUFFIXES, is_local
 from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS, DataArgs, TrainingArgs
-from rather.config.strategies import DEGREES
 from rather.config.values import RUN_NAME, device_list
 from rather.errors import ConfigError
 from rather.files import JsonObject, own, parse_json, parse_yaml, read_bytes, real_path, yaml_text
@@ -244,16 +244,12 @@ def _keep_pairs_per_step(allowed: JsonObject, written: JsonObject) -> None:
 
 
 def _written_degrees(written: JsonObject) -> list[int]:
-    """Return the degrees of tp, pp and cp that a config names."""
-    strategy = _written_at(written, f"{ACTOR}.strategy_args")
-    details = _written_at(strategy, "strategy_config")
+    """Return the degrees of tp, pp and cp that a config names. Runs write every word down."""
     degrees = []
-    for short, long in DEGREES.items():
-        if short == "ep_size":
-            continue
-        for section, name in ((strategy, short), (details, short), (details, long)):
-            if isinstance(section, dict) and section.get(name):
-                degrees.append(int(section[name]))
+    for name in ("tp_size", "pp_size", "cp_size"):
+        words = (name, f"strategy_config.{name}", f"strategy_config.{DEGREES[name]}")
+        sizes = [_written_at(written, f"{ACTOR}.strategy_args.{word}") for word in words]
+        degrees.append(next((int(size) for size in sizes if size not in (Missing, None)), 1))
     return degrees
 
 

@@ -12,13 +12,14 @@ from typing import Any
 
 from rather.config.compat import (
     ALIASES,
+    DEGREES,
     answers_per_device,
     clippings,
     lora_file,
     roll_nodes,
 )
 from rather.config.schema import RunConfig
-from rather.config.strategies import DEGREES, data_parallel
+from rather.config.strategies import data_parallel
 
 log = logging.getLogger(__name__)
 LAYOUT = ("strategy_name", "strategy_config", *DEGREES)
@@ -161,11 +162,10 @@ def _complete_reference(config: RunConfig, keys: UnsetKeys) -> None:
     if reference.model_args.model_name_or_path in (None, policy_model):
         inherited += OF_SAME_WEIGHTS
     if not reference.strategy_args.model_fields_set & set(LAYOUT):
-        # A layout is inherited as a whole, but for a degree that ref_tp replaces.
+        # A layout is inherited as a whole; degrees by their own keys, which ref_tp may have set.
         details = dict(config.actor_train.strategy_args.strategy_config)
-        if config.ref_tp is not None:
-            details.pop("tp_size", None)
-            details.pop(DEGREES["tp_size"], None)
+        for word in (*DEGREES, *DEGREES.values()):
+            details.pop(word, None)
         keys.fill("reference.strategy_args.strategy_config", DETAILS, details)
         inherited += [f"strategy_args.{name}" for name in LAYOUT if name != "strategy_config"]
     for name in inherited:

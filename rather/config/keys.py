@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from rather.config.compat import REMOVED, Names
+from rather.config.compat import DEGREES, REMOVED, Names
 from rather.config.plugins import did_you_mean
 from rather.config.redaction import looks_secret
 from rather.config.schema import RunConfig
@@ -39,6 +39,7 @@ BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 TRAINING = "actor_train.training_args"
 MODEL = "actor_train.model_args"
+STRATEGY = "actor_train.strategy_args"
 # Names that users of other trainers expect, and ROLL's old names -> a key, and the value to set if
 # the other tool's value would not do.
 OTHER_NAMES = {
@@ -77,6 +78,10 @@ OTHER_NAMES = {
     "peft": f"{MODEL}.lora_rank",
     "use_peft": f"{MODEL}.lora_rank",
     "gradient_checkpointing": f"{MODEL}.disable_gradient_checkpointing",
+    **dict.fromkeys(("tp", "tensor_parallel_size", DEGREES["tp_size"]), f"{STRATEGY}.tp_size"),
+    **dict.fromkeys(("pp", "pipeline_parallel_size", DEGREES["pp_size"]), f"{STRATEGY}.pp_size"),
+    **dict.fromkeys(("cp", "sp", DEGREES["cp_size"]), f"{STRATEGY}.cp_size"),
+    **dict.fromkeys(("ep", "expert_parallel_size", DEGREES["ep_size"]), f"{STRATEGY}.ep_size"),
     "gpus": "actor_train.device_mapping: list(range(0,N)) for N GPUs",
     "num_gpus": "actor_train.device_mapping: list(range(0,N)) for N GPUs",
     "n_gpus": "actor_train.device_mapping: list(range(0,N)) for N GPUs",

@@ -123,14 +123,21 @@ def show(config: DPOConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _meant_path(path: str) -> str:
+    """Return the path of the key that a path or another tool's word means."""
+    if path in table():
+        return path
+    if path in ALIASES:  # an entry of strategy_config
+        return ALIASES[path].key
+    meant = nearest(path)
+    if meant and (path in OTHER_NAMES or meant.rpartition(".")[2] == path):
+        return meant
+    raise ConfigError(f"{path}: unknown key{suggestion(path)}")
+
+
 def explain(config: DPOConfig | None, path: str) -> str:
     """Return a key's meaning, value and source in a config if given, type and range, default."""
-    if path not in table():
-        meant = nearest(path)
-        is_certain = path in OTHER_NAMES or (meant and meant.rpartition(".")[2] == path)
-        if meant is None or not is_certain:
-            raise ConfigError(f"{path}: unknown key{suggestion(path)}")
-        path = meant
+    path = _meant_path(path)
     key = table()[path]
     lines = [path, f"  meaning  {key.meaning}"]
     other_words = [name for name, alias in ALIASES.items() if alias.key == path]

@@ -1,8 +1,8 @@
 """strategy_args of a role -> its layout: degrees, what is sharded, what is in host memory.
 
-Degrees can be written as `tp_size` in `strategy_args` or `strategy_config`, or with Megatron's long
-names. A strategy's name only selects a sharding stage; torch.distributed runs it, or the engine that
-`actor_train.engine` names.
+Degrees are `tp_size` and so on in `strategy_args`; compat.py has other words for them. A strategy's
+name only selects a sharding stage; torch.distributed runs it, or the engine that `actor_train.engine`
+names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from rather.config.compat import Problems, deepspeed_problems, deepspeed_sharding, is_deepspeed
+from rather.config.compat import (
+    DEGREES,
+    Problems,
+    deepspeed_problems,
+    deepspeed_sharding,
+    is_deepspeed,
+)
 from rather.config.plugins import did_you_mean
 from rather.config.schema import ActorConfig, RoleConfig, RunConfig, StrategyArgs
 from rather.config.values import Count, Section, section_problems
@@ -48,12 +54,6 @@ OWN_KEYS = {  # keys that only some strategies have
     "use_distributed_optimizer": ("megatron_train", "megatron_infer"),
     "zero_stage": ("3d",),
     "shard_size": ("hsdp",),
-}
-DEGREES = {
-    "tp_size": "tensor_model_parallel_size",
-    "pp_size": "pipeline_model_parallel_size",
-    "cp_size": "context_parallel_size",
-    "ep_size": "expert_model_parallel_size",
 }
 
 
@@ -249,16 +249,6 @@ def details_of(args: StrategyArgs) -> StrategyDetails:
     return StrategyDetails.model_validate(args.strategy_config) if is_own else _NO_DETAILS
 
 
-def _sizes(args: StrategyArgs) -> list[set[int]]:
-    """Return the different values that the keys of tp, pp, cp and ep have."""
-    details = details_of(args)
-    sizes_of_axes = []
-    for short, long in DEGREES.items():
-        sizes = {getattr(args, short), getattr(details, short), getattr(details, long)}
-        sizes_of_axes.append(sizes - {None})
-    return sizes_of_axes
-
-
 class _Degrees(NamedTuple):
     tp: int
     pp: int
@@ -271,7 +261,7 @@ class _Degrees(NamedTuple):
 
 
 def _degrees(args: StrategyArgs) -> _Degrees:
-    return _Degrees(*(max(sizes, default=1) for sizes in _sizes(args)))
+    return _Degrees(*(getattr(args, name) or 1 for name in DEGREES))
 
 
 def strategy_problems(role: RoleConfig, devices: int | None = None) -> Problems:
@@ -294,17 +284,13 @@ def strategy_problems(role: RoleConfig, devices: int | None = None) -> Problems:
 
 
 def _layout_problems(args: StrategyArgs, devices: int) -> Problems:
-    sizes = _sizes(args)
-    if any(len(sizes_of_axis) > 1 for sizes_of_axis in sizes):
-        yield "strategy_config", f"two values of a degree: tp, pp, cp, ep {sizes}; keep one of them"
-        return
     yield from _detail_problems(args)
     degrees = _degrees(args)
     if devices % degrees.devices_per_replica:
         product = f"tp {degrees.tp} x pp {degrees.pp} x cp {degrees.cp}"
-        key = "strategy_config" if args.strategy_config else "tp_size"
+        largest = max(("tp_size", "pp_size", "cp_size"), key=lambda name: getattr(args, name) or 1)
         yield (
-            key,
+            largest,
             f"{product} = {degrees.devices_per_replica} does not divide the {devices} devices of "
             "device_mapping",
         )
@@ -341,8 +327,10 @@ def _data_parallel_problems(args: StrategyArgs, devices: int, degrees: _Degrees)
     shards = min(details.shard_size or dp, dp)
     if dp % ep or (shards % ep and ep % shards):
         groups = f", which are {dp // shards} replicas of {shards}" if shards < dp else ""
-        key = "strategy_config" if args.ep_size is None else "ep_size"
-        yield key, f"expert parallel {ep} does not divide the {dp} data-parallel ranks{groups}"
+        yield (
+            "ep_size",
+            f"expert parallel {ep} does not divide the {dp} data-parallel ranks{groups}",
+        )
     elif details.efsdp_size not in (None, dp // ep if ep > 1 else 1):
         yield "strategy_config.efsdp_size", f"is dp {dp} / ep {ep}; remove it"
 

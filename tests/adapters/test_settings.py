@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,13 @@ def test_a_file_that_cannot_be_honoured_is_refused(
     with pytest.raises(ConfigError) as refused:
         config(write(tmp_path, **values))
     assert sentence in str(refused.value)
+
+
+def test_problems_of_settings_in_a_file_name_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, r=4, use_dora=True, lora_initialization_method="PiSSA")
+    said = f"lora_config: use_dora in {file['lora_config']}: cannot be combined with"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        config(file)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

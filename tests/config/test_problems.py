@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 
+from rather.config.compat import DEGREES
 from rather.config.inherit import value_at
 from rather.config.load import config_from_dict, load, load_config
 from rather.config.run_config import DPOConfig
+from rather.config.show import explain
+from rather.config.strategies import layout
 from rather.errors import ConfigError
+from tests.config.conftest import smallest
 
 BASE = {"pretrain": "org/model", "actor_train": {"data_args": {"file_name": "pairs.json"}}}
 
@@ -287,12 +291,12 @@ COMBINATIONS = [
             "actor_train.strategy_args.tp_size=1",
             "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2",
         ],
-        "actor_train.strategy_args.strategy_config",
-        "two values of a degree",
+        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
+        "2 means actor_train.strategy_args.tp_size: 2, and actor_train.strategy_args.tp_size says 1",
     ),
     (
         ["actor_train.strategy_args.strategy_config.expert_model_parallel_size=2"],
-        "actor_train.strategy_args.strategy_config",
+        "actor_train.strategy_args.strategy_config.expert_model_parallel_size",
         "expert parallel 2 does not divide the 1 data-parallel ranks",
     ),
     (
@@ -537,6 +541,55 @@ def test_words_of_other_tools_set_the_key_that_they_mean(
     for config in (config_from_dict({**BASE, **words}), DPOConfig(**BASE, **words)):
         assert value_at(config, key) == meant
         assert config.followed[key] == next(iter(words))
+
+
+@pytest.mark.parametrize("name", DEGREES)
+@pytest.mark.parametrize("is_megatrons", [True, False])
+@pytest.mark.parametrize("role", ["actor_train", "reference"])
+def test_degrees_in_strategy_config_are_those_of_strategy_args(
+    name: str, is_megatrons: bool, role: str
+) -> None:
+    word = f"{role}.strategy_args.strategy_config.{DEGREES[name] if is_megatrons else name}"
+    key = f"{role}.strategy_args.{name}"
+    devices = ["actor_train.device_mapping=0-3", f"{word}=2"]
+    config = config_from_dict(smallest(*devices))
+    assert value_at(DPOConfig(**smallest(*devices)), key) == value_at(config, key) == 2
+    assert config.followed[key] == word
+    assert config.reference.strategy_args.model_dump()[name] == 2  # inherited, or its own
+    assert f"also as  {word}" in explain(None, key).replace(", ", "\n  also as  ")
+    assert explain(None, word) == explain(None, key)
+    # Runs write every word down.
+    again = config_from_dict(config.model_dump(mode="json"))
+    assert layout(again.actor_train) == layout(config.actor_train)
+    assert layout(again.reference) == layout(config.reference)
+    with pytest.raises(ConfigError, match=re.escape(f"{word}: 2 means {key}: 2, and {key} says 4")):
+        config_from_dict(smallest(*devices, f"{key}=4"))
+    with pytest.raises(ConfigError, match=re.escape(f"{word}: ")):
+        config_from_dict(smallest("actor_train.device_mapping=0-2", f"{word}=2"))
+    with pytest.raises(ConfigError, match=re.escape(f"{word}: 'two' is not")):
+        config_from_dict(smallest(f"{word}=two"))
+
+
+def test_keys_of_other_tools_that_are_settings_of_their_own() -> None:
+    """use_ref_model, val_batch_size and lora_config have a meaning that no other key has."""
+    settings = {"use_ref_model": True, "val_batch_size": 4, "train_batch_size": 4}
+    lora = {"model_args": {"lora_config": None}}
+    for config in (
+        config_from_dict({**BASE, **settings, "actor_train": {**BASE["actor_train"], **lora}}),
+        DPOConfig(**{**BASE, **settings, "actor_train": {**BASE["actor_train"], **lora}}),
+    ):
+        assert config.use_ref_model
+        assert config.val_batch_size == 4
+    for key in ("use_ref_model", "val_batch_size", "actor_train.model_args.lora_config"):
+        assert explain(None, key).startswith(f"{key}\n  meaning  ")
+    with pytest.raises(ConfigError, match="val_batch_size: 0 is not a whole number >= 1"):
+        config_from_dict({**BASE, **settings, "val_batch_size": 0})
+
+
+@pytest.mark.parametrize("word", ["tp", "tensor_parallel_size", "tensor_model_parallel_size"])
+def test_degrees_at_the_top_level_are_explained(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'actor_train\.strategy_args\.tp_size'"):
+        config_from_dict({**BASE, word: 2})
 
 
 @pytest.mark.parametrize(
