@@ -78,7 +78,10 @@ def forward_weights(policy: Any, mesh: Mesh) -> dict[str, Shard]:
     """Return what this rank multiplies with; of sharded weights the gathered ones."""
     if not isinstance(policy, FSDPModule):
         own = places(policy, mesh)
-        return {n: Shard(p.detach().bfloat16(), own[n]) for n, p in policy.named_parameters()}
+        return {
+            name: Shard(p.detach().bfloat16().clone(), own[name])
+            for name, p in policy.named_parameters()
+        }
     own = places(policy, mesh)
     for unit in units(policy):
         unit.unshard()
