@@ -25,6 +25,7 @@ from rather.errors import ConfigError
 from rather.files import yaml_text
 from rather.losses.objective import PairLoss
 from rather.model.check import check_length
+from rather.model.policy import head_of
 from rather.registry import tool
 from rather.trl.configs import NO_LOGITS, TrlConfig, changed_arguments
 from rather.trl.forward import PackedForward
@@ -41,6 +42,8 @@ NOT_CALLED = (
     "compute_loss", "training_step", "prediction_step", "_compute_loss", "dpo_loss", "kto_loss",
     "get_batch_loss_metrics", "concatenated_forward", "get_batch_logps", "tokenize_row",
     "_prepare_dataset", "compute_ref_log_probs", "odds_ratio_loss", "cpo_loss",
+    "_precompute_ref_logps", "_compute_kl_logps", "build_tokenized_answer", "concatenated_inputs",
+    "store_metrics", "generate_from_model",
 )  # fmt: skip
 # Arguments of a trainer that only their default is accepted for -> why.
 NOT_TAKEN = {
@@ -179,6 +182,7 @@ class PackedTrainer(Trainer):
             raise ConfigError(
                 f"args: must be a {mine} (got {type(args).__module__}.{type(args).__name__})."
             )
+        args.refuse_changes()
         batches = args.accelerator_config
         if getattr(batches, "split_batches", None) or getattr(batches, "dispatch_batches", None):
             raise ConfigError(
@@ -235,6 +239,8 @@ class PackedTrainer(Trainer):
                 raise ConfigError("chat_template_path: name a Jinja file (.jinja or .j2).")
             tokenizer.chat_template = yaml_text(Path(path))
         padding = getattr(args, "pad_token", None) or tokenizer.pad_token or tokenizer.eos_token
+        if padding not in tokenizer.get_vocab():
+            raise ConfigError(f"pad_token: '{padding}' is not in the tokenizer's vocabulary.")
         tokenizer.pad_token = padding
         text.pad_token_id = tokenizer.pad_token_id
         if getattr(model, "generation_config", None) is not None:
@@ -260,7 +266,14 @@ class PackedTrainer(Trainer):
         return model
 
     def _refuse_model(self, model: Any, args: Any) -> None:
-        """Refuse what a packed forward cannot reproduce: random dropout, and losses of routers."""
+        """Refuse what a packed forward cannot reproduce: random dropout, losses of routers, ..."""
+        if hasattr(model, "peft_config"):
+            _refuse_adapter(model)
+        if not any(weight.requires_grad for weight in model.parameters()):
+            raise ConfigError(
+                "model: every weight is frozen, as merge_and_unload() leaves them; call "
+                "model.requires_grad_(True), or pass a peft_config."
+            )
         text = model.config.get_text_config()
         coefficient = getattr(args, "router_aux_loss_coef", None)
         routes = hasattr(text, "output_router_logits")
@@ -434,6 +447,22 @@ class PackedTrainer(Trainer):
             token=token or args.hub_token, message=commit_message or "End of training",
             revision=revision or args.hub_revision,
         )  # fmt: skip
+
+
+def _refuse_adapter(model: Any) -> None:
+    """Refuse adapters that a packed forward would not train."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if any(config.is_prompt_learning for config in model.peft_config.values()):
+        raise ConfigError(
+            "peft_config: packed rows have no place for virtual tokens; take an adapter of layers, "
+            "such as LoraConfig."
+        )
+    if isinstance(head_of(model.get_base_model()), BaseTunerLayer):
+        raise ConfigError(
+            "peft_config: an adapter on the head would not be trained, as in TRL; leave it out of "
+            "target_modules, or name it in modules_to_save."
+        )
 
 
 def _public_settings(args: Any) -> dict[str, Any]:

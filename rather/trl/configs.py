@@ -8,7 +8,7 @@ ignored.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
@@ -120,15 +120,24 @@ class TrlConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         refuse_launcher()
-        if problems := list(self._problems()):
+        if problems := list(self._problems(changed_arguments(self))):
             raise ConfigError(problems)
         if self.bf16 is None:
             self.bf16 = not self.fp16
         super().__post_init__()  # type: ignore[no-untyped-call]
+        self.checked = {name: getattr(self, name, None) for name in (*REFUSED, *NEEDS)}
 
-    def _problems(self) -> Iterator[str]:
-        """Yield what would not be done, or would have no effect."""
-        for name in changed_arguments(self):
+    def refuse_changes(self) -> None:
+        """Refuse what was set after the config was made, and so was not checked then."""
+        changed = {
+            name for name, value in self.checked.items() if getattr(self, name, None) != value
+        }
+        if problems := list(self._problems(changed)):
+            raise ConfigError(problems)
+
+    def _problems(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield which of these arguments would not be obeyed, or would have no effect."""
+        for name in names:
             if name in REFUSED:
                 yield f"{name}: {REFUSED[name]}."
             if name in NEEDS:

@@ -182,32 +182,29 @@ class Recipe(NamedTuple):
         """Return input_ids and labels, which are -100 for tokens that are not scored."""
         options = {"return_assistant_tokens_mask": True} if args.assistant_only_loss else {}
         kept_tokens = self.kept_part(args.truncation_mode)
+        masks = ["completion_mask", "assistant_masks"] if completion_only else ["assistant_masks"]
 
         def tokens(row: Row) -> Row:
             if "prompt" in row:
                 prompt, (answer,) = self.answers(row, ("completion",))
-                ids, scored = prompt + answer, [0] * len(prompt) + [1] * len(answer)
-                if not completion_only:
-                    scored = [1] * len(ids)
+                scored = [0] * len(prompt) + [1] * len(answer)
+                columns = {"input_ids": prompt + answer, "completion_mask": scored}
                 if options:
-                    masks = self.rendered(row["prompt"] + row["completion"], row, **options)
-                    scored = [
-                        min(pair) for pair in zip(scored, masks["assistant_masks"], strict=True)
-                    ]
-            elif is_chat(row):
+                    rendered = self.rendered(row["prompt"] + row["completion"], row, **options)
+                    columns["assistant_masks"] = list(rendered["assistant_masks"])
+                return columns
+            if is_chat(row):
                 rendered = self.rendered(row["messages"], row, **options)
-                ids = list(rendered["input_ids"])
-                scored = list(rendered.get("assistant_masks", [1] * len(ids)))
-            else:
-                ids = self.ids(self.with_eos(row[args.dataset_text_field]), row)
-                scored = [1] * len(ids)
-            labels = [token if counts else -100 for token, counts in zip(ids, scored, strict=True)]
-            return {"input_ids": ids, "labels": labels}
+                names = ("input_ids", "assistant_masks") if options else ("input_ids",)
+                return {name: list(rendered[name]) for name in names}
+            return {"input_ids": self.ids(self.with_eos(row[args.dataset_text_field]), row)}
 
         def cut(row: Row) -> Row:
-            labels = row.get("labels") or row["input_ids"]
+            labels = _labels(row, masks)
             return {"input_ids": row["input_ids"][kept_tokens], "labels": labels[kept_tokens]}
 
+        if _has_speakers(next(iter(dataset))):
+            dataset = self.map(dataset, _as_messages, remove_columns="conversations")
         first = next(iter(dataset))
         if "messages" in first and "prompt" in first:
             raise ConfigError(
@@ -240,6 +237,26 @@ def _extract_prompt(row: Row) -> Row:
     elif chosen[length - 1] == " ":
         length -= 1
     return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
+
+
+def _labels(row: Row, masks: Sequence[str]) -> Ids:
+    """Return the labels of a row of tokens: its own, or the tokens that all of its masks score."""
+    if row.get("labels") is not None:
+        return list(row["labels"])
+    scored = [row[name] for name in masks if name in row]
+    tokens = zip(row["input_ids"], *scored, strict=True)
+    return [token if all(bits) else -100 for token, *bits in tokens]
+
+
+def _has_speakers(row: Row) -> bool:
+    """Return whether a row is a list of {"from": ..., "value": ...} in `conversations`."""
+    turns = row.get("conversations")
+    return isinstance(turns, list) and bool(turns) and {"from", "value"} <= set(turns[0])
+
+
+def _as_messages(row: Row) -> Row:
+    turns = row["conversations"]
+    return {"messages": [{"role": turn["from"], "content": turn["value"]} for turn in turns]}
 
 
 def _unpaired(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:

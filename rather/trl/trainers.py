@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ from rather.trl.tokens import Row, cut_answer, token_pair
 DIVERGENCES = {"js_divergence": "js", "alpha_divergence": "alpha"}
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # TRL ignores label_smoothing elsewhere
 Reference = dict[str, Tensor]
+log = logging.getLogger(__name__)
 
 
 class ReferenceMover(TrainerCallback):
@@ -99,11 +101,38 @@ class WithReference(PackedTrainer):
         self.ref_model = ref_model
         is_adapted = hasattr(self.model, "peft_config")
         if ref_model is None and not is_adapted and not self.args.precompute_ref_log_probs:
-            self.ref_model = copy.deepcopy(self.model)
+            self.ref_model = self._model_as_loaded()
         if self.ref_model is None:
             return
         self.ref_model = self.ref_model.to(self.args.device).eval().requires_grad_(False)
         self.packed_reference = PackedForward(self.ref_model, self.loss.token_columns)
+
+    def _model_as_loaded(self) -> Any:
+        """Return the reference of a model that has none: as in TRL, what its name loads."""
+        name = self.model.config._name_or_path
+        if isinstance(self.arguments["model"], str) or not name:
+            return copy.deepcopy(self.model)
+        options = {
+            "trust_remote_code": self.args.trust_remote_code,
+            "dtype": self.model.dtype,
+            "attn_implementation": self.model.config._attn_implementation,
+        }
+        try:
+            loaded = self._model_class(name, options).from_pretrained(name, **options)
+        except OSError:  # nothing is there any more; TRL does not train such a model
+            return copy.deepcopy(self.model)
+        own_weights, weights = self.model.state_dict(), loaded.state_dict()
+        if any(
+            weight.shape != own_weights[key].shape
+            or not torch.equal(weight, own_weights[key].cpu())
+            for key, weight in weights.items()
+        ):
+            log.warning(
+                "ref_model: the model was changed after it was loaded. As in TRL, the reference is "
+                "%s without these changes; pass ref_model=copy.deepcopy(model) to include them.",
+                name,
+            )
+        return loaded
 
     def _precompute(self) -> None:
         """Compute the reference log-probs of all rows now, while the policy is the reference."""
@@ -289,6 +318,15 @@ class RewardTrainer(PackedTrainer):
         options["num_labels"] = 1
         return AutoModelForSequenceClassification
 
+    def _refuse_model(self, model: Any, args: Any) -> None:
+        labels = model.config.num_labels
+        if labels != 1 or not hasattr(model, "score"):
+            raise ConfigError(
+                f"model: {type(model).__name__} with num_labels={labels} is not a reward model; load "
+                "AutoModelForSequenceClassification with num_labels=1, or pass the model's name."
+            )
+        super()._refuse_model(model, args)
+
     def _loss(self, args: Any) -> PairLoss:
         return configure(
             ["bradley_terry"], {"center_rewards_coefficient": args.center_rewards_coefficient}
@@ -340,11 +378,16 @@ class SFTTrainer(PackedTrainer):
                 "assistant_only_loss: the chat template does not mark the assistant's turns with "
                 "{% generation %}; add it, or set data_args.score: assistant in a YAML."
             )
-        if formatted := self.arguments.get("formatting_func"):
-            dataset = self.recipe.map(dataset, lambda row: {"text": formatted(row)})
         first = next(iter(dataset))
         only = args.completion_only_loss
         only = "prompt" in first and "completion" in first if only is None else only
+        if formatted := self.arguments.get("formatting_func"):
+            if only or "input_ids" in first:
+                raise ConfigError(
+                    "formatting_func: makes plain text, of which every token is scored: not with "
+                    "completion_only_loss, or rows that have input_ids."
+                )
+            dataset = self.recipe.map(dataset, lambda row: {"text": formatted(row)})
         dataset = self.recipe.language_modelling(dataset, args, completion_only=only)
         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from peft import LoraConfig, PromptTuningConfig
 from transformers import HfArgumentParser, TrainerCallback
 
 import rather.trl
@@ -19,7 +20,7 @@ from rather.errors import ConfigError
 from rather.trl.configs import NEEDS, REFUSED, default_of
 from rather.trl.trainers import dpo_loss
 from tests.golden.trl_run import make_model, make_rows
-from tests.trl.cases import PATHS, TRAINERS, Case, make_trainer
+from tests.trl.cases import PATHS, TRAINERS, Case, make_trainer, rows_of
 from tests.trl.make_table import OURS, PAGE, describe_argument, with_table
 
 ARGUMENTS: dict[str, dict[str, Any]] = json.loads(
@@ -192,6 +193,114 @@ def test_rows_that_trl_reads_in_two_ways_are_refused(model: str, tmp_path: Path)
     args = rather.trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     with pytest.raises(ConfigError, match="rows have messages and a prompt"):
         rather.trl.SFTTrainer(model, args, train_dataset=rows)
+
+
+def test_what_is_set_after_the_config_was_made_is_refused_too(tmp_path: Path) -> None:
+    args = rather.trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+    args.packing = True
+    with pytest.raises(ConfigError, match="packing: a step counts answers"):
+        rather.trl.SFTTrainer("no model is loaded", args)
+
+
+def sft_labels(model: str, folder: Path, row: dict[str, Any], **settings: Any) -> list[int]:
+    """Return the labels that SFT's first row gets."""
+    args = rather.trl.SFTConfig(str(folder), use_cpu=True, bf16=False, report_to="none", **settings)
+    trainer = rather.trl.SFTTrainer(model, args, train_dataset=Dataset.from_list([row, row]))
+    return trainer.train_dataset[0]["labels"]
+
+
+TOKENS = [1, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("masks", "settings", "labels"),
+    [
+        ({"completion_mask": [0, 0, 1, 1, 1]}, {"completion_only_loss": True}, [8, 9, 10]),
+        ({"completion_mask": [0, 0, 1, 1, 1]}, {}, TOKENS),
+        ({"assistant_masks": [0, 0, 0, 1, 1]}, {}, [9, 10]),
+        ({"labels": [-100, -100, -100, -100, 10]}, {}, [10]),
+    ],
+)
+def test_tokens_keep_their_masks(
+    masks: dict[str, list[int]],
+    settings: dict[str, Any],
+    labels: list[int],
+    model: str,
+    tmp_path: Path,
+) -> None:
+    """Labels are those that TRL 1.16 builds from the same columns."""
+    found = sft_labels(model, tmp_path, {"input_ids": TOKENS, **masks}, **settings)
+    assert found == [-100] * (5 - len(labels)) + labels
+
+
+def test_conversations_with_speakers_become_messages(model: str, tmp_path: Path) -> None:
+    speakers = [{"from": "user", "value": "w1"}, {"from": "assistant", "value": "w2"}]
+    turns = [{"role": turn["from"], "content": turn["value"]} for turn in speakers]
+    assert sft_labels(model, tmp_path, {"conversations": speakers}) == sft_labels(
+        model, tmp_path, {"messages": turns}
+    )
+
+
+@pytest.mark.parametrize("row", [{"prompt": "w1", "completion": " w2"}, {"input_ids": TOKENS}])
+def test_a_formatting_function_that_trl_does_not_use_is_refused(
+    row: dict[str, Any], model: str, tmp_path: Path
+) -> None:
+    args = rather.trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    rows = Dataset.from_list([row])
+    with pytest.raises(ConfigError, match="formatting_func: makes plain text"):
+        rather.trl.SFTTrainer(model, args, train_dataset=rows, formatting_func=str)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "text"),
+    [
+        (LoraConfig(target_modules=["q_proj", "lm_head"]), "an adapter on the head"),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "virtual tokens"),
+    ],
+)
+def test_adapters_that_would_not_be_trained(
+    adapter: Any, text: str, model: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"peft_config: .*{text}"):
+        make_trainer("rather.trl", Case("DPO"), model, tmp_path, peft_config=adapter)
+
+
+def test_a_padding_token_outside_the_vocabulary(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pad_token: 'none of them' is not in the tokenizer's"):
+        make_trainer(
+            "rather.trl", Case("DPO", settings={"pad_token": "none of them"}), model, tmp_path
+        )
+
+
+def test_a_frozen_model_is_refused(model: str, tmp_path: Path) -> None:
+    """TRL 1.16 runs all steps and changes nothing."""
+    frozen = transformers.AutoModelForCausalLM.from_pretrained(model).requires_grad_(False)
+    args = rather.trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    with pytest.raises(ConfigError, match="model: every weight is frozen"):
+        rather.trl.DPOTrainer(frozen, args=args, train_dataset=rows_of(Case("DPO")))
+
+
+def test_a_reward_model_has_one_label(model: str, tmp_path: Path) -> None:
+    two = transformers.AutoModelForSequenceClassification.from_pretrained(model, num_labels=2)
+    args = rather.trl.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    with pytest.raises(ConfigError, match="num_labels=2 is not a reward model"):
+        rather.trl.RewardTrainer(two, args, train_dataset=rows_of(Case("Reward")))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_reference_is_what_the_name_of_the_model_loads(
+    changed: bool, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL 1.16 loads it again: changes of a model in memory are not in its reference."""
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    before = policy.lm_head.weight.detach().clone()
+    if changed:
+        with torch.no_grad():
+            policy.lm_head.weight.mul_(1.5)
+    args = rather.trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    trainer = rather.trl.DPOTrainer(policy, args=args, train_dataset=rows_of(Case("DPO")))
+    assert torch.equal(trainer.ref_model.lm_head.weight, before)
+    assert ("the model was changed after it was loaded" in caplog.text) == changed
 
 
 def test_unknown_arguments_of_a_config() -> None:
