@@ -20,7 +20,6 @@ from rather.tools.demo import manner_of
 from tests.docs.test_snippets import BLOCK
 from tests.house.source import ROOT
 
-CLONE = "git clone REPOSITORY rather && cd rather"
 BOARD = "rather board output"
 NOT_CLONED = (
     ".git",
@@ -90,7 +89,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     for kind, text in section():
         if kind not in ("bash", "python"):
             continue
-        written = text.replace(CLONE, ":").replace(BOARD, f": {BOARD}")
+        written = text.replace(BOARD, f": {BOARD}")
         script = written if kind == "bash" else f"python - <<'PYTHON'\n{text}PYTHON\n"
         done = subprocess.run(
             [
@@ -115,7 +114,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 def test_the_walkthrough_is_complete() -> None:
     text = "\n".join(block for _, block in section())
     order = [
-        CLONE,
         "make demo",
         "pairs.jsonl",
         "rather data",

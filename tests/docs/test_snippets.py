@@ -129,7 +129,6 @@ INSTEAD: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     ),
     r"make ": ("installs, or takes minutes: tests/docs/test_newcomer.py runs the demo", dry_make),
     r"\.ci/run": ("runs this test", shell),
-    r"git clone ": ("downloads", nothing),
     r"source \.venv/bin/activate": ("the environment of the tests is the one", nothing),
     r"rather --install-completion": (
         "changes the shell's files: tests/docs/test_completion.py does",
