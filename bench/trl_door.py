@@ -127,8 +127,11 @@ def rows_of(name: str, count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def long_rows(count: int) -> list[dict[str, Any]]:
-    """Return rows about as long as UltraFeedback's, scaled to a CPU: 90 tokens and two times 150."""
+def long_rows(name: str, count: int) -> list[dict[str, Any]]:
+    """Return rows about as long as UltraFeedback's, scaled to a CPU: 90 tokens and two times 150.
+
+    Capybara has whole conversations instead of pairs.
+    """
     import random
 
     draw = random.Random(3)
@@ -137,6 +140,9 @@ def long_rows(count: int) -> list[dict[str, Any]]:
         sizes = draw.randint(40, 140), draw.randint(60, 240), draw.randint(60, 240)
         prompt, yes, no = (" ".join(draw.choices(WORDS, k=size)) for size in sizes)
         user = [{"role": "user", "content": prompt}]
+        if "Capybara" in name:
+            rows.append({"messages": [*user, {"role": "assistant", "content": yes}]})
+            continue
         rows.append({
             "prompt": user,
             "chosen": [{"role": "assistant", "content": yes}],
@@ -213,7 +219,7 @@ def answer_data_sets() -> None:
         files = named.get("data_files")
         if isinstance(files, str) and Path(files).is_file():
             return read_files(path, *args, split=split, **named)
-        found = long_rows(16) if LARGE[0] else rows_of(str(path), 24)
+        found = long_rows(str(path), 16) if LARGE[0] else rows_of(str(path), 24)
         whole = datasets.Dataset.from_list(found)
         if named.get("streaming"):
             whole = whole.to_iterable_dataset()
@@ -451,8 +457,9 @@ def own_scripts(args: Any, folder: Path) -> dict[str, Any]:
         print(name, json.dumps(table[name]), flush=True)
         write(args.json, {"TRL's own scripts": table})
     for name in OWN:
+        arguments = timed.replace("ultrafeedback_binarized", "Capybara") if name == "sft" else timed
         theirs, ours = (
-            runner.run(scripts[name], each, timed.split(), large=True) for each in packages
+            runner.run(scripts[name], each, arguments.split(), large=True) for each in packages
         )
         if "error" in theirs or "error" in ours:
             print(name, theirs.get("error"), ours.get("error"))
