@@ -13,7 +13,7 @@ EXAMPLES = 5
 CHANGES = (
     "boundary_moved", "double_bos", "double_eos", "eos_lost", "eos_text_removed",
     "special_token_escaped", "ties_skipped", "truncated_prompt", "truncated_response",
-    "turn_not_scored", "cut_answer", "duplicate_answer", "empty_answer", "small_gap", "length_gap", "own_tokens",
+    "prompt_changed", "turn_not_scored", "cut_answer", "duplicate_answer", "empty_answer", "small_gap", "length_gap", "own_tokens",
     "tokens_changed",
 )  # fmt: skip
 GROUPS = ("dropped", "changed", "warned")
@@ -57,6 +57,7 @@ missing_key: a needed key is missing
 no_eos: the tokenizer has no EOS to end an answer
 nothing_scored: no token left to score
 own_tokens: the model's own tokens, which its text would not become
+prompt_changed: the template changes the prompt when the answer follows; the prompt at inference is trained
 prompt_in_training_data: the same prompt is in the training data
 prompt_lost: the template leaves out what is asked
 prompt_mismatch: the two answers belong to different prompts

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -90,6 +91,7 @@ COLUMNS = tuple(
     f"{side}_{name}" for side in SIDES for name in ("input_ids", "attention_mask", "loss_mask")
 )
 LARGEST_ID = 2**31 - 1
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn
 _CONTROL = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
 )
@@ -368,12 +370,26 @@ class Encoder:
         for name in pair.template_kwargs:
             if name in RESERVED:
                 raise DropReason("bad_type", f"chat_template_kwargs must not set {name!r}")
-        rendered = [self._render(as_turns(pair.prompt, "user"), True)]
-        for answer in pair.answers:
-            rendered.append(self._render(self._conversation(answer), False))
+        prompt_text = self._render(as_turns(pair.prompt, "user"), True)
+        rendered = [prompt_text]
+        rendered += [self._render_with(answer, prompt_text) for answer in pair.answers]
         self._note_template(pair, rendered)
         prompt, *sequences = map(self._one_bos, self._ids(rendered))
         return [prompt, *map(self._cut_tail, sequences)]
+
+    def _render_with(self, answer: Content, prompt: str) -> str:
+        """Return the text of a prompt, which is written as at inference, and an answer.
+
+        A template may write a prompt otherwise once it is not the end: Mistral's leaves the system
+        message out.
+        """
+        question = as_turns(self.pair.prompt, "user")[-1]["content"].strip()
+        sequence = self._render(self._conversation(answer), False)
+        start = _start_after_change(prompt, sequence, question)
+        if not start:
+            return sequence
+        self._note("prompt_changed", f"the prompt would begin {sequence[:start][:80]!r}")
+        return prompt + sequence[start:]
 
     def _note_template(self, pair: TextPair, rendered: Sequence[str]) -> None:
         """Note signs of a template that was made for another model, or loses text of the row."""
@@ -386,12 +402,12 @@ class Encoder:
             detail = f"the rendered prompt {prompt[-80:]!r} does not contain {lost[0][:80]!r}"
             self._note("prompt_lost", detail)
         for answer, sequence in zip(pair.answers, sequences, strict=True):
-            text = _last_text(answer)
-            if not self.is_escaped and not _contains(sequence, text):
-                detail = (
-                    f"the rendered answer {sequence[-80:]!r} does not contain all of {text[:80]!r}"
-                )
-                self._note("answer_lost", detail)
+            parts = () if self.is_escaped else _parts_of_answer(answer)
+            for text in parts:
+                if not _contains(sequence, text):
+                    end = sequence[-80:]
+                    detail = f"the rendered answer {end!r} does not contain all of {text[:80]!r}"
+                    self._note("answer_lost", detail)
         end = self.tokenizer.decode(self.tail, skip_special_tokens=False).strip()
         if end and self.end_of_turn in (None, self.unknown):
             detail = f"the template ends answers with {end!r}, which is not a token of its own"
@@ -554,16 +570,25 @@ class Encoder:
         A template may write a turn differently once it is no longer the last (Qwen3 removes
         thoughts), so the text of the whole conversation is searched, not that of a shorter one.
         """
-        rendered = self._render(conversation, False)
+        asked = len(as_turns(self.pair.prompt, "user"))
+        rendered = self._render_with(conversation[asked:], self._render(conversation[:asked], True))
         encoding = self._active_tokenizer.encode(rendered, add_special_tokens=False)
         shift = len(self._one_bos(encoding.ids)) - len(encoding.ids)
         starts = [start for start, _ in encoding.offsets]
+
+        def token_at(place: int, least: int) -> int:
+            """Return the first token that begins at a character, or behind it."""
+            return next((j for j in range(least, len(starts)) if starts[j] >= place), len(starts))
+
         spans: list[Span] = []
         for i, turn in enumerate(conversation[:-1]):
             if turn["role"] != "assistant":
                 continue
-            begin = self._start(conversation[:i], ids)
-            first = begin - shift
+            before = self._render(conversation[:i], True)
+            first = self._start(conversation[:i], ids) - shift
+            question = conversation[i - 1]["content"].strip()
+            if changed := _start_after_change(before, rendered, question):
+                first = max(first, token_at(changed, 0))
             text = turn["content"].strip()
             search_from = starts[first] if first < len(starts) else len(rendered)
             text_start = rendered.find(text, search_from)
@@ -573,12 +598,23 @@ class Encoder:
                 )
                 continue
             stop = text_start + len(text)
-            after = (j for j, at in enumerate(starts) if at >= stop and j >= first)
-            end = next(after, len(starts)) + shift
-            if turn.get("tool_calls"):  # they follow the content, up to the end of the turn
-                end = next((j for j in range(end, len(ids)) if ids[j] in self.special_ids), end)
-            spans.append((begin, end + (end < len(ids) and ids[end] in self.added)))
+            if turn.get("tool_calls"):
+                stop = self._end_of_calls(conversation[: i + 1], before, rendered, stop)
+            end = token_at(stop, first) + shift
+            is_end = end < len(ids) and ids[end] in self.added and not turn.get("tool_calls")
+            spans.append((first + shift, end + is_end))
         return spans
+
+    def _end_of_calls(self, turns: Turns, before: str, rendered: str, least: int) -> int:
+        """Return where the last of these turns, which calls tools, ends in the conversation.
+
+        Calls follow its content, with marks that only the template knows. So the turn is rendered
+        as the last one, and the longest end of it that the conversation has as well is its end.
+        """
+        alone = self._render(turns, False).rstrip()
+        own = alone[common_length(before, alone) :]
+        known = bisect_left(range(len(own)), True, key=lambda n: rendered.find(own[n:], least) >= 0)
+        return rendered.find(own[known:], least) + len(own) - known
 
     # ---- length
 
@@ -628,6 +664,34 @@ def _refuse_to_cut(pair: Encoded, detail: str) -> None:
 def _contains(rendered: str, text: str) -> bool:
     """Return whether the text was rendered, whatever became of its white space."""
     return text.strip() in rendered or "".join(text.split()) in "".join(rendered.split())
+
+
+def _start_after_change(prompt: str, sequence: str, question: str) -> int:
+    """Return where the answer begins in a sequence that has another prompt; 0 if it has the same.
+
+    What only follows the prompt's last text, `question`, may differ: that is the start of an answer.
+    """
+    end = prompt.rfind(question) + len(question)
+    common = common_length(prompt, sequence)
+    if not question or common >= end:
+        return 0
+    begin = sequence.find(prompt[end - len(question) :], max(0, common - len(question)))
+    return begin + len(prompt) - end + len(question) if begin >= 0 else 0
+
+
+def _parts_of_answer(answer: Content) -> Iterator[str]:
+    """Yield what a template must write of an answer: its text, its thoughts, the tools it calls."""
+    yield _last_text(answer)
+    if isinstance(answer, str):
+        return
+    last = answer[-1]
+    thoughts = [last[name] for name in THOUGHTS if isinstance(last.get(name), str)]
+    yield from thoughts
+    calls = last.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            yield function["name"]
 
 
 def _last_text(answer: Content) -> str:

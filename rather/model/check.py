@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,10 @@ def experts_of(config: PretrainedConfig) -> int:
     """Return the number of experts of a layer among which a router chooses; 0 for a dense model."""
     text = config.get_text_config()
     if getattr(text, "enable_moe_block", True) is False:
+        return 0
+    lists = (getattr(text, name, None) or () for name in ("layers_block_type", "mlp_layer_types"))
+    kinds = set(chain.from_iterable(lists))
+    if kinds & {"mlp", "dense"} and not kinds & {"moe", "sparse"}:  # a dense Nemotron-H
         return 0
     keys = ("num_local_experts", "num_experts", "n_routed_experts")
     return max(int(getattr(text, key, None) or 0) for key in keys)

@@ -245,3 +245,11 @@ def test_random_numbers_of_the_run_are_not_touched() -> None:
 def test_the_pairs_reach_beyond_the_window() -> None:
     (batch,) = pack(check.two_pairs(64), budget=10**6)
     assert max(batch.segments.k_lens) > 4 * 8
+
+
+def test_a_dense_nemotron_h_has_no_experts() -> None:
+    """Its config names experts all the same."""
+    config = AutoConfig.for_model("nemotron_h", hybrid_override_pattern="M-M*-M-")
+    assert config.n_routed_experts > 0
+    assert check.experts_of(config) == 0
+    assert check.check_family(config)
