@@ -98,7 +98,8 @@ class Roles:
         """TR-DPO: move the reference by `share` of the way to the policy."""
         policy, reference = self.actor_train, self.reference
         assert reference is not None
-        if isinstance(policy, ActorWorker) and isinstance(reference, ActorWorker):
+        # Of several ranks each may hold other parts of the two models.
+        if self.drivers == 1 and isinstance(reference, ActorWorker):
             reference.mix_weights(policy.trainer.weights(), share)
             return
         with shared_folder(run_dir / "reference") as folder:

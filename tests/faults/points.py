@@ -76,12 +76,11 @@ OF_EVERY_RANK = (
     "reference", "reference.done", "follow", "follow.done", "evaluate", "evaluate.reference", "evaluate.done",
     "save", "save.write", "save.write.sync", "save.write.done", "save.note", "save.note.done", "export", "export.done",
 )  # fmt: skip
-TWO_RANKS = [kill("backward", rank=1)]
+TWO_RANKS = [kill("backward", rank=1), kill("follow.done", rank=1)]
 MORE_TWO_RANKS = [
     kill("optimizer.done", rank=1),
     kill("save.write.sync", rank=1),
     kill("save.rename.done", rank=0),
-    kill("follow.done", rank=1),
     kill("save.write.done", step=6, rank=1),  # with nothing after it that would notice
 ]
 
