@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import ceil
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rather.config.schema import LossKeys, ReferenceConfig, RoleConfig
-from rather.config.strategies import layout
 from rather.data.batch import PairBatch
 from rather.errors import ConfigError, MemoryShortage
 from rather.model.layers import Recompute
@@ -32,6 +31,7 @@ from rather.plan.memory import LayerBytes, known_shapes, role_state
 GIB = 1 << 30
 UNIT = 1000  # tokens
 FIXES = 3
+WORK = {"actor_train": "train", "reference": "infer"}
 CGROUPS = (  # limit, use, and the file cache that can be given up: version 2, version 1
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -100,20 +100,26 @@ class Ledger:
             )
 
 
-def need_of(keys: LossKeys, role: RoleConfig, kind: str, model: str | None = None) -> Need | None:
-    """Return what each rank holds; None if the files of the model are not here."""
+def need_of(
+    keys: LossKeys, role: RoleConfig, kind: str, model: str | None = None, *, narrow: bool = True
+) -> Need | None:
+    """Return what each rank holds; None if the files of the model are not here.
+
+    `narrow`: with gradients in bfloat16 if they can be, which is the least that may run.
+    """
     args = role.model_args.of_other_weights() if model else role.model_args
     shapes = known_shapes(model or role.model_path, args)
     if shapes is None:
         return None
-    state = role_state(keys, role, kind, shapes, args, narrow=True)
+    state = role_state(keys, role, kind, shapes, args, narrow=narrow)
     parts = []
     for part in state.parts:
         each = (sum(part.each) / part.shards + part.gathered) / part.cut
         parts.append(f"{part.number:.3g} weights x {each:.3g} bytes")
-    total = state.own + state.gathered
-    on_host = total if kind == "cpu" else state.own if layout(role).host else 0.0
-    return Need(total - on_host, on_host, state.total, " + ".join(parts))
+    device, host = sum(state.on_device) + state.gathered, state.on_host
+    if kind == "cpu":
+        device, host = 0.0, device
+    return Need(device, host, state.total, " + ".join(parts))
 
 
 def free_memory() -> int:
@@ -181,7 +187,6 @@ class MemoryKeys(NamedTuple):
 
     sequence_length: int
     precision: str
-    moves_reference: bool
     reference: ReferenceConfig | None  # if the policy shares its devices with one
 
 
@@ -200,8 +205,11 @@ class LoadedRank(Protocol):
     planned: Any
     compiled: Any
 
-    def memory_need(self, role: RoleConfig) -> Need | None:
+    def memory_need(self, role: RoleConfig, *, narrow: bool = True) -> Need | None:
         """Return what each rank of a role holds; None if that is unknown, or another's model."""
+
+    def accepts(self, change: Mapping[str, Any]) -> bool:
+        """Return whether the config of the run can be changed in this way."""
 
 
 def largest(batches: Sequence[PairBatch]) -> int:
@@ -241,7 +249,7 @@ def table(worker: LoadedRank) -> dict[str, float]:
             rows["gradients"] = optimizer.gradient_bytes()
             rows["masters and moments"] = optimizer.state_bytes()
         rows |= _per_tokens(worker, kind)
-    elif need := worker.memory_need(worker.worker_config):
+    elif need := worker.memory_need(worker.worker_config, narrow=False):
         rows[f"state of {worker.role}, computed"] = need.device + need.host
     if worker.role == "actor_train" and reference:
         need = worker.memory_need(reference)
@@ -251,39 +259,58 @@ def table(worker: LoadedRank) -> dict[str, float]:
 
 def _per_tokens(worker: LoadedRank, kind: str) -> dict[str, float]:
     """Return activations as the planner measured them, else computed."""
-    shape, planned, args = worker.layout, worker.planned, worker.source[1]
+    planned, args = worker.planned, worker.source[1]
     if planned and planned.bytes_of_token:
         return {f"activations and logits of {UNIT} tokens, measured": UNIT * planned.bytes_of_token}
-    sizes = sizes_of(*worker.source)
     level: Recompute = planned.recompute if planned else "none"
-    size, adapter = stored_dtype(args, kind).itemsize, args.has_adapter
-    layer = LayerBytes(sizes, kind, size, level, worker.compiled, adapter)
-    kept = layer.kept if planned else 0.0
-    each = kept * sizes.layers / shape.pp / shape.tp / shape.cp
-    logits = layer.head(UNIT, shape.tp)[0]
+    layer = LayerBytes(
+        sizes_of(*worker.source), kind, stored_dtype(args, kind).itemsize, level, worker.compiled,
+        args.has_adapter, worker.layout,
+    )  # fmt: skip
     return {
-        f"activations of {UNIT} tokens, computed": UNIT * each,
-        f"logits of {UNIT} tokens": logits,
+        f"activations of {UNIT} tokens, computed": layer.kept_by_rank(UNIT, 1) if planned else 0.0,
+        f"logits of {UNIT} tokens": layer.head(UNIT / worker.layout.cp)[0],
     }
 
 
 def _fixes(worker: LoadedRank, tokens: int, rows: dict[str, float]) -> list[str]:
-    """Return three settings that are not yet made."""
-    keys, shape, role, planned = worker.memory_keys, worker.layout, worker.role, worker.planned
+    """Return three settings that are not yet made, and that the config of the run takes."""
+    possible = [
+        f"{key}={value}{note}"
+        for key, value, note in _ways(worker, tokens, rows)
+        if worker.accepts({key: value})
+    ]
+    args, name = worker.worker_config.model_args, _sharding(worker)
+    if not args.quantization and worker.memory_keys.precision != "lean":  # both are for one device
+        way = f"with strategy_name={name} or a larger tp_size"
+        possible.append(f"more devices: {worker.role}.device_mapping, {way}")
+    return possible[:FIXES]
+
+
+def _sharding(worker: LoadedRank) -> str:
+    """Return the strategy that shards the weights; what is in host memory stays there."""
+    if worker.layout.host:
+        return "gemini_auto"
+    return "zero3" if worker.role == "actor_train" else "fsdp2_infer"
+
+
+def _ways(
+    worker: LoadedRank, tokens: int, rows: dict[str, float]
+) -> Iterator[tuple[str, str | int, str]]:
+    """Yield key, value and explanation of settings that need less than those of a run."""
+    keys, shape, role = worker.memory_keys, worker.layout, worker.role
     length, strategy = keys.sequence_length, f"{role}.strategy_args"
     trains = role == "actor_train"
-    alone = worker.on_gpu and shape.devices == 1
-    waits = keys.moves_reference or bool(keys.reference and keys.reference.offload == "on")
-    narrow = keys.precision == "lean" or worker.worker_config.model_args.dtype == "fp32"
-    work, name = ("train", "zero3") if trains else ("infer", "fsdp2_infer")
-    recomputes = planned is not None and planned.recompute == "full"
-    ways = {
-        f"{role}.max_tokens_per_microbatch_in_{work}={tokens // 2}": tokens > length,
-        f"{strategy}.strategy_config.recompute_granularity=full": trains and not recomputes,
-        "precision=lean (moments of 8 bits, no masters)": trains and alone and not narrow,
-        "reference.offload=on (it waits on the host)": alone and "reference" in rows and not waits,
-        f"{strategy}.strategy_name={name} (shards the weights)": shape.dp > 1 and shape.stage < 3,
-        f"sequence_length={length // 2} (longer pairs are cut or dropped)": True,
-        f"more devices: {role}.device_mapping, with strategy_name={name} or a larger tp_size": True,
-    }
-    return [way for way, has_effect in ways.items() if has_effect][:FIXES]
+    if tokens > length:
+        yield f"{role}.max_tokens_per_microbatch_in_{WORK[role]}", tokens // 2, ""
+    if trains and not (worker.planned and worker.planned.recompute == "full"):
+        yield f"{strategy}.strategy_config.recompute_granularity", "full", ""
+    if worker.on_gpu and shape.devices == 1:
+        trains_all = trains and not worker.worker_config.model_args.has_adapter
+        if trains_all and keys.precision != "lean":
+            yield "precision", "lean", " (moments of 8 bits, no masters)"
+        if "reference" in rows and keys.reference and keys.reference.offload != "on":
+            yield "reference.offload", "on", " (it waits on the host)"
+    if shape.dp > 1 and shape.stage < 3:
+        yield f"{strategy}.strategy_name", _sharding(worker), " (shards the weights)"
+    yield "sequence_length", length // 2, " (longer pairs are cut or dropped)"

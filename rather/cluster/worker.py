@@ -59,7 +59,7 @@ from rather.model.image_features import FeatureStore
 from rather.model.layers import Recompute, arrange_layers, plain_layers
 from rather.model.policy import PolicyModel
 from rather.model.vision import PARTS, Vision
-from rather.optim.host import BYTES_ON_HOST, LEAST
+from rather.optim.host import LEAST
 from rather.optim.optimizer import Optimizer, schedule
 from rather.optim.rounding import Rounding
 from rather.parallel.load import (
@@ -108,7 +108,6 @@ class ActorWorker:
         self.memory_keys = MemoryKeys(
             config.sequence_length,
             config.precision,
-            config.sync_ref_model,
             config.reference if shares_reference else None,
         )
         self.device = self.member.device or device_of(self.worker_config)
@@ -224,11 +223,25 @@ class ActorWorker:
         refuse_unlike_cpus(self.role, self.worker_config.model_args, kind, self.rooms)
         self.ledger.add(self.role, self.memory_need(self.worker_config, model), self.rooms)
 
-    def memory_need(self, role: RoleConfig, model: str | None = None) -> Need | None:
+    def memory_need(
+        self, role: RoleConfig, model: str | None = None, *, narrow: bool = True
+    ) -> Need | None:
         """Return what each rank of a role holds; None if unknown, or if the policy is its model."""
         if not role.trains and self.config.reference_is_policy:
             return None
-        return need_of(self.config, role, self.device.split(":")[0], model)
+        return need_of(self.config, role, self.device.split(":")[0], model, narrow=narrow)
+
+    def accepts(self, change: Mapping[str, Any]) -> bool:
+        """Return whether the config of the run can be changed in this way."""
+        from rather.config.load import changed  # imports hydra
+
+        try:
+            config = changed(self.config, change)
+            for role in (config.actor_train, config.reference):
+                refuse_host_offload(role, self.device.split(":")[0], config.precision, "")
+        except ConfigError:
+            return False
+        return True
 
     @property
     def is_divided(self) -> bool:
@@ -391,14 +404,15 @@ class ActorWorker:
         }
         if keeps_state_on_host(self.layout, self.device.split(":")[0]):
             options["on_host"] = LEAST
-            self._refuse_small_host(sum(p.numel() for p in policy.parameters()))
+            self._refuse_small_host()
         optimizer = Optimizer(policy.named_parameters(), training, **options)
         policy.exact = {}  # the optimizer holds them as masters now
         return optimizer
 
-    def _refuse_small_host(self, weights: int) -> None:
+    def _refuse_small_host(self) -> None:
         """Refuse to begin if the host has no room for the optimizer's state."""
-        needed, free = weights * BYTES_ON_HOST, free_memory()
+        need, free = self.memory_need(self.worker_config), free_memory()
+        needed = need.host if need else 0.0
         if needed > free:
             raise MemoryShortage(
                 f"'{self.layout.name}' keeps {needed / GIB:.3g} GiB of optimizer state and "

@@ -8,7 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 
 from rather.cluster.group import device_kind
@@ -52,8 +51,9 @@ def plan(
         raise ConfigError(
             "--gpus: PyTorch finds no GPU here; choose a model with --gpu, such as --gpu h100."
         )
-    devices = layout(config.actor_train).devices
-    device = _named(name) if name else device_here(device_kind(config.platform), devices)
+    devices, of_machine = layout(config.actor_train).devices, config.num_gpus_per_node
+    kind = device_kind(config.platform)
+    device = _named(name) if name else device_here(kind, devices, of_machine)
     sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
     try:
         check_paths(config)
@@ -123,12 +123,13 @@ def _chosen_gpu(gpu: str | None) -> tuple[str | None, Device]:
         raise ConfigError(
             "--methods: PyTorch finds no GPU here; choose a model with --gpu, such as --gpu h100."
         )
-    memory = torch.cuda.get_device_properties(0).total_memory
-    return gpu_here("cuda"), Device("cuda", memory)
+    return gpu_here("cuda"), device_here("cuda")
 
 
 def _cell(method: Method) -> str:
-    size = _size(method.forecast.parts.total)
+    size, host = _size(method.forecast.parts.total), method.forecast.host
+    if host:
+        size += f" + host {_size(host)}"
     if not method.forecast.fits:
         return f"no: {size}"
     rate = method.pairs_per_second
@@ -142,6 +143,7 @@ def _as_json(method: Method) -> dict[str, Any]:
         "sequence_length": method.length,
         "fits": method.forecast.fits,
         "memory_bytes": round(method.forecast.parts.total),
+        "host_bytes": round(method.forecast.host),
         "recompute": method.forecast.chosen.recompute,
         "pairs_per_second": method.pairs_per_second,
     }
@@ -195,6 +197,9 @@ def verdict(own: Forecast, ways: Sequence[Alternative], more: Alternative | None
     if own.fits:
         return f"fits: {needed} of {available} on each device."
     text = f"does not fit: needs {needed} per device, available {available}"
+    if own.host > own.device.host:
+        text += f"; needs {_size(own.host)} of host memory per rank, available "
+        text += _size(own.device.host)
     if fitting := [way for way in ways if way.forecast.fits]:
         return f"{text}; try {fitting[0].overrides}"
     if more:
@@ -233,6 +238,8 @@ def _facts(own: Forecast) -> Iterator[str]:
         yield f"time: {own.seconds.total:.3g} s per step{run} ({own.speed})"
     else:
         yield f"time: unknown; {MORE} layers of the model do not fit here and cannot be timed"
+    if own.host:
+        yield f"host: {_size(own.host)} of optimizer state and gradients in host memory per rank"
     if own.reference_device:
         size = _size(own.reference_device)
         yield f"reference: {size} of weights on each of its own devices"

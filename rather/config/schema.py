@@ -311,6 +311,11 @@ class ValidationDataArgs(DataArgs):
         return bool(self.file_name) or self.split is not None
 
 
+def split_names(names: str | list[str]) -> list[str]:
+    """Return the names of modules; a text may have several, with commas between them."""
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+
+
 def as_list(names: str | Sequence[str] | None) -> list[str]:
     return [names] if isinstance(names, str) else list(names or [])
 

@@ -39,7 +39,7 @@ from rather.checkpoint.sharded_tensors import (
 )
 from rather.config.compat import read_object
 from rather.config.paths import is_local
-from rather.config.schema import ActorModelArgs, ModelArgs
+from rather.config.schema import ActorModelArgs, ModelArgs, split_names
 from rather.config.values import PISSA
 from rather.errors import CheckpointError, ConfigError
 from rather.files import inspect_folder, refuse_outside, regular
@@ -103,7 +103,7 @@ def adapter_config(args: ModelArgs) -> LoraConfig:
         return saved_config(adapter_folder(args.adapter_name_or_path))
     assert isinstance(args, ActorModelArgs)
     rank = args.lora_rank or 8
-    targets = _names(args.lora_target or ALL_LINEAR)
+    targets = split_names(args.lora_target or ALL_LINEAR)
     stacks = [target for target in targets if is_stack(target)]
     modules = [target for target in targets if target not in stacks]
     return LoraConfig(
@@ -111,16 +111,12 @@ def adapter_config(args: ModelArgs) -> LoraConfig:
         lora_alpha=_number(args.lora_alpha or 2 * rank),
         target_modules=ALL_LINEAR if modules == [ALL_LINEAR] else modules,
         target_parameters=stacks or None,
-        modules_to_save=_names(args.modules_to_save or []) or None,
+        modules_to_save=split_names(args.modules_to_save or []) or None,
         use_rslora=args.use_rslora,
         use_dora=args.use_dora,
         init_lora_weights=args.init_lora_weights,  # type: ignore[arg-type]
         task_type="CAUSAL_LM",
     )
-
-
-def _names(value: str | list[str]) -> list[str]:
-    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
 def _number(value: float) -> Any:

@@ -67,7 +67,8 @@ class RunSummary:
         with _failure_logged("the forecast"):
             pairs, speed = pairs_of(self.source), None
             sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
-            device = device_here(roles.kind, layout(config.actor_train).devices)
+            devices = layout(config.actor_train).devices
+            device = device_here(roles.kind, devices, config.num_gpus_per_node)
             if name := gpu_here(device.kind):
                 tokens = pairs.steps * config.tokens_per_step
                 actor = config.actor_train
@@ -197,11 +198,15 @@ def pairs_of(source: PreparedSteps) -> PairSample:
     )
 
 
-def device_here(kind: str, ranks: int = 1) -> Device:
-    """Return this machine's GPU, or the share of its free memory that each of the ranks has."""
+def device_here(kind: str, ranks: int = 1, of_machine: int | None = None) -> Device:
+    """Return what one of the ranks has here: a GPU, and its share of the machine's free memory.
+
+    `of_machine`: how many ranks a machine has; default: all.
+    """
+    host = free_memory() / min(ranks, of_machine or ranks)
     if kind == "cuda":
-        return Device("cuda", torch.cuda.get_device_properties(0).total_memory)
-    return Device("cpu", free_memory() / ranks)
+        return Device("cuda", torch.cuda.get_device_properties(0).total_memory, host)
+    return Device("cpu", host)
 
 
 def gpu_here(kind: str) -> str | None:

@@ -86,6 +86,7 @@ class Forecast:
         self.chosen = memory.chosen(pairs.sample, pairs.largest)
         self.work = memory.work(self.chosen, pairs.sample)
         self.parts = memory.peak(self.chosen, self.work)
+        self.host = memory.state().on_host
         self.reference_device = 0.0 if config.shares_devices else memory.reference_bytes
         packed = memory.pack(step, self.chosen)
         self.step_tokens = sum(batch.real_tokens for batch in packed)
@@ -138,7 +139,8 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        return self.chosen.fits and self.parts.total <= self.device.memory
+        fits_host = self.host <= self.device.host
+        return fits_host and self.chosen.fits and self.parts.total <= self.device.memory
 
     @property
     def batch(self) -> str:
@@ -162,6 +164,7 @@ class Forecast:
             "active_weights": self.sizes.active,
             "device": {"kind": self.device.kind, "memory_bytes": round(self.device.memory)},
             "memory_bytes": {name: round(number) for name, number in memory.items()},
+            "host_bytes": round(self.host),
             "reference_device_bytes": round(self.reference_device),
             "micro_batch": {
                 "tokens": chosen.tokens,

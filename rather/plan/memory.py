@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import product
-from math import ceil, prod
+from math import ceil, inf, prod
+from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.config.run_config import DPOConfig
-from rather.config.schema import ActorModelArgs, LossKeys, ModelArgs, RoleConfig, as_list
+from rather.config.schema import ActorModelArgs, LossKeys, ModelArgs, RoleConfig, split_names
 from rather.config.strategies import (
     Layout,
     keeps_state_on_host,
@@ -50,8 +52,8 @@ from rather.parallel.load import compute_dtype, stored_dtype
 if TYPE_CHECKING:
     from rather.data.batch import PairBatch, TokenPair
 
-FOUR_BITS = 0.5  # bytes; scales are counted separately
-SCALES = 1 / 64 + 4 / (64 * 256)  # bytes of the scales of a four-bit weight
+FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a weight, with its scales
+ONE_RANK = Layout(1)
 KEYS_GATHERED = 1.25  # on a CPU keys and values are copied for each answer, the prompt's again
 # Of the libraries: products, random numbers, pinned batches.
 WORKSPACE = {"cuda": 64 << 20, "cpu": 32 << 20}
@@ -67,6 +69,9 @@ class WeightBytes(NamedTuple):
     gradients: float = 0.0
     master: float = 0.0
     moments: float = 0.0
+
+
+EVERYTHING, NOTHING = WeightBytes(1, 1, 1, 1), WeightBytes(0)
 
 
 class Part(NamedTuple):
@@ -85,9 +90,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class RoleState:
-    """What the ranks of a role hold."""
+    """What the ranks of a role hold, and which share of each purpose is in which memory."""
 
     parts: tuple[Part, ...]
+    device_shares: WeightBytes = EVERYTHING
+    host_shares: WeightBytes = NOTHING
 
     @property
     def total(self) -> float:
@@ -110,8 +117,14 @@ class RoleState:
         return WeightBytes(*map(sum, zip(*parts, strict=True)))
 
     @property
-    def is_sharded(self) -> bool:
-        return self.parts[0].shards > 1
+    def on_device(self) -> WeightBytes:
+        """The bytes of `own` by purpose that are in the memory of the rank's device."""
+        return WeightBytes(*map(mul, self.by_purpose, self.device_shares))
+
+    @property
+    def on_host(self) -> float:
+        """The bytes of `own` that a GPU's rank keeps in host memory."""
+        return sum(x * share for x, share in zip(self.by_purpose, self.host_shares, strict=True))
 
     def weights(self, *, trained: bool = False, shard: bool = False) -> float:
         """Return how many weights one rank computes with, or has in its shard."""
@@ -157,10 +170,11 @@ def role_state(
     dense, norms, experts = whole
     base, kept = each, gathered
     if args.has_adapter:
-        base = WeightBytes(FOUR_BITS if args.quantization else compute)
-        kept = compute if gathered else 0
+        base, kept = WeightBytes(compute), compute if gathered else 0
+    linears = _in_4_bits(shapes) if args.quantization else 0
     parts = [
-        Part(dense, base, kept, shards, found.tp * pp[0]),
+        Part(linears, WeightBytes(FOUR_BITS), 0),
+        Part(dense - linears, base, kept, shards, found.tp * pp[0]),
         Part(norms, base, kept, shards, pp[1]),
         Part(experts, base, kept, groups, found.ep * pp[2]),
     ]
@@ -169,7 +183,27 @@ def role_state(
         parts.append(Part(adapter_weights(args, shapes), each, gathered, shards, cut))
     of_tower = {True: each, False: WeightBytes(compute)}[role.trains and trains_tower(args)]
     parts.append(Part(tower, of_tower, gathered, shards))
-    return RoleState(tuple(part for part in parts if part.number))
+    return RoleState(tuple(part for part in parts if part.number), *_places(found, kind, shapes))
+
+
+def _places(found: Layout, kind: str, shapes: Shapes) -> tuple[WeightBytes, WeightBytes]:
+    """Return which share of each purpose is on the device, and which is in host memory."""
+    if not keeps_state_on_host(found, kind):
+        return (NOTHING, EVERYTHING) if found.host and kind == "cuda" else (EVERYTHING, NOTHING)
+    layers = {match[1] for name in shapes if (match := LAYER.search(name))}
+    weights = sum(map(prod, shapes.values()))
+    inner = sum(prod(shape) for name, shape in shapes.items() if LAYER.search(name)) / weights
+    summed_here = 1 - inner + SLOTS * inner / len(layers)
+    return WeightBytes(1, summed_here), WeightBytes(0, inner, 1, 1)
+
+
+def _in_4_bits(shapes: Shapes) -> int:
+    """Return the weights of the linear layers of decoder layers; stacks of experts are none."""
+    return sum(
+        prod(shape)
+        for name, shape in shapes.items()
+        if LAYER.search(name) and len(shape) == 2 and ".experts." not in name
+    )
 
 
 def trains_tower(args: ModelArgs) -> bool:
@@ -196,7 +230,8 @@ def _bytes_of_weight(
     if args.dtype == "fp16":  # has a whole master
         return WeightBytes(2, 4, 4, 8)
     # bfloat16 has the remainder of a master
-    return WeightBytes(2, 2 if narrow and found.devices == 1 else 4, 2, 8)
+    narrow &= found.devices == 1 and not found.host  # sums on the host are float32
+    return WeightBytes(2, 2 if narrow else 4, 2, 8)
 
 
 def _counts(shapes: Shapes, found: Layout, shards: int) -> tuple[int, int, int]:
@@ -242,23 +277,25 @@ def adapter_weights(args: ModelArgs, shapes: Shapes) -> int:
             return sum(prod(saved.shape(name)) for name in saved)
         return 0
     assert isinstance(args, ActorModelArgs)
-    targets = as_list(args.lora_target or "all-linear")
-    # With experts, no other linear layers than those of attention have adapters.
+    targets = split_names(args.lora_target or "all-linear")
+    copied = split_names(args.modules_to_save or [])
+    # With experts, no other linear layers than those of attention have adapters by themselves.
     inside = ".layers." if stacked(shapes) == 0 else "attn"
-    linears = [
-        sum(shape)
-        for name, shape in shapes.items()
-        if ".layers." in name and inside in name and len(shape) == 2
-        and ("all-linear" in targets or name.split(".")[-2] in targets)
-    ]  # fmt: skip
-    return (args.lora_rank or 8) * (sum(linears) + _adapted_stacks(targets, shapes))
+    whole = adapted = 0
+    for name, shape in shapes.items():
+        if any(f".{module}." in f".{name}" for module in copied):
+            whole += prod(shape)
+        is_target = name.removesuffix(".weight").endswith(tuple(f".{each}" for each in targets))
+        if ".layers." in name and (is_target or ("all-linear" in targets and inside in name)):
+            adapted += _factors(shape, is_target=is_target)
+    return (args.lora_rank or 8) * adapted + whole
 
 
-def _adapted_stacks(targets: Sequence[str], shapes: Shapes) -> int:
-    """Return the rows and columns of the experts in the stacks with these names."""
-    ends = tuple(f".{target}" for target in targets)
-    stacks = [shape for name, shape in shapes.items() if len(shape) == 3 and name.endswith(ends)]
-    return sum(experts * (rows + columns) for experts, rows, columns in stacks)
+def _factors(shape: tuple[int, ...], *, is_target: bool) -> int:
+    """Return the rows and columns of a linear layer, or of a stack of experts that is named."""
+    if len(shape) == 3:
+        return shape[0] * (shape[1] + shape[2]) if is_target else 0
+    return sum(shape) if len(shape) == 2 else 0
 
 
 def known_shapes(name: str, args: ModelArgs) -> Shapes | None:
@@ -273,7 +310,7 @@ def known_shapes(name: str, args: ModelArgs) -> Shapes | None:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """The bytes per token of a decoder layer that runs in this way, and those of the head."""
+    """The bytes per token of a rank's decoder layers that run in this way, and of its head."""
 
     sizes: Sizes
     kind: str  # of the device: cpu or cuda
@@ -281,15 +318,42 @@ class LayerBytes:
     recompute: Recompute = "none"
     compiled: bool = False
     adapter: bool = False  # the base is frozen, and its linear layers have adapters
-    gathered: int = 1  # ranks from which attention and MLP gather their inputs, and keep them
+    layout: Layout = ONE_RANK
     factor: float = 1.0  # of a family that is not a plain decoder: see layer_trial.py
+
+    @cached_property
+    def part(self) -> Sizes:
+        """The widths of one tp rank; with sequence parallelism the residual stream is divided."""
+        sizes, tp = self.sizes, self.layout.tp
+        by_sequence = self.layout.sequence_parallel
+        return replace(
+            sizes,
+            hidden=sizes.hidden // tp if by_sequence else sizes.hidden,
+            heads=sizes.heads // tp,
+            key_heads=max(1, sizes.key_heads // tp),
+            inner=sizes.inner if sizes.experts and not by_sequence else sizes.inner // tp,
+        )
+
+    def kept_by_rank(self, tokens: float, batches: int, stage: int = 0) -> float:
+        """Return what all layers of a rank keep of micro-batches of so many tokens."""
+        shape = self.layout
+        own = shape.pipeline.stages_of(stage)
+        layers = sum(len(shape.pipeline.layers_of(each, self.sizes.layers)) for each in own)
+        layers *= min(shape.pp, batches)  # a pipeline rank holds those of several micro-batches
+        kept = 0.0 if shape.offload else self.kept * layers
+        return tokens / shape.cp * (kept + self.outside)
+
+    @property
+    def outside(self) -> float:
+        """What embedding and last norm keep."""
+        return (4 / self.itemsize + 2) * self.part.hidden * self.itemsize
 
     @property
     def kept(self) -> float:
         """What is kept until the backward pass."""
         if self.recompute == "none":
             return self._everything
-        sizes = self.sizes
+        sizes = self.part
         numbers = float(sizes.hidden)  # the input of the layer
         if self.recompute != "full":
             # Products and attention.
@@ -308,38 +372,40 @@ class LayerBytes:
     @property
     def plain(self) -> float:
         """What is kept if nothing is recomputed; a compiler recomputes norms and a wide product."""
-        sizes = self.sizes
+        sizes = self.part
+        # Ranks from which attention and MLP gather their inputs, and keep them.
+        gathered = self.layout.tp if self.layout.sequence_parallel else 1
         attention, mlp = 2 * sizes.query + 2.0 * sizes.key, (3 if sizes.gated else 2) * sizes.inner
         mlp += 2 * sizes.chosen * sizes.hidden  # rows of a token before and after its experts
         if self.compiled:
-            hidden = (2 + 2 * self.gathered) * sizes.hidden
+            hidden = (2 + 2 * gathered) * sizes.hidden
             return (hidden + attention + mlp) * self.itemsize
         # A norm keeps its input (in float32), its normalised rows if its weight is trained, and its
         # result.
         norm = 4 / self.itemsize + 1 + (not self.adapter)
         if self.kind == "cpu":
             attention = 3 * sizes.query + 2 * KEYS_GATHERED * sizes.key
-        inputs = 2 * (self.gathered - 1) * sizes.hidden
+        inputs = 2 * (gathered - 1) * sizes.hidden
         return (norm * sum(sizes.norms) + inputs + attention + mlp + sizes.inner) * self.itemsize
 
     @property
     def backward(self) -> float:
         """What the layer needs in its backward pass: recomputed rows and gradients."""
-        rows = 2 + 2 * self.sizes.chosen
+        sizes, rows = self.part, 2 + 2 * self.sizes.chosen
         # Recomputed rows of the MLP are freed one by one as their gradients appear.
         inner = 3 if self.recompute == "none" else 1
-        gradients = float((inner * self.sizes.inner + rows * self.sizes.hidden) * self.itemsize)
+        gradients = float((inner * sizes.inner + rows * sizes.hidden) * self.itemsize)
         if self.recompute == "none":
             return gradients
         kept = self.kept if self.recompute != "full" else 0.0
         return max(0.0, self._everything - kept) + gradients
 
-    def head(self, rows: float, tp: int = 1) -> tuple[float, float]:
+    def head(self, rows: float) -> tuple[float, float]:
         """Return the bytes of (logits, gradients of the head) for scored tokens.
 
         Logits above the limit are computed again in chunks, which are summed in float32.
         """
-        words, hidden = self.sizes.vocabulary / tp, self.sizes.hidden
+        words, hidden = self.sizes.vocabulary / self.layout.tp, self.sizes.hidden
         logits, both = rows * words * self.itemsize, 2 * rows * hidden * self.itemsize
         weights = 0.0 if self.adapter else words * hidden
         if logits <= KEEP_BYTES[self.kind]:
@@ -393,10 +459,14 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Device:
-    """One device: cpu or cuda, and the bytes of its memory that this run may use."""
+    """One device: cpu or cuda, and the bytes of its memory that this run may use.
+
+    `host`: the bytes of host memory that the rank of a GPU may use; infinite if unknown.
+    """
 
     kind: str
     memory: float
+    host: float = inf
 
 
 class MemoryForecast:
@@ -434,18 +504,7 @@ class MemoryForecast:
             state = role_state(
                 config, role, self.kind, sizes.shapes, role.model_args, tower=self.tower
             )
-            self.reference_bytes = state.own + (state.gathered if state.is_sharded else 0.0)
-        # Widths of one tp rank; with sequence parallelism the residual stream is divided too.
-        tp = self.layout.tp
-        self.part = replace(
-            sizes,
-            hidden=sizes.hidden // tp if self.layout.sequence_parallel else sizes.hidden,
-            heads=sizes.heads // tp,
-            key_heads=max(1, sizes.key_heads // tp),
-            inner=sizes.inner
-            if sizes.experts and not self.layout.sequence_parallel
-            else sizes.inner // tp,
-        )
+            self.reference_bytes = state.own
 
     def state(self, *, narrow: bool = False) -> RoleState:
         given = self.config, self.config.actor_train, self.kind, self.sizes.shapes, self.args
@@ -453,16 +512,8 @@ class MemoryForecast:
 
     def resting(self, *, narrow: bool, parked: bool) -> MemoryParts:
         """Return weights and optimizer between two steps, and gradients as they are in one."""
-        state, held, inner = self.state(narrow=narrow), MemoryParts(), self.sizes.in_layers
-        if self.keeps_state_on_host:
-            outside = self.sizes.weights - inner
-            summed = outside + SLOTS * inner / self.sizes.layers
-            held = MemoryParts(weights=self.sizes.weights * self.compute, gradients=4 * summed)
-        elif not (self.layout.host and self.kind == "cuda"):
-            held = MemoryParts(*state.by_purpose)
-            if self.args.quantization:  # scales; embeddings, head and norms as they are stored
-                rest = (self.sizes.weights - inner) * (self.compute - FOUR_BITS)
-                held = replace(held, weights=held.weights + (inner * SCALES + rest))
+        state = self.state(narrow=narrow)
+        held = MemoryParts(*state.on_device)
         shares = self.config.shares_devices and not parked
         reference = self.reference_bytes if shares else 0.0
         return replace(held, reference=reference, buffers=self._gathered_bytes(state))
@@ -500,7 +551,7 @@ class MemoryForecast:
         moments = [self._training_peak(chosen, work), self._reference_turn(chosen, work)]
         if self.keeps_state_on_host:  # an update brings the state of two layers, or of the head
             resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
-            largest = max(self.part.of_head, self.sizes.in_layers / self.sizes.layers)
+            largest = max(self.sizes.of_head, self.sizes.in_layers / self.sizes.layers)
             moments.append(replace(resting, buffers=resting.buffers + LOTS * KEPT * largest))
         return max(moments, key=lambda parts: parts.total)
 
@@ -511,7 +562,7 @@ class MemoryForecast:
     def _reference_turn(self, chosen: Chosen, work: Work) -> MemoryParts:
         """Return the parts while the reference runs, or an evaluation."""
         here = self.resting(narrow=chosen.narrow, parked=False)
-        tokens, part, size = work.seen / self.layout.cp, self.part, self.compute
+        tokens, part, size = work.seen / self.layout.cp, self.layer().part, self.compute
         words = self.sizes.vocabulary / self.layout.tp
         chunk = min(tokens * words * size, CHUNK_BYTES[self.kind])
         busy = tokens * 3 * (part.inner + part.hidden) * size + WORKSPACE[self.kind]
@@ -519,43 +570,38 @@ class MemoryForecast:
 
     def _moments(self, chosen: Chosen, work: Work) -> Iterator[MemoryParts]:
         """Yield the parts at the head, in a layer, and at the end of backward."""
-        part, found, size, adapter = self.part, self.layout, self.compute, self.args.has_adapter
-        gathered = found.tp if found.sequence_parallel else 1
-        how = chosen.recompute, self.compiled, adapter, gathered
-        layer = LayerBytes(part, self.kind, size, *how, factor=self._factor)
+        found, sizes = self.layout, self.sizes
+        layer = self.layer(chosen.recompute, compiled=self.compiled, factor=self._factor)
         resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
         # The first micro-batch finds no gradients but the sums of linear layers.
         early = self._summed_share(narrow=chosen.narrow) if work.batches == 1 else 1.0
         before = replace(resting, gradients=resting.gradients * early)
-        tokens, rows = work.tokens / found.cp, work.rows / found.cp
-        # A pipeline rank holds the layers of several micro-batches.
-        own = found.pipeline.stages_of(self.stage or 0)
-        layers = sum(len(found.pipeline.layers_of(stage, part.layers)) for stage in own)
-        layers *= min(found.pp, work.batches)
-        outside = (4 / size + 2) * part.hidden * size  # embedding, last norm
-        kept = tokens * ((0.0 if found.offload else layer.kept) * layers + outside)
+        tokens = work.tokens / found.cp
+        kept = layer.kept_by_rank(work.tokens, work.batches, self.stage or 0)
         kept += work.patches * self._tower_bytes
         extra = float(WORKSPACE[self.kind])
-        logits, gradients = replace(layer, sizes=self.sizes).head(rows, found.tp)
+        logits, gradients = layer.head(work.rows / found.cp)
         buffers = before.buffers + gradients + extra
         yield replace(before, activations=kept, logits=logits, buffers=buffers)
         busy = tokens * layer.backward + extra
-        head = 0.0 if adapter else part.of_head / found.tp * size
-        busy += head if part.tied else 0.0  # waits for the gradient of the embedding
+        head = 0.0 if layer.adapter else sizes.of_head / found.tp * self.compute
+        busy += head if sizes.tied else 0.0  # waits for the gradient of the embedding
         yield replace(before, activations=kept, buffers=before.buffers + busy)
-        first = tokens * (layer.kept + outside)  # whose backward is the last
+        first = tokens * (layer.kept + layer.outside)  # whose backward is the last
         yield replace(resting, activations=first, buffers=resting.buffers + busy + head)
+
+    def layer(self, recompute: Recompute = "none", **options: Any) -> LayerBytes:
+        return LayerBytes(
+            self.sizes, self.kind, self.compute, recompute, adapter=self.args.has_adapter,
+            layout=self.layout, **options,
+        )  # fmt: skip
 
     @property
     def _factor(self) -> float:
         """By how much the layers keep more than those of a plain decoder."""
         if self.layers is None:
             return 1.0
-        adapter = self.args.has_adapter
-        return (
-            self.layers.kept
-            / LayerBytes(self.sizes, self.kind, self.compute, adapter=adapter).plain
-        )
+        return self.layers.kept / replace(self.layer(), layout=ONE_RANK).plain
 
     @property
     def _tower_bytes(self) -> float:

@@ -71,6 +71,7 @@ ALONE = {
     "release",
     "folder_problem",
     "memory_need",
+    "accepts",
 }
 ALONE |= {"answer", "compare_file", "build_policy", "build_optimizer", "build_runner"}
 # Of a reference apart: what does not wait for it. `await_log_probs` has the deadlines of a step.
