@@ -130,7 +130,12 @@ def takes_4_bits() -> bool:
     return bool(is_bitsandbytes_available())
 
 
-def _in_4_bits(device: str, compute: torch.dtype) -> dict[str, Any]:
+def _in_4_bits(device: str, compute: torch.dtype, stored: ModelFiles) -> dict[str, Any]:
+    if stored.is_packed:
+        raise ConfigError(
+            "quantization: 4bit reads neither MXFP4 weights nor Megatron checkpoints; remove it, or "
+            "save the model as plain weights first"
+        )
     if not takes_4_bits():
         raise ConfigError(
             "quantization: 4bit needs bitsandbytes; install rather[quantization], or remove the key"
@@ -175,7 +180,7 @@ def load_policy(
         dtypes = _dtypes(plain)
         keeps = exact and not args.has_adapter
         rounds = _rounds_weights(dtypes, compute, keeps=keeps, in_4_bits=bool(args.quantization))
-    options = _in_4_bits(device, stored_in) if args.quantization else {}
+    options = _in_4_bits(device, stored_in, stored) if args.quantization else {}
     dtype = torch.float32 if rounds else compute
     if stored.is_packed:
         causal_lm = _from_files(name, config, dtype, args, stored, device, reward=reward)

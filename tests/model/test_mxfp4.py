@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from rather.checkpoint.sharded_tensors import ShardSpec
-from rather.config.schema import ModelArgs
+from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.errors import ConfigError
 from rather.model.files import ModelFiles
 from rather.parallel.load import load_policy
@@ -99,3 +99,9 @@ def test_blocks_without_their_scales_are_refused(released: Path, tmp_path: Path)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="cannot be unpacked"):
         ModelFiles([tmp_path / "model.safetensors"])
+
+
+def test_four_bits_of_another_kind_are_refused(released: Path) -> None:
+    """They were ignored: linear layers were in bfloat16."""
+    with pytest.raises(ConfigError, match=r"quantization: 4bit reads neither MXFP4 weights"):
+        load_policy(str(released), ActorModelArgs(lora_rank=2, quantization="4bit"), "cpu")
