@@ -8,6 +8,8 @@ each a zip archive at an offset of a file; only the chunks that a block needs ar
 from __future__ import annotations
 
 import pickle  # nosec B403
+import re
+import reprlib
 import zipfile
 from dataclasses import dataclass
 from io import BytesIO
@@ -96,7 +98,7 @@ class _Chunk:
             if any(entry.compress_type or entry.file_size > self.length for entry in entries):
                 raise ValueError("it is compressed")
             tensor = torch.load(BytesIO(archive), map_location="cpu", weights_only=True)  # nosec B614
-            is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+            is_plain = type(tensor) is Tensor and tensor.is_cpu and tensor.layout == torch.strided
             if not is_plain or (tensor.dtype, tuple(tensor.shape)) != (self.dtype, self.sizes):
                 raise ValueError("it is not the tensor that the metadata describes")
         except Exception as error:  # an untrusted file may hold anything
@@ -116,12 +118,12 @@ class TorchDistFiles(ShardedFiles):
         try:
             backend = read_json(folder / FORMAT)["sharded_backend"]
             if backend != "torch_dist":
-                raise ValueError(f"{FORMAT} says '{backend}'; only torch_dist is read")
+                raise ValueError(f"{FORMAT} says {backend!r}; only torch_dist is read")
             refuse_outside(folder, folder / METADATA)
             pickled = BytesIO(read_bytes(folder / METADATA, MOST_BYTES))
             self._add_tensors(_Unpickler(pickled).load().state)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
             raise ConfigError(
                 f"{folder}: is not a Megatron checkpoint that can be read: {reason}"
             ) from error
@@ -132,8 +134,8 @@ class TorchDistFiles(ShardedFiles):
             if index.state.get("offset") is not None:
                 stored[index.state["fqn"], _numbers(index.state["offset"])] = storage.state
         for key, entry in metadata["state_dict_metadata"].items():
-            if not (isinstance(key, str) and key.isprintable()):
-                raise ValueError(f"a tensor is named {str(key)[:80]!r}")
+            if not (isinstance(key, str) and key.isprintable() and len(key) < 200):
+                raise ValueError(f"a tensor is named {reprlib.repr(key)}")
             if "chunks" not in entry.state:
                 continue
             shape = _numbers(entry.state["size"])
@@ -152,7 +154,7 @@ class TorchDistFiles(ShardedFiles):
         offset, length = _numbers((storage["offset"], storage["length"]))
         if not dtype.is_floating_point:
             raise ValueError(f"a tensor of {dtype} is not a weight")
-        if Path(name).name != name or not name.endswith(".distcp"):
+        if not re.fullmatch(r"[\w.-]{1,200}\.distcp", name, re.ASCII):
             raise ValueError(f"it names the file {name!r}; only .distcp files next to it are read")
         if storage.get("transform_descriptors") or length > prod(sizes) * dtype.itemsize + HEADER:
             raise ValueError(f"{name}: a tensor of {sizes} in {length} bytes is not plain")
@@ -164,7 +166,7 @@ def _numbers(values: Any) -> Numbers:
     if not isinstance(values, tuple) or any(
         type(x) is not int or not 0 <= x < 2**62 for x in values
     ):
-        raise ValueError(f"{str(values)[:80]} are not sizes")
+        raise ValueError(f"these are not sizes: {reprlib.repr(values)}")
     return values
 
 

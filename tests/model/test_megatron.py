@@ -272,6 +272,14 @@ def overlap(whole: Metadata) -> None:
     chunks[1] = ChunkStorageMetadata(chunks[0].offsets, chunks[0].sizes)
 
 
+def doubling() -> Any:
+    """Tuples inside each other whose text would fill every memory."""
+    value: Any = (1,)
+    for _ in range(60):
+        value = (value, value)
+    return value
+
+
 HOSTILE: dict[str, tuple[Damage, str]] = {
     "no metadata": (lambda f, _: (f / ".metadata").unlink(), "is not one"),
     "empty metadata": (write(".metadata", b""), "EOFError"),
@@ -302,6 +310,21 @@ HOSTILE: dict[str, tuple[Damage, str]] = {
     "a bomb": (replace_blob(bomb), "it is compressed"),
     "a huge length": (set_("stored", "length", 1 << 40), "is not plain"),
     "a negative offset": (set_("stored", "offset", -1), "are not sizes"),
+    "tuples that double": (
+        changed(lambda w: setattr(entry(w).chunks[0], "offsets", doubling())),
+        "are not sizes",
+    ),
+    "a path of a megabyte": (set_("stored", "relative_path", "x" * 2**20), r"it names the file"),
+    "a path of two lines": (set_("stored", "relative_path", "a\nb.distcp"), r"'a\\nb.distcp'"),
+    "a name of a megabyte": (add_tensor("x" * 2**20), "a tensor is named 'xxx"),
+    "a tensor without numbers": (
+        replace_blob(lambda _: saved(torch.ones(1, 16, 32, device="meta"))),
+        "not the tensor that the metadata",
+    ),
+    "a format of two lines": (
+        write("metadata.json", b'{"sharded_backend": "a\\n\\u001b[2Jb"}'),
+        "only torch_dist is read",
+    ),
     "a missing chunk": (changed(drop_chunk), "do not make up its shape"),
     "two chunks in one place": (changed(overlap), "do not make up its shape"),
     "a huge tensor": (set_("entry", "size", torch.Size([1 << 40, 64, 64])), "do not make up"),
@@ -340,6 +363,7 @@ def test_a_damaged_or_hostile_checkpoint(
         load_policy(str(tmp_path / "ck"), ModelArgs(config_from=str(good / "hf")), "cpu")
     assert "\n" not in str(error.value)
     assert str(error.value).isprintable()
+    assert len(str(error.value)) < 1000
     assert not marker.exists()
 
 
