@@ -13,7 +13,7 @@ import binascii
 import io
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def bad_image(detail: str) -> DropReason:
 def references(column: Any) -> list[str]:
     """Return the images of a column as paths and data URLs."""
     values = column if isinstance(column, list | tuple) else [column]
-    return [reference(value) for value in values if value is not None]
+    return [reference(value) for value in values]
 
 
 def reference(value: Any) -> str:
@@ -74,9 +74,11 @@ def data_url(content: bytes, kind: str = "") -> str:
 
 
 def _as_png(image: Any) -> bytes:
-    buffer = io.BytesIO()
-    if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+    """Return a file of an image of Pillow, which keeps the limits of other files."""
+    image = _decoded(lambda: image)
+    if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
         image = image.convert("RGB")
+    buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()
 
@@ -128,16 +130,26 @@ def open_image(content: bytes) -> Any:
     """
     if not content:
         raise bad_image("the file is empty")
-    try:
+
+    def opened() -> Any:
         # Pillow would load the decoder of WebP too late.
-        from PIL import Image, ImageOps, UnidentifiedImageError, WebPImagePlugin  # noqa: F401
+        from PIL import Image, WebPImagePlugin  # noqa: F401
+
+        return Image.open(io.BytesIO(content), formats=FORMATS)
+
+    return _decoded(opened)
+
+
+def _decoded(opened: Callable[[], Any]) -> Any:
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
         raise DataError(
             "images need Pillow; install it with: pip install 'rather[vision]'"
         ) from None
     try:
         with warnings.catch_warnings(action="ignore"):  # of a bomb: the limit here is smaller
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            image = opened()
             _check_kind(image)
             image.load()
             return ImageOps.exif_transpose(image)
@@ -164,4 +176,4 @@ def _check_kind(image: Any) -> None:
     if getattr(image, "is_animated", False) and image.format != "MPO":
         raise bad_image("animated; save one of its frames as an image")
     if image.mode not in MODES:
-        raise bad_image(f"its pixels are {image.mode}; save it with 8 bits per channel")
+        raise bad_image(f"its pixels are {image.mode}; save it as RGB with 8 bits per channel")

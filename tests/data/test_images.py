@@ -152,6 +152,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ms-swift: objects": {
         "messages": [USER, REPLY], "rejected_response": "a blue one",
         "images": [{"bytes": None, "path": "a.png"}]},
+    "ms-swift: both conversations": {
+        "messages": [USER, REPLY], "images": ["a.png"],
+        "rejected_messages": [USER, OTHER], "rejected_images": ["a.png"]},
     "axolotl: path": {"messages": [_part(path="a.png")], **ANSWERS},
     "axolotl: url of a file": {"prompt": [_part(url="a.png")], **ANSWERS},
     "qwen: image": {"prompt": [_part(image="a.png")], **ANSWERS},
@@ -189,6 +192,38 @@ def test_images_in_the_row_itself_become_data_urls() -> None:
     contents = [content_of(image) for image in pair.images]
     assert contents[:3] == [file] * 3
     assert Image.open(io.BytesIO(contents[3])).tobytes() == picture.tobytes()
+
+
+def test_an_image_of_pillow_keeps_the_limits_of_files(tmp_path: Path) -> None:
+    """It is turned upright, and refused where a file of the same image is refused."""
+    red, noise = Image.new("RGB", (40, 12), "red"), Image.effect_noise((64, 64), 50)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    photo = Image.open(io.BytesIO(encoded(red, "JPEG", exif=turned)))
+    jpeg = encoded(noise.convert("RGB"), "JPEG")
+    frames = encoded(red, "GIF", save_all=True, append_images=[Image.new("RGB", (40, 12))])
+    closed = Image.open(io.BytesIO(jpeg))
+    closed.close()
+
+    def pairs_of(image: Any) -> Any:
+        row = {"prompt": "<image>q", "images": [image], **ANSWERS}
+        return read_row(row, RowLayout(refuse_images=""))
+
+    for image in (photo, red.convert("CMYK"), red.convert("YCbCr"), red.convert("PA")):
+        [pair] = pairs_of(image).pairs
+        shown = Image.open(io.BytesIO(content_of(pair.images[0])))
+        assert shown.size == ((12, 40) if image is photo else (40, 12))
+    bad = {
+        "damaged": [Image.open(io.BytesIO(jpeg[: len(jpeg) // 2])), closed],
+        "animated": [Image.open(io.BytesIO(frames))],
+        "8 bits": [Image.new(mode, (20, 12)) for mode in ("I", "F", "I;16", "I;16B", "HSV", "La")],
+        "pixels": [Image.new("L", (70_000, 1_000)), Image.new("RGB", (0, 9))],
+    }
+    for word, images in bad.items():
+        for image in images:
+            [dropped] = pairs_of(image).dropped
+            assert dropped.reason == "bad_image"
+            assert word in dropped.detail
 
 
 # ---- bad rows and images
@@ -280,6 +315,11 @@ ROWS: list[tuple[dict[str, Any], str]] = [  # rows whose shape is bad, and a wor
     ({"prompt": "<image><image>q", "images": ["good.png"]}, "2 places for images"),
     ({"prompt": "<image>q", "images": ["good.png"] * 2}, "1 places for images"),
     ({"prompt": [PARTS], "images": []}, "0 images"),
+    ({"prompt": "<image>q", "images": []}, "1 places for images"),
+    ({"prompt": "<image>q", "image": None}, "1 places for images"),
+    ({"prompt": "q", "images": [None]}, "must be a path"),
+    ({"prompt": "<image>q", "images": ["good.png", None]}, "must be a path"),
+    ({"prompt": "<image>q", "images": ["good.png"], "image": "good.png"}, "keep one"),
     ({"prompt": [PARTS]}, "0 images"),
     ({"prompt": "q", "images": 5}, "must be a path"),
     ({"prompt": "q", "images": [{"x": 1}]}, "must have one of"),
@@ -288,7 +328,7 @@ ROWS: list[tuple[dict[str, Any], str]] = [  # rows whose shape is bad, and a wor
     ({"prompt": "q", "videos": ["a.mp4"]}, "video and audio are not read"),
     ({"prompt": "q", "audio": "a.wav"}, "video and audio are not read"),
     ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "video"),
-    ({"prompt": "q", "images": ["good.png"], "rejected_images": ["good.png"]}, "prompts only"),
+    ({"prompt": "q", "images": ["good.png"], "rejected_images": ["good.jpg"]}, "prompts only"),
     ({"prompt": "<image>q <|image_pad|>", "images": ["good.png"]}, "2 image tokens for 1"),
     ({"prompt": "q <|image_pad|>"}, "1 image tokens for 0"),
     ({"prompt": "<image>q", "images": ["good.png"], "chosen": "<|image_pad|>"}, "an answer holds"),

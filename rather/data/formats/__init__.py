@@ -50,6 +50,7 @@ ANSWERS = ("chosen", "rejected")
 GRADES = ("label", "kto_tag", "score")
 EXTRAS = ("weight", "margin", "soft_label", "id", "tools", "chat_template_kwargs")
 IMAGES = ("images", "image")
+REJECTED_IMAGES = "rejected_images"  # ms-swift's: those of the prompt again
 MEDIA = ("videos", "video", "audios", "audio")
 IMAGES_REFUSED = "images_refused"  # why a row is dropped
 TEXT_ONLY = f"only text is read here; {LIMITS}"
@@ -181,8 +182,10 @@ def _refuse_media(row: Row) -> None:
     for name in MEDIA:
         if _has_value(row, name):
             raise DropReason("bad_type", f"the row has a column {name}: {NO_MEDIA}")
-    if _has_value(row, "rejected_images"):
-        raise DropReason("bad_type", "rejected_images: images are read in prompts only")
+    if _has_value(row, REJECTED_IMAGES) and row[REJECTED_IMAGES] != row.get("images"):
+        raise DropReason(
+            "bad_type", f"{REJECTED_IMAGES}: images are read in prompts only, for both answers"
+        )
 
 
 def _has_value(row: Row, name: str) -> bool:
@@ -210,13 +213,15 @@ def place_images(prompt: str | Turns, row: Row, refuse: str) -> tuple[str | Turn
     If a prompt has images but no place for them, they come before its first question, as in TRL.
     `refuse` says why images are not read; it is empty if they are.
     """
-    column = next((row[name] for name in IMAGES if _has_value(row, name)), None)
-    images = references(column)
     turns = as_turns(prompt, "user") or as_turns("", "user")
-    if not images and not any(REFERENCES in turn for turn in turns):
-        return prompt, ()
-    if refuse:
+    has_parts = any(REFERENCES in turn for turn in turns)
+    columns = [row[name] for name in IMAGES if _has_value(row, name)]
+    if refuse and (columns or has_parts):
         raise DropReason(IMAGES_REFUSED, f"the row has images, but {refuse}")
+    # A row with an empty column lost its images if its text has places for them.
+    if refuse or not (has_parts or set(IMAGES).intersection(row)):
+        return prompt, ()
+    images = _only_column(columns)
     places = list(chain.from_iterable(map(_places_of, turns)))
     turns = tuple({key: turn[key] for key in turn if key != REFERENCES} for turn in turns)
     if not places:
@@ -224,6 +229,12 @@ def place_images(prompt: str | Turns, row: Row, refuse: str) -> tuple[str | Turn
         turns = _with_places_first(turns, len(images))
     placed = turns[0]["content"] if isinstance(prompt, str) else turns
     return placed, _filled(places, images)
+
+
+def _only_column(columns: Sequence[Any]) -> list[str]:
+    if len(columns) > 1:
+        raise DropReason("bad_type", f"the row has the columns {' and '.join(IMAGES)}; keep one")
+    return references(columns[0]) if columns else []
 
 
 def _filled(places: Sequence[str | None], images: Sequence[str]) -> tuple[str, ...]:

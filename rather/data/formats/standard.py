@@ -9,6 +9,7 @@ from rather.data.formats import (
     ANSWERS,
     GENERATED,
     GRADES,
+    REJECTED_IMAGES,
     OwnTokens,
     Ranked,
     Row,
@@ -265,11 +266,17 @@ def _instruction_prompt(row: Row) -> Prompt:
     return (*turns, *as_turns(question, "user")) if turns else question
 
 
-@data_format("messages", "rejected_response", may=("system",))
+@data_format("messages", "rejected_response", may=("system", REJECTED_IMAGES))
 def swift(row: Row) -> tuple[Prompt, Answers]:
     """Messages that end with the chosen answer, as ms-swift has them."""
     prompt, chosen = _last_answer(_turns(row, "messages"))
     return prompt, (chosen.answer, text_or_turns(row["rejected_response"], "rejected_response"))
+
+
+@data_format("messages", "rejected_messages", may=("system", REJECTED_IMAGES))
+def swift_messages(row: Row) -> tuple[Prompt, Answers]:
+    """Two whole conversations, as ms-swift has them."""
+    return _split_turns(_turns(row, "messages"), _turns(row, "rejected_messages"))
 
 
 # ---- several answers, of which each better one is chosen against each worse one
