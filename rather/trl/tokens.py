@@ -117,7 +117,11 @@ class Recipe(NamedTuple):
                 f"{side}_ids": self.ids(begin + self.with_eos(row[side]), row) for side in sides
             }
 
-        if "chosen_ids" not in next(iter(dataset)):
+        columns = next(iter(dataset))
+        if "chosen_ids" not in columns and "chosen_input_ids" in columns:  # older names
+            for side in ("chosen", "rejected"):
+                dataset = dataset.rename_column(f"{side}_input_ids", f"{side}_ids")
+        elif "chosen_ids" not in columns:
             dataset = self.map(dataset, tokens)
         longest = self.max_length
         if longest is None:
@@ -319,7 +323,10 @@ class Packer:
         for side in ("chosen", "rejected") if self.by_side else ():
             batch[side] = self._packed([pair.only(side) for pair in pairs])
         counted = [pair.only("chosen") for pair in pairs] if self.by_side else pairs
-        return {**batch, "tokens": torch.tensor(sum(map(_padded_tokens, counted)))}
+        tokens = sum(map(_padded_tokens, counted))
+        if self.at_end:  # pairs end where the score is
+            tokens = sum(len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in rows)
+        return {**batch, "tokens": torch.tensor(tokens)}
 
     def _packed(self, pairs: Sequence[TokenPair]) -> PairBatch:
         (batch,) = pack(pairs, NO_LIMIT, at_end=self.at_end)

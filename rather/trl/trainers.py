@@ -336,9 +336,12 @@ class RewardTrainer(PackedTrainer):
         return self.recipe.reward(dataset)
 
     def token_pairs(self, row: Row) -> list[TokenPair]:
-        sides = [
-            (row[f"{side}_ids"], [1] * len(row[f"{side}_ids"])) for side in ("chosen", "rejected")
-        ]
+        sides = []
+        for side in ("chosen", "rejected"):
+            ids = list(row[f"{side}_ids"])
+            while len(ids) > 1 and ids[-1] == self.tokenizer.pad_token_id:
+                ids.pop()  # as in transformers, the last token that does not pad has the score
+            sides.append((ids, [1] * len(ids)))
         shorter = min(len(ids) for ids, _ in sides) - 1  # each side has a token of its own
         facts = {"margin": float(row["margin"])} if row.get("margin") is not None else {}
         return [token_pair(sides, shorter, **facts)]

@@ -70,6 +70,7 @@ CASES = {
         settings={"loss_type": "apo_zero_unpaired", "train_sampling_strategy": "random"},
     ),
     "reward": Case("Reward", settings={"center_rewards_coefficient": 0.1}, evaluates=True),
+    "reward plain": Case("Reward", "plain", evaluates=True),  # which ends with a padding token
     "sft completions": Case("SFT", columns="completion", evaluates=True),
     "sft messages": Case("SFT", columns="messages", settings={"shuffle_dataset": True}),
     "sft text": Case("SFT", "plain", columns="text"),

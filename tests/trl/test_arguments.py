@@ -280,6 +280,13 @@ def test_a_frozen_model_is_refused(model: str, tmp_path: Path) -> None:
         rather.trl.DPOTrainer(frozen, args=args, train_dataset=rows_of(Case("DPO")))
 
 
+def test_older_names_of_columns_of_tokens(model: str, tmp_path: Path) -> None:
+    args = rather.trl.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    row = {"chosen_input_ids": [1, 7, 8], "rejected_input_ids": [1, 9]}
+    trainer = rather.trl.RewardTrainer(model, args, train_dataset=Dataset.from_list([row, row]))
+    assert trainer.train_dataset[0]["chosen_ids"] == [1, 7, 8]
+
+
 def test_a_reward_model_has_one_label(model: str, tmp_path: Path) -> None:
     two = transformers.AutoModelForSequenceClassification.from_pretrained(model, num_labels=2)
     args = rather.trl.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 # The others run in `make test-all`: each changes one setting of these.
-QUICK = ("dpo chat", "dpo lora", "kto", "reward", "sft completions", "orpo")
+QUICK = ("dpo chat", "dpo lora", "kto", "reward", "reward plain", "sft completions", "orpo")
 
 
 @pytest.mark.parametrize(
