@@ -24,9 +24,12 @@ MOST = {
     # towers (750), kernels of scans (1,690); answers that a server compares (700);
     # prompts that a template changes, ends of tool calls, dense Nemotron-H (610);
     # a forecast of host memory, advice that the config of the run takes (625);
-    # null images, images of Pillow, ms-swift's two conversations (180).
-    "tokens of the core": 318_503,
-    "tokens of the tools": 76_300,  # rounds, finalists of tune, GGUF files, init, push, images
+    # null images, images of Pillow, ms-swift's two conversations (180);
+    # links of results, parts and cards in a stranger's folder (220).
+    "tokens of the core": 318_723,
+    # Rounds, finalists of tune, GGUF files, init, push, images; scripts of users behind a command
+    # line, the card that is pushed (940).
+    "tokens of the tools": 77_240,
     # push_to_hub; masks of rows of tokens, the reference that a name loads, refusals of models and
     # adapters, the token that a reward model scores (670).
     "tokens of rather.trl": 12_870,

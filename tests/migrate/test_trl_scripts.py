@@ -374,6 +374,66 @@ def test_the_trainer_of_a_script_determines_what_its_config_file_trains(tmp_path
     assert (result.config.task, result.config.beta) == ("unpaired", 0.3)
 
 
+# A script that leaves everything to its command line, as TRL's own do.
+PLAIN = """
+import trl
+parser = trl.TrlParser((trl.ScriptArguments, trl.DPOConfig, trl.ModelConfig))
+script_args, training_args, model_args = parser.parse_args_and_config()
+data = load_dataset(script_args.dataset_name)
+{extra}
+trainer = trl.DPOTrainer(model_args.model_name_or_path, args=training_args{more}, train_dataset=data)
+"""
+IN_CODE = {
+    "loss": ("training_args.loss_type = 'ipo'", "training_args.loss_type"),
+    "config": ("training_args = trl.DPOConfig(beta=0.5)", "trl.DPOConfig"),
+    "rows": ("data = data.filter(len)", "data.filter"),
+    "file": ("data = load_dataset('org/other')", "load_dataset"),
+    "model": ("model = AutoModelForCausalLM.from_pretrained('m')",
+              "AutoModelForCausalLM.from_pretrained"),
+    "adapter": ("peft = LoraConfig(r=4)", "LoraConfig"),
+    "template": ("tokenizer.chat_template = text", "tokenizer.chat_template"),
+    "argument": (", beta=0.5", "beta"),
+}  # fmt: skip
+LINE = "{} --model_name_or_path m --dataset_name d.jsonl --learning_rate 1e-6 --bf16"
+
+
+@pytest.mark.defect("U1")
+@pytest.mark.parametrize("case", IN_CODE)
+@pytest.mark.parametrize("call", ["python dpo.py", "torchrun --nproc_per_node 1 -m jobs.dpo"])
+def test_a_script_with_a_command_line_may_decide_by_itself(
+    tmp_path: Path, case: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script of a user is often called dpo.py; it is read, also as a module or from elsewhere."""
+    code, key = IN_CODE[case]
+    parts = {"extra": "", "more": code} if code.startswith(",") else {"extra": code, "more": ""}
+    for script in (tmp_path / "dpo.py", tmp_path / "jobs" / "dpo.py"):
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(PLAIN.format(**parts))
+    monkeypatch.chdir(tmp_path)
+    source = read_line(LINE.format(call), folder=tmp_path / "launch")
+    row = problems(migrate(source, PEERS["trl"]))
+    assert list(row) == [key]
+
+
+@pytest.mark.defect("U1")
+def test_scripts_that_leave_all_to_the_command_line(tmp_path: Path) -> None:
+    own = "import argparse, trl\nargs = argparse.ArgumentParser().parse_args()\ntrl.DPOTrainer()\n"
+    other = "import mine\nmine.Trainer().train()\n"
+    for text, expected in ((PLAIN.format(extra="", more=""), {}), (own, "(program)"),
+                           (other, "(program)"), ("(", "(program)")):  # fmt: skip
+        (tmp_path / "dpo.py").write_text(text)
+        source = read_line(LINE.format("python dpo.py"), folder=tmp_path)
+        assert set(problems(migrate(source, PEERS["trl"]))) == ({expected} if expected else set())
+    (tmp_path / "dpo.py").unlink()
+    result = migrate(read_line(LINE.format("python dpo.py"), folder=tmp_path), PEERS["trl"])
+    assert "not here; taken to be trl's own" in [row.note for row in result.rows]
+    for script in ("trl/scripts/dpo.py", "examples/scripts/dpo.py"):  # of a checkout of TRL
+        (tmp_path / script).parent.mkdir(parents=True)
+        (tmp_path / script).write_text("# moved\n")
+        source = read_line(LINE.format(f"python {script}"), folder=tmp_path)
+        assert problems(migrate(source, PEERS["trl"])) == {}
+
+
 # ---- secrets
 
 

@@ -115,6 +115,7 @@ class Peer:
     `reader` reads a file whose values refer to others, under the flags of a command line; `config`
     is its place next to the program if the line names none. `secrets` are keys whose text is a
     secret although their names do not say so. `always` are differences that no key expresses.
+    `script` returns what the file of a program sets by itself, with the reason and its place.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Peer:
     whole: str = ""
     secrets: str = ""
     always: tuple[str, ...] = ()
+    script: Callable[[Path], dict[str, str]] | None = None
 
     @cached_property
     def settings(self) -> JsonObject:
@@ -224,6 +226,7 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
             f"{source.name}: {source.program} is not a training that Rather offers; of {peer.name} "
             f"it converts {', '.join(peer.programs)}.{rounds_instead(source.program)}"
         )
+    source = _with_script(source, peer)
     count = devices or source.devices
     file = _file_of(source, peer)
     written = _written_keys(source, peer, file)
@@ -235,7 +238,7 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
         **{peer.aliases.get(key, key): setting for key, setting in written.items()},
     }
     filled = _fill_defaults(peer, source, settings)
-    rows = _launched(count)
+    rows = _launched(count) + _assumed_script(source, peer)
     rows += [_row(peer, key, setting, settings) for key, setting in written.items()]
     rows = _agreed(rows)
     stated = set(_values(rows))
@@ -254,6 +257,21 @@ def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> M
     rows.sort(key=lambda row: ORDER.index(row.status))
     knows_devices = bool(count) or DEVICES in stated
     return Migrated(peer, source.name, nested(_values(rows)), rows, config, knows_devices)
+
+
+def _with_script(source: SourceSettings, peer: Peer) -> SourceSettings:
+    """Return settings with what the file of the program sets by itself."""
+    if peer.script is None or source.script is None:
+        return source
+    return replace(source, unknown={**source.unknown, **peer.script(source.script)})
+
+
+def _assumed_script(source: SourceSettings, peer: Peer) -> list[Outcome]:
+    """Return a row for a script that is not here: users give theirs the names of the tool's."""
+    is_script = source.program in peer.programs and " " not in source.program
+    if peer.script is None or source.script or not is_script or not source.words:
+        return []
+    return [Outcome(CHANGED, note=f"not here; taken to be {peer.name}'s own", key="(script)")]
 
 
 def _unknown_devices(count: int | None, stated: set[str], values: JsonObject) -> list[Outcome]:

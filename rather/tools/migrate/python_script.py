@@ -22,6 +22,7 @@ from rather.tools.migrate.python_values import (
     code_of,
     is_none,
     is_stored,
+    is_text,
     last_name,
 )
 from rather.tools.migrate.settings import SourceSettings
@@ -74,6 +75,13 @@ SAVE_THEM = "save them to a file of their own"
 CHANGES_TRAINER = ("add_callback", "pop_callback", "remove_callback", "create_optimizer",
                    "create_scheduler", "create_optimizer_and_scheduler")  # fmt: skip
 IN_PLACE = ("set_transform", "set_format")  # what changes the rows of a data set
+# Calls by which a script decides something that its command line does not say.
+DECIDING = """
+    TrainingArguments LoraConfig setup_chat_format get_chat_template map filter select
+    train_test_split concatenate_datasets interleave_datasets
+""".split()  # noqa: SIM905 - a table of names
+NAMING = ("load_dataset", "from_pretrained")
+IN_CODE = "decided in the script, not on its command line"
 
 
 def read_script(path: Path) -> SourceSettings:
@@ -91,6 +99,29 @@ def trainer_in(path: Path) -> str:
     except (ConfigError, RecursionError):
         return ""
     return TRAINERS[calls[0][0]] if len(calls) == 1 else ""
+
+
+def set_in_code(path: Path) -> dict[str, str]:
+    """Return what a script with a command line sets by itself, and where.
+
+    TRL's own scripts leave nearly everything to the command line; those of users are often called
+    the same.
+    """
+    try:
+        return _parsed(path).set_in_code()
+    except (ConfigError, RecursionError) as error:
+        return {"(program)": f"{path.name} cannot be read ({str(error)[:100]})"}
+
+
+def decides_by_name(config: str) -> Callable[[ast.Call], bool]:
+    """Return whether a call decides what is trained, though the command line does not say it."""
+
+    def decides(call: ast.Call) -> bool:
+        name = last_name(call.func)
+        names_one = name in NAMING and any(map(is_text, call.args[:1]))
+        return names_one or name in (*DECIDING, config)
+
+    return decides
 
 
 def _parsed(path: Path) -> Script:
@@ -141,6 +172,39 @@ class Script(Module):
             self.path.name, self.values, words=("trl", program), program=program,
             folder=self.path.parent, unknown=self.unknown, left_out=self.left_out,
         )  # fmt: skip
+
+    def set_in_code(self) -> dict[str, str]:
+        """Return what the script sets by itself, although it has a command line."""
+        trainers = self.trainers()
+        parsed = [call for call in self.calls() if last_name(call.func) in PARSERS]
+        if len(trainers) != 1 or not parsed:
+            why = "reads its command line in its own way" if trainers else "calls no trainer of TRL"
+            return {"(program)": f"{self.path.name} {why}"}
+        [(name, trainer)] = trainers
+        calls = filter(decides_by_name(name.replace("Trainer", "Config")), self.calls())
+        notes = {code_of(call.func): self.note(call, IN_CODE) for call in calls}
+        for keyword in trainer.keywords:
+            if keyword.arg not in (*OBJECTS, *NEEDLESS) and isinstance(keyword.value, ast.Constant):
+                notes[str(keyword.arg)] = self.note(keyword.value, IN_CODE)
+        changes = self._assigned_settings(self._targets(parsed))
+        return notes | {code_of(node): self.note(node, IN_CODE) for node in changes}
+
+    def _assigned_settings(self, names: set[str]) -> Iterator[ast.Attribute]:
+        """Yield assignments to the template, or to settings that were parsed into these names."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute) and is_stored(node):
+                is_parsed = node.attr not in OUTPUT and ast.unparse(node.value) in names
+                if is_parsed or node.attr == "chat_template":
+                    yield node
+
+    def _targets(self, calls: list[ast.Call]) -> set[str]:
+        """Return the names that the results of calls are assigned to."""
+        assigned = (
+            node for node in ast.walk(self.tree)
+            if isinstance(node, ast.Assign) and node.value in calls
+        )  # fmt: skip
+        targets = chain.from_iterable(node.targets for node in assigned)
+        return {ast.unparse(name) for each in targets for name in getattr(each, "elts", [each])}
 
     # ---- what is known
 

@@ -254,6 +254,10 @@ def is_stored(node: ast.Attribute | ast.Subscript) -> bool:
     return isinstance(node.ctx, ast.Store)
 
 
+def is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
 def is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 

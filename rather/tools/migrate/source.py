@@ -64,8 +64,8 @@ def read_line(
     launch_variables = {key: environment[key] for key in ENVIRONMENT if key in environment}
     launched = {**launch_variables, **_accelerate(launcher, folder), **launcher}
     devices = _devices(words[:1], launched, folder)
-    script = folder / words[after - 1] if start else folder
-    if not script.is_file():
+    script = _script(words[after - 1], folder) if start else None
+    if script is None:
         return SourceSettings(name, values, tuple(words), devices, config, program, flags, folder)
     trainer = trainer_in(script) if script.suffix == ".py" else ""
     if trainer and not flags and not config:
@@ -125,6 +125,14 @@ def _program(words: list[str]) -> tuple[str, int] | None:
             return name.removesuffix(".py").rpartition(".")[2], index + 1
         is_module = word in ("-m", "--module")
     return None
+
+
+def _script(word: str, folder: Path) -> Path | None:
+    """Return the file of a program: as a shell in the folder, here or one level up finds it."""
+    is_module = "/" not in word and not word.endswith(".py")
+    file = f"{word.replace('.', '/')}.py" if is_module else word
+    places = (folder / file, Path(file), folder.parent / file)
+    return next((place for place in places if place.is_file()), None)
 
 
 def with_powers(value: Any) -> Any:

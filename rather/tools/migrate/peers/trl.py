@@ -6,6 +6,7 @@ file (trl_versions.py). Recipes of the alignment handbook and of SimPO are read 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rather.tools.migrate.peers.shared import (
     devices,
     length,
 )
+from rather.tools.migrate.python_script import set_in_code
 from rather.tools.migrate.rules import (
     CHANGED,
     KTO,
@@ -69,6 +71,7 @@ HOW = (
     "a file does not name its trainer; pass --trainer dpo (kto, orpo, ...), or the command with "
     "--line"
 )
+THEIR_OWN = re.compile(r"/(trl|examples)/scripts/\w+\.py$|/run_\w+\.py$")
 # Files of accelerate that TRL has: the strategy, and how many processes they start.
 LAUNCHED = {name: (name, 8) for name in ("zero1", "zero2", "zero3")} | {
     "fsdp1": ("fsdp2_train", 8),
@@ -93,6 +96,11 @@ def config_keys(given: Given, name: str) -> list[str]:
     if not given.get("(script)"):
         keys_of_trainer = keys_of_trainer | trl_versions.keys_ever(trl_versions.SHARED)
     return [key for key in own_keys(given) if key in keys_of_trainer]
+
+
+def settings_in(script: Path) -> dict[str, str]:
+    """Return what a script sets by itself; those of TRL, the handbook and SimPO are known."""
+    return {} if THEIR_OWN.search(script.resolve().as_posix()) else set_in_code(script)
 
 
 def trainer(given: Given) -> Any:
@@ -473,4 +481,5 @@ PEER = Peer(
         "The order of the pairs is another one.",
         "`from rather.trl import DPOConfig, DPOTrainer` trains on TRL's tokens, in TRL's order.",
     ),
+    script=settings_in,
 )  # fmt: skip
