@@ -155,6 +155,8 @@ def _adapter_of(name: str, trust: Trust) -> Weights:
     """Return the weights of a run, checkpoint or folder that has an adapter."""
     beside = Path(name).expanduser() / "adapter"  # the model that it was merged into
     has_own_folder = (beside / "adapter_config.json").is_file()
+    if has_own_folder:
+        refuse_outside(beside.parent, beside)
     source = weights_of(str(beside) if has_own_folder else name, trust)
     if not source.args.has_adapter:
         raise ConfigError(f"--adapter: {name} has no adapter; export the model without it.")

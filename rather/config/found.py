@@ -73,14 +73,18 @@ ALLOWED = (
     *(f"{REFERENCE}.cache.{key}" for key in ("enabled", "per_token")),
     *(f"{VALIDATION}.data_args.{key}" for key in (*DATA_KEYS, "file_name", "split")),
 )
-# All that a result needs of its run, and all that a checkpoint needs.
+# All that a result needs of its run, its card, and a checkpoint.
 OF_A_RESULT = (f"{ACTOR}.model_args.dtype", "rounding")
+OF_A_CARD = (
+    "pretrain", *(f"{ACTOR}.model_args.{key}" for key in ("model_name_or_path", "revision")),
+    f"{REFERENCE}.model_args.model_name_or_path",
+)  # fmt: skip
 OF_A_CHECKPOINT = (
     "seed", "task", "rounding", "pretrain", "global_template", f"{ACTOR}.data_args.template",
     *(key for key in ALLOWED if key.startswith((f"{ACTOR}.model_args.", f"{REFERENCE}.model_args."))),
 )  # fmt: skip
 # Where a command may write next to a run folder.
-WRITTEN = (".cache", ".cache/data", ".cache/reference", "logs")
+WRITTEN = (".cache", ".cache/data", ".cache/reference", ".cache/vision", "logs")
 TEMPLATE_NAMES = ("template", "global_template")
 NAMES = {*MODEL_NAMES, *DATA_NAMES, *TEMPLATE_NAMES}
 ADDRESSES = ("s3:", "hf:")  # also what a joined path begins with
@@ -117,7 +121,10 @@ def found_values(
     Raise one ConfigError with every name that it may not use.
     """
     text = yaml_text(path, own)
-    written = parse_yaml(text)
+    try:
+        written = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if not isinstance(written, dict):
         raise ConfigError(f"{path}: the file must hold keys and values, such as `pretrain: ...`")
     run_dir = path.absolute().parent
@@ -154,7 +161,10 @@ def _written_at(values: Any, key: str) -> Any:
         if not isinstance(values, dict) or name not in values:
             return Missing
         values = values[name]
-    return parse_json(json.dumps(values, default=str))  # 1: x has a number as its key in YAML
+    try:
+        return parse_json(json.dumps(values, default=str))  # 1: x has a number as its key in YAML
+    except (TypeError, ValueError) as error:  # such as a date as a key, or .nan
+        raise ConfigError(f"{key}: is not a value that a config can have ({error})") from None
 
 
 def _has_interpolation(value: Any) -> bool:
@@ -172,6 +182,13 @@ class _Names:
 
     def checked(self, key: str, value: Any, written: JsonObject) -> Any:
         """Return the value of a key that names something, data files as absolute paths."""
+        try:
+            return self._checked(key, value, written)
+        except (OSError, RuntimeError, ValueError) as error:  # a null byte, ~ of an unknown user
+            self._refuse(key, str(value)[:100], f"is not a path ({error})")
+            return value
+
+    def _checked(self, key: str, value: Any, written: JsonObject) -> Any:
         name = key.rpartition(".")[2]
         if _has_interpolation(value):
             self._refuse(key, str(value), UNRESOLVED)

@@ -46,7 +46,7 @@ from rather.data.template import (
 )
 from rather.data.tokens import Ids, TokenRecipe
 from rather.errors import LIMITS, DataError, counted
-from rather.files import file_sha, inspect_folder, text_sha
+from rather.files import file_sha, inspect_folder, refuse_outside, text_sha
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -342,6 +342,8 @@ class _Builder:
             return text_sha(self.tokenizer.backend_tokenizer.to_str() + text)
         matches = {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)}
         files = sorted(file for file in matches if file.is_file())
+        for file in files:
+            refuse_outside(folder, file)
         if not files:
             raise DataError(
                 f"{folder.absolute()}: no tokenizer in this folder (it has no tokenizer.json)."

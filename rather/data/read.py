@@ -97,6 +97,7 @@ def find_sources(path: Path) -> list[DataFile]:
 def _arrow_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.arrow"))
     state = folder / "state.json"
+    _refuse_outside(folder, [state] if state.exists() else [])
     if state.is_file():  # the folder may also hold cached results of other work
         try:
             listed = read_json(state)["_data_files"]
@@ -105,21 +106,27 @@ def _arrow_files(folder: Path) -> list[Path]:
             raise DataError(
                 f"{state}: does not list the data files of its folder ({error!r})."
             ) from error
-    for file in files:
-        target = real_path(file)
-        if target.parent != real_path(folder):
-            raise DataError(
-                f"{file}: is a link to {target}, outside its folder; copy the file into it."
-            )
+    _refuse_outside(folder, files)
     if not files:  # ColossalChat writes part-00000, part-00001, ...
-        for part_state in sorted(folder.glob("part-*/state.json")):
-            files += _arrow_files(part_state.parent)
+        parts = [part_state.parent for part_state in sorted(folder.glob("part-*/state.json"))]
+        _refuse_outside(folder, parts)
+        for part in parts:
+            files += _arrow_files(part)
     if not files:
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise DataError(
             f"{folder}: a folder without .arrow files (it holds {inside}); name one of them."
         )
     return files
+
+
+def _refuse_outside(folder: Path, entries: list[Path]) -> None:
+    for entry in entries:
+        target = real_path(entry)
+        if target.parent != real_path(folder):
+            raise DataError(
+                f"{entry}: is a link to {target}, outside its folder; copy the file into it."
+            )
 
 
 def _detect_kind(path: Path) -> DataFile:

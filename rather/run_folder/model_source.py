@@ -19,7 +19,7 @@ from rather.config.schema import ActorConfig, ActorModelArgs, ModelArgs
 from rather.data.hub import refuse_unknown_model
 from rather.data.template import load_tokenizer, tokenizer_of
 from rather.errors import CheckpointError, ConfigError
-from rather.files import file_sha, read_json, text_sha
+from rather.files import file_sha, read_json, refuse_outside, text_sha
 from rather.model.files import BASE_WEIGHTS, model_folder, refuse_other_base, weights_digest
 from rather.model.policy import PolicyModel
 from rather.model.reward import is_reward_model
@@ -68,8 +68,11 @@ class Weights:
         if adapter := self.args.adapter_name_or_path:
             return is_reward_model(read_json(Path(adapter) / "adapter_config.json"))
         folder = model_folder(self.model, self.args.revision)
+        if folder is None:
+            return False
+        refuse_outside(folder, folder / "config.json")
         with suppress(OSError, ValueError, AttributeError):  # loading it reports why
-            return folder is not None and is_reward_model(read_json(folder / "config.json"))
+            return is_reward_model(read_json(folder / "config.json"))
         return False
 
     def digest(self) -> str:
@@ -109,6 +112,7 @@ def weights_of(name: str, trust: Trust = NO_TRUST) -> Weights:
         return _of_adapter(name, folder, trust)
     for model in (folder, folder / "model"):
         if (model / "config.json").is_file():
+            refuse_outside(folder, model)
             dtype, rounding = _precision_of_run(model)
             args = own_args.model_copy(update={"dtype": dtype})
             return Weights(name, str(model), str(model), args, rounding=rounding)

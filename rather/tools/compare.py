@@ -12,7 +12,7 @@ import torch
 from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.commands.terminal import echo, print_table
 from rather.errors import ConfigError
-from rather.files import JsonObject
+from rather.files import JsonObject, refuse_outside
 from rather.model.files import weight_files
 from rather.tools.board.runs import FolderProblem, read_config
 from rather.tools.report.folder import Folder
@@ -108,6 +108,8 @@ def best(name: str, curve: Curve) -> tuple[float, int]:
 
 def compare_weights(a: Path, b: Path) -> JsonObject | None:
     """Compare the exported models tensor by tensor; None if one of them does not exist yet."""
+    for folder in (a, b):
+        refuse_outside(folder, folder / "model")
     if not all((folder / "model" / "config.json").is_file() for folder in (a, b)):
         return None
     first, second = (ShardedFiles(weight_files(folder / "model")) for folder in (a, b))

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from rather.commands.terminal import RunFolder, command, count, echo, print_table
+from rather.commands.terminal import RunFolder, TrustPaths, command, count, echo, print_table
+from rather.config.found import NO_TRUST, OF_A_CARD, Trust
+from rather.config.load import load_found
 from rather.config.paths import is_local
 from rather.config.redaction import hide, redact
 from rather.data.hub import CARD, MOST_CARD_BYTES, front_matter
@@ -18,12 +20,9 @@ from rather.errors import ConfigError, ServerError
 from rather.files import (
     HUB_SECONDS,
     JsonObject,
-    own,
-    parse_yaml,
     read_bytes,
     refuse_outside,
     why_not_from_hub,
-    yaml_text,
 )
 from rather.run_folder.names import CONFIG, DATA_REPORT, refuse_other_folder
 from rather.tracking.json_lines import read_object
@@ -31,6 +30,7 @@ from rather.tracking.json_lines import read_object
 RESULTS = ("model", "adapter", "best_model")  # of a run, the first that is there
 LICENCE = ("license", "license_name", "license_link")
 NEVER_PUSHED = (".bin", ".pt", ".pth", ".pkl")  # pickles; training_args.bin may hold a token
+UNKNOWN = "unknown"  # a base that the run does not name, and its licence
 WEIGHTS = re.compile(r"(model|adapter_model)[^/]*\.safetensors(\.index\.json)?")
 
 Files = dict[str, Path | bytes]
@@ -42,6 +42,7 @@ def push_command(
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME")],
     public: bool = False,
     dry_run: bool = False,
+    trust_paths: TrustPaths = False,
 ) -> None:
     """Upload the model of a run with its card to the hub, as one commit.
 
@@ -55,7 +56,8 @@ def push_command(
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ConfigError(f"{repo}: name the repository as ORG/NAME.")
     run_dir, folder = result_of(run.expanduser())
-    files = {**files_in(folder), CARD: run_card(run_dir, folder).encode()}
+    trust = Trust(paths=trust_paths)
+    files = {**files_in(folder), CARD: run_card(run_dir, folder, trust).encode()}
     if dry_run:
         echo(files[CARD].decode())  # type: ignore[union-attr]
         print_table(("file", "bytes"), [(name, size_of(file)) for name, file in files.items()])
@@ -74,6 +76,7 @@ def result_of(path: Path) -> tuple[Path, Path]:
     refuse_other_folder(path)
     for name in RESULTS:
         if (path / name).is_dir():
+            refuse_outside(path, path / name)
             return path, path / name
     raise ConfigError(f"{path}: has no model yet; train it to the end first.")
 
@@ -98,19 +101,25 @@ def size_of(file: Path | bytes) -> int:
 # --- the card ---
 
 
-def run_card(run_dir: Path, folder: Path) -> str:
+def run_card(run_dir: Path, folder: Path, trust: Trust = NO_TRUST) -> str:
     """Return the card that the run wrote, with the data, the base and its licence added."""
-    values = parse_yaml(yaml_text(run_dir / CONFIG, own))
-    actor = values.get("actor_train", {}).get("model_args", {})
-    reference = values.get("reference", {}).get("model_args", {})
-    base = actor.get("model_name_or_path") or values.get("pretrain") or "unknown"
-    exported = read_bytes(folder / CARD).decode("utf-8", "replace")
+    config = load_found(run_dir / CONFIG, trust, OF_A_CARD)
+    actor, reference = config.actor_train.model_args, config.reference.model_args
+    base = actor.model_name_or_path or UNKNOWN
+    refuse_outside(folder, folder / CARD)
+    exported = ""
+    if (folder / CARD).is_file():
+        exported = read_bytes(folder / CARD, MOST_CARD_BYTES).decode("utf-8", "replace")
     body = re.sub(r"\A---\n.*?\n---\n", "", exported, flags=re.DOTALL).strip()
-    for name in {base, reference.get("model_name_or_path") or base}:
+    for name in {base, reference.model_name_or_path or base}:
         body = body.replace(f"`{name}`", f"`{public_name(name)}`")
     data_report = read_object(run_dir / DATA_REPORT)
-    text = f"{body}\n\n{_data_section(data_report)}"
-    return card(text, base, actor.get("revision"), _top(folder / CARD), _datasets(data_report))
+    try:
+        data_section, datasets = _data_section(data_report), _datasets(data_report)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{run_dir / DATA_REPORT}: is not a report of a run ({error}).") from None
+    text = f"{body}\n\n{data_section}"
+    return card(text, base, actor.revision, _top(folder / CARD), datasets)
 
 
 def card(
@@ -124,7 +133,7 @@ def card(
     if datasets:
         values["datasets"] = list(datasets)
     source = f"The licence is that of `{public_name(base)}`, as its card says."
-    if licence == {"license": "unknown"}:
+    if licence == {"license": UNKNOWN}:
         source = f"The licence is unknown: no card of `{public_name(base)}` names one."
     front = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     text = f"{text.strip()}\n\n## Licence\n\n{source} The licence of the data is not stated here.\n"
@@ -140,15 +149,19 @@ def licence_of(base: str, revision: str | None = None) -> JsonObject:
     """Return what the card of a model says about its licence; unknown if it says nothing."""
     from huggingface_hub import hf_hub_download
 
+    if base == UNKNOWN:
+        return {"license": UNKNOWN}
     file = Path(base).expanduser() / CARD
     if not is_local(base):
         try:
             file = Path(hf_hub_download(base, CARD, revision=revision, etag_timeout=HUB_SECONDS))
         except Exception:  # no card, no such model, or no network
-            return {"license": "unknown"}
+            return {"license": UNKNOWN}
+    else:
+        refuse_outside(file.parent, file)
     top = _top(file)
     licence = {key: top[key] for key in LICENCE if isinstance(top.get(key), str | list)}
-    return licence if "license" in licence else {"license": "unknown"}
+    return licence if "license" in licence else {"license": UNKNOWN}
 
 
 def _top(file: Path) -> JsonObject:

@@ -127,6 +127,8 @@ def test_the_licence_of_a_base_on_the_hub(run: DPOConfig, hub: Hub, tmp_path: Pa
     report["train"]["commits"] = {"hf://datasets/shop/pairs@main:train": "abc"}
     (folder / "data_report.json").write_text(json.dumps(report))
     done = rather("push", folder, "shop/kind", "--dry-run")
+    assert done.exit_code == 2, "the config was edited, so it may be anybody's"
+    done = rather("push", folder, "shop/kind", "--dry-run", "--trust-paths")
     top = front(done.output)
     assert (top["base_model"], top["license"]) == ("shop/base", "mit")
     assert top["datasets"] == ["shop/pairs"]

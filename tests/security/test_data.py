@@ -178,6 +178,18 @@ def test_a_folder_of_tables_cannot_lead_out(tmp_path: Path, marker: Path) -> Non
     (folder / "private.arrow").symlink_to("private.arrow")
     with pytest.raises(DataError, match=r"saved/private\.arrow: "):
         find_sources(folder)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("private.arrow", "state.json"):
+        (folder / name).unlink()
+    private.rename(outside / "data.arrow")
+    (outside / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    (folder / "part-00000").symlink_to(outside)
+    with pytest.raises(DataError, match=r"saved/part-00000: is a link to .*outside its folder"):
+        find_sources(folder)
+    (folder / "state.json").symlink_to(outside / "state.json")
+    with pytest.raises(DataError, match=r"saved/state\.json: is a link to .*outside its folder"):
+        find_sources(folder)
 
 
 def test_a_table_that_lies_about_its_size(config: Config, tmp_path: Path, marker: Path) -> None:

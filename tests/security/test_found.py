@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import yaml
 
@@ -290,8 +291,131 @@ def test_an_address_in_two_halves(
     assert (watch.connections, server.connections) == ([], 0)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "~nobody-has-this-name/x", "x" * 5000])
+def test_what_is_not_a_path_is_refused_in_one_line(folder: Folder, name: str) -> None:
+    keys = ("pretrain", "global_template", "actor_train.data_args.file_name")
+    for key in keys:
+        file = folder.write({key: f"{name}.jinja" if "template" in key else name})
+        with pytest.raises(ConfigError, match=rf"{key}: .* (is not a path|is outside of the run)"):
+            load_found(file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x: !!python/object/apply:os.system [id]",
+        "actor_train: {data_args: {columns: {2024-01-01: x}}}",
+        "actor_train: {data_args: {chat_template_kwargs: {x: .nan}}}",
+        "actor_train: [1]",
+    ],
+)
+@pytest.mark.parametrize("command", ["pairs", "export", "push"])
+def test_a_config_with_other_values_is_refused_in_one_line(
+    folder: Folder, text: str, command: str
+) -> None:
+    if command != "push":
+        shutil.rmtree(folder.run / "model")
+    (folder.run / "config.yaml").write_text(text)
+    words = {"export": ["export", folder.run, folder.home / "out"],
+             "push": ["push", folder.run, "org/name", "--dry-run"]}  # fmt: skip
+    done = rather(*words.get(command, [command, folder.run]))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code in (0, 2, 3), done.output
+
+
+@pytest.mark.parametrize("base", ["outside", "hub", "a list", "not named"])
+def test_a_pushed_card_reads_no_private_file(
+    folder: Folder, server: Server, watch: Watch, base: str
+) -> None:
+    """Its licence would be read from the card of a base that the stranger names."""
+    (folder.outside / "base" / "README.md").write_text(f"---\nlicense: {PRIVATE}\n---\n")
+    named = {"outside": str(folder.outside / "base"), "hub": "org/name", "a list": ["a"]}
+    file = folder.write({"pretrain": named.get(base)})
+    with watch(folder.outside):
+        done = rather("push", file.parent, "org/name", "--dry-run")
+    assert done.exit_code == (0 if base == "not named" else 2), done.output
+    assert PRIVATE not in done.output
+    assert (watch.opened, watch.connections) == ([], [])
+    if base == "outside":
+        assert (
+            PRIVATE in rather("push", folder.run, "org/name", "--dry-run", "--trust-paths").output
+        )
+        (folder.run / "base" / "README.md").symlink_to(folder.outside / "base" / "README.md")
+        file = folder.write({"pretrain": str(folder.run / "base")})
+        done = rather("push", file.parent, "org/name", "--dry-run")
+        assert "is a link to" in done.stderr
+    (folder.run / "data_report.json").write_text('{"train": [], "evals": 5}')
+    done = rather("push", folder.run, "org/name", "--dry-run", "--trust-paths")
+    assert done.exit_code == 2, done.output
+
+
+LINKED = {
+    "push": ["push", "{run}", "org/name", "--dry-run"],
+    "chat": ["chat", "{run}", "--prompt", "w1"],
+    "export": ["export", "{run}", "out"],
+    "generate": ["generate", "{run}", "{run}/pairs.jsonl", "--out", "answers.jsonl"],
+    "compare": ["compare", "{run}", "{run}"],
+}
+
+
+@pytest.mark.parametrize("command", [*LINKED, "board"])
+def test_a_result_that_is_a_linked_folder_is_not_opened(
+    folder: Folder, watch: Watch, command: str
+) -> None:
+    """A private model would be answered from, exported, or even uploaded."""
+    from rather.tools.board.session import Session
+
+    shutil.rmtree(folder.run / "model")
+    (folder.run / "model").symlink_to(folder.outside / "base")
+    folder.write()
+    with watch(folder.outside):
+        if command == "board":
+            with pytest.raises(ConfigError, match="is a link to"):
+                Session(folder.run).sources()
+        else:
+            done = rather(*(word.format(run=folder.run) for word in LINKED[command]))
+            assert done.exit_code == 2, done.output
+            assert "is a link to" in done.stderr
+    assert watch.opened == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("command", ["push", "score"])
+def test_no_linked_file_of_a_model_is_opened(
+    folder: Folder, watch: Watch, command: str, name: str
+) -> None:
+    model = folder.run / ("model" if command == "push" else "base")
+    if command == "score":
+        shutil.rmtree(folder.run / "model")
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(folder.outside / "notes.txt")
+    folder.write()
+    words = {"push": LINKED["push"], "score": ["score", "{run}", "{run}/pairs.jsonl"]}[command]
+    with watch(folder.outside):
+        done = rather(*(word.format(run=folder.run) for word in words))
+    assert watch.opened == []
+    assert PRIVATE not in done.output
+    assert done.exit_code == (0 if (command, name) == ("score", "README.md") else 2), done.output
+
+
+def test_a_folder_of_parts_inside_the_run_does_not_lead_out(folder: Folder) -> None:
+    part, data = folder.outside / "part", folder.run / "data"
+    part.mkdir()
+    data.mkdir()
+    table = pa.table({name: [PRIVATE, PRIVATE] for name in ("prompt", "chosen", "rejected")})
+    with pa.ipc.new_stream(str(part / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    (part / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    (data / "part-00000").symlink_to(part)
+    done = rather("pairs", folder.write({"actor_train.data_args.file_name": str(data)}).parent)
+    assert "part-00000: is a link to" in done.stderr
+    files = (folder.home / "output").rglob("*")
+    files = [file for file in files if file.is_file() and not file.is_symlink()]
+    assert not [file for file in files if PRIVATE.encode() in file.read_bytes()]
+
+
 @pytest.mark.defect("X2")
-@pytest.mark.parametrize("name", [".cache", ".cache/data"])
+@pytest.mark.parametrize("name", [".cache", ".cache/data", ".cache/vision"])
 def test_a_linked_cache_is_not_written(folder: Folder, name: str) -> None:
     place = folder.home / "output" / name
     place.parent.mkdir(exist_ok=True)

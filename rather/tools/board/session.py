@@ -27,7 +27,7 @@ from rather.data.prepare import prepare
 from rather.data.show import LABELS, SIDES, pair_texts
 from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
-from rather.files import JsonObject, own, read_bytes
+from rather.files import JsonObject, own, read_bytes, refuse_outside
 from rather.losses.objective import from_config
 from rather.model.files import refuse_other_base
 from rather.model.policy import PolicyModel
@@ -150,6 +150,7 @@ class Session:
             name = f"{frozen.model}, moved up to step {newest.step}"
             frozen = replace(frozen, name=name, checkpoint=newest, group="reference")
         folder, finished = self.run_dir / "model", self.run_dir / FINISHED
+        refuse_outside(self.run_dir, folder)
         if finished.exists() and folder.is_dir():
             step = read_bytes(finished, 20, own).decode("utf-8", "replace").strip()
             exported_args = args.of_other_weights()
