@@ -397,7 +397,6 @@ IN_CODE = {
 LINE = "{} --model_name_or_path m --dataset_name d.jsonl --learning_rate 1e-6 --bf16"
 
 
-@pytest.mark.defect("U1")
 @pytest.mark.parametrize("case", IN_CODE)
 @pytest.mark.parametrize("call", ["python dpo.py", "torchrun --nproc_per_node 1 -m jobs.dpo"])
 def test_a_script_with_a_command_line_may_decide_by_itself(
@@ -415,7 +414,6 @@ def test_a_script_with_a_command_line_may_decide_by_itself(
     assert list(row) == [key]
 
 
-@pytest.mark.defect("U1")
 def test_scripts_that_leave_all_to_the_command_line(tmp_path: Path) -> None:
     own = "import argparse, trl\nargs = argparse.ArgumentParser().parse_args()\ntrl.DPOTrainer()\n"
     other = "import mine\nmine.Trainer().train()\n"
