@@ -110,6 +110,8 @@ PIXELS = "actor_train.data_args.image_max_pixels"
          "--max_pixels 1003520", {PIXELS: 1003520}),
         ("python examples/scripts/dpo_vlm.py --model_name_or_path Qwen/Qwen3-VL-2B-Instruct "
          "--dataset_name d.jsonl", {FREEZE: []}),
+        ("python examples/scripts/dpo_vlm.py --model_name_or_path Qwen/Qwen3.5-0.8B "
+         "--dataset_name rlaif-v.jsonl", {FREEZE: []}),
     ],
 )  # fmt: skip
 def test_examples_with_images_are_mapped_and_say_what_may_differ(

@@ -95,7 +95,8 @@ VISION = re.compile(  # names of models and data sets
     r"(?i)(^|[^a-z])((intern)?(vl|vlm)|llava\w*|vision|omni|pixtral|idefics\w*|[a-z]*ocr|tts|asr|audio|"
     r"speech|minicpm-?[vo]|ovis\w*|janus\w*|emu\d?|textcaps|llama-?4|rlaif-v)($|[^a-z])"
 )
-SEEING = re.compile(r"(?i)qwen2\.?5-?vl|qwen3-?vl|llava-?(v1\.6|next)|smolvlm")  # see images here
+# Models that see images here.
+SEEING = re.compile(r"(?i)qwen(2\.?5-?vl|3-?vl|3\.?5)|llava-?(v1\.6|next)|smolvlm")
 FREEZE = _MODEL + "freeze"
 FREEZING = ("llama-factory", "swift")
 IMAGE_SIZES = (
