@@ -21,6 +21,7 @@ from rather.data.batch import TokenPair, prompt_images
 from rather.data.formats import EXTRAS, read_row
 from rather.data.image_tokens import recipe_of_processor
 from rather.data.json_rows import DropReason
+from rather.data.pairs import stored_numbers
 from rather.data.pool import LimitedEncoder, encoder_of
 from rather.data.prepare import layout_of, recipe_of
 from rather.data.report import TOO_LONG
@@ -107,7 +108,7 @@ class Feed:
             for key in (pair.prompt_key, pair.chosen.tobytes(), pair.rejected.tobytes()):
                 digest.update(key)
             spans = (pair.chosen_scored, pair.rejected_scored)
-            digest.update(repr((spans, pair.weight, pair.margin, pair.soft_label)).encode())
+            digest.update(repr((spans, *stored_numbers(pair).values())).encode())
         return {"pairs": digest.hexdigest()}
 
     @cached_property
@@ -194,6 +195,8 @@ class Feed:
                 pair.soft_label,
                 pair.id,
                 images=prompt_images(pair.images, encoded.images),
+                label=pair.label,
+                score=pair.score,
             )
             pairs.append(tokens)
         for fault in read.dropped:

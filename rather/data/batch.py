@@ -52,7 +52,8 @@ def prompt_images(
 class TokenPair:
     """One preference pair as token ids. `prompt` is the exact common beginning of both sequences.
 
-    A single answer is `chosen`; `rejected` is then empty, or for KTO the answer to another prompt.
+    A single answer is `chosen` with an empty `rejected`; it may have a label or a score, and for KTO
+    a partner.
 
     `chosen_scored` and `rejected_scored` are half-open spans of scored tokens, counted from the
     start of prompt + response, so that assistant turns inside the prompt can be scored too.
@@ -64,12 +65,16 @@ class TokenPair:
     chosen_scored: tuple[Span, ...]
     rejected_scored: tuple[Span, ...]
     weight: float = 1.0
-    margin: float = math.nan  # NaN if the data has none
-    soft_label: float = math.nan  # probability that chosen is the better answer
+    margin: float = math.nan  # of a pair; this and the next ones are NaN if the data has none
+    soft_label: float = math.nan  # of a pair: probability that chosen is the better answer
     id: str = ""
     digest: int = 0  # of its texts: the same in any tokenizer; 0 if it did not come from a file
     group: int = 0  # the same for all answers of one row of a data file
     images: tuple[PromptImage, ...] = ()  # of the prompt, in the order of their tokens
+    label: float = math.nan  # of a single answer: 1 desirable, 0 undesirable
+    score: float = math.nan  # of a single answer, as a judge gave it
+    partner: NDArray[np.int32] | None = None  # the answer to another prompt, after this one
+    partner_scored: tuple[Span, ...] = ()
 
     @property
     def prompt_key(self) -> bytes:
@@ -80,12 +85,15 @@ class TokenPair:
     @property
     def tokens(self) -> int:
         """The most tokens that the pair takes in a micro-batch: the prompt counts once."""
-        return len(self.prompt) + len(self.chosen) + len(self.rejected)
+        return len(self.prompt) + sum(len(ids) for ids, _ in self.answers)
 
     @property
     def answers(self) -> tuple[tuple[NDArray[np.int32], tuple[Span, ...]], ...]:
-        """The tokens and scored spans of chosen and rejected."""
-        return (self.chosen, self.chosen_scored), (self.rejected, self.rejected_scored)
+        """The tokens and scored spans of both columns of a batch: chosen, and rejected or partner."""
+        second = (self.rejected, self.rejected_scored)
+        if self.partner is not None:
+            second = (self.partner, self.partner_scored)
+        return (self.chosen, self.chosen_scored), second
 
     def sequence(self, side: str) -> tuple[list[int], list[int]]:
         """Return the tokens of prompt and one answer, and 1 for each that is scored."""
@@ -96,10 +104,11 @@ class TokenPair:
         return ids, scored
 
     def only(self, side: str) -> TokenPair:
-        """Return the pair with one of its answers, "chosen" or "rejected"."""
-        removed = "rejected" if side == "chosen" else "chosen"
-        empty: dict[str, Any] = {removed: self.prompt[:0], f"{removed}_scored": ()}
-        return replace(self, **empty)
+        """Return the pair with its answer of one column, "chosen" or "rejected"."""
+        nothing = self.prompt[:0]
+        if side == "rejected":
+            return replace(self, chosen=nothing, chosen_scored=())
+        return replace(self, rejected=nothing, rejected_scored=(), partner=None, partner_scored=())
 
 
 @dataclass(frozen=True)
@@ -182,6 +191,8 @@ class PairBatch:
     weight_P: Tensor  # 1, the user's weight, or 0 for a filler: the only mask on pairs
     margin_P: Tensor
     soft_label_P: Tensor
+    label_P: Tensor
+    score_P: Tensor
     group_P: Tensor
     pair_P: Tensor  # the pair's place in its optimizer step, to find its reference log-probs
     real_tokens: int  # of the N tokens; the others only fill the batch up to its size
@@ -238,13 +249,14 @@ class PairFacts(NamedTuple):
     weight: Tensor  # [P]
     margin: Tensor  # [P]
     soft_label: Tensor  # [P]
+    label: Tensor  # [P] of single answers
+    score: Tensor  # [P] of single answers
     group: Tensor  # [P] equal for the answers of one prompt
 
     @staticmethod
     def of(batch: PairBatch) -> PairFacts:
-        return PairFacts(
-            batch.length_P2, batch.weight_P, batch.margin_P, batch.soft_label_P, batch.group_P
-        )
+        facts = (getattr(batch, f"{name}_P") for name in PairFacts._fields[1:])
+        return PairFacts(batch.length_P2, *facts)
 
     @staticmethod
     def of_pairs(pairs: Sequence[TokenPair]) -> PairFacts:
@@ -280,7 +292,8 @@ class PairFacts(NamedTuple):
         self, policy: Columns, reference: Columns | None, mean_chosen_length: Tensor
     ) -> PairLogps:
         """Return these pairs with their log-probs; the mean length is that of the whole step."""
-        extra = {"margin": self.margin, "soft_label": self.soft_label, "group": self.group}
+        names = ("margin", "soft_label", "label", "score", "group")
+        extra = {name: getattr(self, name) for name in names}
         extra["mean_chosen_length"] = mean_chosen_length
         for role, columns in (("policy", policy), ("reference", reference or {})):
             extra |= {f"{role}/{name}": column for name, column in columns.items()}

@@ -205,7 +205,7 @@ def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) 
                 entry.setdefault("warned", {})[kind] = warning
         columns = IDS if repeats.is_paired else IDS[:2]
         lengths = {column: pairs.lengths(column) for column in columns}
-        label = pairs.column("soft_label")
+        label = pairs.column("label")
         sets[name] = {
             "pairs": len(pairs),
             "prompts": len(np.unique(repeats.prompt)),
@@ -239,7 +239,7 @@ class _Repeats:
             opposite = combine(prompt, rejected, chosen)
             return _Repeats(prompt, pair, opposite, True, np.ones(len(pair), bool))
         # Single answers differ by their labels.
-        label = pairs.column("soft_label")
+        label = pairs.column("label")
         pair = combine(prompt, chosen, np.nan_to_num(label).astype(np.uint64))
         opposite = combine(prompt, chosen, np.nan_to_num(1 - label).astype(np.uint64))
         return _Repeats(prompt, pair, opposite, False, ~np.isnan(label))
@@ -256,7 +256,7 @@ class _Repeats:
 
 def _same_value(rows: str | None, pairs: PairDataset) -> Json:
     """Return the label or score that all answers have, if there is only one."""
-    columns = {"labelled": ("one_label", "soft_label"), "scored": ("one_score", "margin")}
+    columns = {"labelled": ("one_label", "label"), "scored": ("one_score", "score")}
     if rows not in columns:
         return {}
     finding, column = columns[rows]

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from rather.arithmetic import ceil_div, round_up
-from rather.data.batch import PairBatch, Segments, Span, TokenPair
+from rather.data.batch import PairBatch, PairFacts, Segments, Span, TokenPair
 
 Numbers = Sequence[int]
 Pairs = Sequence[TokenPair]
@@ -378,7 +378,7 @@ def _count_once(counted: NDArray[np.float32], unit: _Unit, paths: Sequence[Place
 def _facts(pairs: Pairs, places: Places) -> dict[str, NDArray[np.float64]]:
     return {
         f"{name}_P": np.asarray([getattr(pairs[i], name) for i in places], np.float64)
-        for name in ("weight", "margin", "soft_label", "group")
+        for name in PairFacts._fields[1:]
     }
 
 

@@ -24,6 +24,7 @@ from rather.files import file_sha, parse_json, regular, text_sha
 
 if TYPE_CHECKING:
     from rather.data.batch import PromptImage, TokenPair
+    from rather.data.formats import TextPair
 
 LONGEST_LINE = 1000  # bytes of a correction
 ROWS_OF_A_FILE = 1 << 36  # at most; 2^17 files are then exact in float64
@@ -31,6 +32,8 @@ Ints = NDArray[np.int64]
 IDS = ("prompt", "chosen", "rejected")
 LISTS = (*IDS, "chosen_scored", "rejected_scored")
 NUMBERS = ("weight", "margin", "soft_label")
+# Columns of a file hold these of single answers, which have neither margin nor soft label.
+OF_SINGLE_ANSWERS = {"label": "soft_label", "score": "margin"}
 HASHES = (
     "prompt_hash", "pair_hash", "swapped_hash", "normal_prompt", "normal_chosen", "normal_rejected",
 )  # fmt: skip
@@ -51,6 +54,14 @@ IMAGE = [  # a path, or the content of the file
 ]  # fmt: skip
 IMAGE_TOKEN = b"image_token"  # metadata of a file
 IMAGE_SCHEMA = SCHEMA.append(pa.field("images", pa.list_(pa.struct(IMAGE))))  # of pairs with images
+
+
+def stored_numbers(pair: TextPair | TokenPair) -> dict[str, float]:
+    """Return the columns of numbers that a file has for a pair or a single answer."""
+    numbers = {name: getattr(pair, name) for name in NUMBERS}
+    if not len(pair.rejected):
+        numbers |= {column: getattr(pair, name) for name, column in OF_SINGLE_ANSWERS.items()}
+    return numbers
 
 
 class Correction(NamedTuple):
@@ -136,15 +147,21 @@ class _Batch:
         rows = (values[offsets[i] : offsets[i + 1]] for offsets, values in self.lists)
         prompt, chosen, rejected, *scored = rows
         first, second = (tuple(zip(s[::2].tolist(), s[1::2].tolist(), strict=True)) for s in scored)
-        weight, margin, soft = (float(column[i]) for column in self.numbers)
+        numbers: dict[str, Any] = {
+            name: float(column[i]) for name, column in zip(NUMBERS, self.numbers, strict=True)
+        }
+        if not len(rejected):
+            for name, column in OF_SINGLE_ANSWERS.items():
+                numbers[name] = numbers.pop(column)
         images = []
         for image in self.images[i].as_py() if self.images is not None else ():
             source = image["path"] or image["content"]
             grid = tuple(image["grid"])
             images.append(PromptImage(image["digest"], source, grid, image["tokens"]))
         return TokenPair(
-            prompt, chosen, rejected, first, second, weight, margin, soft,
-            self.ids[i].as_py(), int(self.digests[i]), int(self.groups[i]), tuple(images),
+            prompt, chosen, rejected, first, second,
+            id=self.ids[i].as_py(), digest=int(self.digests[i]), group=int(self.groups[i]),
+            images=tuple(images), **numbers,
         )  # fmt: skip
 
 
@@ -183,12 +200,12 @@ class PairFile(PicklesFields):
 
 
 def _joined(pair: TokenPair, other: TokenPair, limit: int) -> TokenPair:
-    """Return a single answer with the answer of another as its rejected one, within a limit."""
+    """Return a single answer with the answer of another as its partner, within a limit."""
     start = len(pair.prompt)
     shift = start - len(other.prompt)
     spans = [(max(a + shift, start), min(b + shift, limit)) for a, b in other.chosen_scored]
     scored = predicted_spans(spans)
-    return replace(pair, rejected=other.chosen[: limit - start], rejected_scored=scored)
+    return replace(pair, partner=other.chosen[: limit - start], partner_scored=scored)
 
 
 @dataclass(eq=False)
@@ -196,8 +213,8 @@ class PairDataset(PicklesFields):
     """Some or all pairs of a file, in the order of the data files.
 
     `corrections` belong to rows of the file. `take` applies them, columns do not have them.
-    `partners` are, for each single answer, the pair whose answer follows its prompt as `rejected`,
-    and the longest sequence.
+    `partners` are, for each single answer, the one whose answer follows its prompt as `partner`, and
+    the longest sequence.
     """
 
     file: PairFile
@@ -298,7 +315,8 @@ class PairDataset(PicklesFields):
         return pairs
 
     def column(self, name: str) -> NDArray[Any]:
-        """Return a column of numbers."""
+        """Return a column of numbers; `label` and `score` are those of single answers."""
+        name = OF_SINGLE_ANSWERS.get(name, name)
         return self._own(self.file.table.column(name).to_numpy())
 
     def lengths(self, name: str) -> NDArray[np.int32]:
@@ -324,7 +342,7 @@ class PairDataset(PicklesFields):
         return largest
 
     def with_partners(self, seed: int, limit: int) -> PairDataset:
-        """Return single answers, each with an answer to another prompt as its rejected one.
+        """Return single answers, each with an answer to another prompt as its partner.
 
         The partners are a permutation drawn by the seed. Rows are sorted by prompt, in a random
         order of prompts, and rotated by the size of the largest group: no row meets its own.

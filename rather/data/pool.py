@@ -39,7 +39,7 @@ from rather.data.image_tokens import ImageFacts, ImageRecipe
 from rather.data.images import content_of
 from rather.data.json_rows import DropReason
 from rather.data.messages import Content, Json, as_turns
-from rather.data.pairs import IMAGE_SCHEMA, NUMBERS, SCHEMA
+from rather.data.pairs import IMAGE_SCHEMA, SCHEMA, stored_numbers
 from rather.data.read import TOO_DEEP, Chunk, DataFile, as_message, parsed_rows
 from rather.data.report import MEANINGS
 from rather.data.template import ChatTemplate
@@ -355,7 +355,8 @@ def _columns(pair: TextPair, encoded: Encoded) -> Json:
     return {
         **{name: getattr(encoded, name) for name in contents},
         **{f"{name}_scored": list(chain(*getattr(encoded, f"{name}_scored"))) for name in SIDES},
-        **{name: getattr(pair, name) for name in (*NUMBERS, "id")},
+        **stored_numbers(pair),
+        "id": pair.id,
         "prompt_hash": _number(prompt),
         "pair_hash": _number(prompt + chosen + rejected),
         "swapped_hash": _number(prompt + rejected + chosen),

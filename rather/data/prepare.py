@@ -119,7 +119,7 @@ def prepare(config: DPOConfig, *, console: Console | None = None) -> Prepared:
     train_report["used"] = len(train)
     report["warnings"] += _length_warnings(config.sequence_length, config.unit, train_report)
     if config.rows == "labelled":
-        labels = train.column("soft_label")
+        labels = train.column("label")
         report["warnings"] += _balance(labels, config.desirable_weight, config.undesirable_weight)
     if 0 < len(train) < config.global_batch():
         report["warnings"].append(

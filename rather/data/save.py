@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from rather.data.messages import Json
-from rather.data.pairs import NUMBERS, PairDataset
+from rather.data.pairs import NUMBERS, PairDataset, stored_numbers
 from rather.data.prepare import Prepared
 from rather.data.tokens import COLUMNS
 from rather.errors import ConfigError, DiskError
@@ -106,8 +106,7 @@ def _row(pair: TokenPair) -> Json:
         ids, mask = pair.sequence(side)
         columns = {"input_ids": ids, "attention_mask": [1] * len(ids), "loss_mask": mask}
         row |= {f"{side}_{name}": column for name, column in columns.items()}
-    for name in (*NUMBERS, "id"):
-        extra = getattr(pair, name)
+    for name, extra in {**stored_numbers(pair), "id": pair.id}.items():
         if extra == extra and extra != "":  # not NaN
             row[name] = extra
     return row

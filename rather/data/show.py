@@ -154,8 +154,8 @@ def token_view(
     view = []
     for number, pair in enumerate(pairs.take(range(min(n, len(pairs)))), 1):
         sides = {}
-        is_pair = len(pair.rejected) and not pairs.partners
-        label = LABELS.get(pair.soft_label, "answer")
+        is_pair = len(pair.rejected)
+        label = LABELS.get(pair.label, "answer")
         for side in SIDES if is_pair else SIDES[:1]:
             ids, scored = pair.sequence(side)
             texts = pair_texts(pair, ids, pairs.image_token, tokenizer, most)

@@ -609,7 +609,7 @@ def bradley_terry(x: PairLogps, *, center_rewards_coefficient: float = 0.0) -> T
     return -logsigmoid(gap(x.policy) - margin) + center_rewards_coefficient * x.policy.sum(1) ** 2
 
 
-@loss(task="reward", reference=False, rewards=sums, extra=("margin",))
+@loss(task="reward", reference=False, rewards=sums, extra=("score",))
 def regression(x: PairLogps) -> Tensor:
     """Reward model on scores: answers with scores.
 
@@ -622,10 +622,10 @@ def regression(x: PairLogps) -> Tensor:
     Start with: Learning rate 1e-5; subtract the mean of the scores first, and divide by their
     spread.
     """
-    return (x.policy[:, 0] - x.extra["margin"]) ** 2
+    return (x.policy[:, 0] - x.extra["score"]) ** 2
 
 
-# --- single answers with labels (`task: unpaired`): x.extra["soft_label"] is 1 or 0 ---
+# --- single answers with labels (`task: unpaired`): x.extra["label"] is 1 or 0 ---
 
 
 def _by_label(
@@ -636,12 +636,12 @@ def _by_label(
     loss_fn: Callable[[Tensor], Tensor] = torch.sigmoid,
 ) -> Tensor:
     """Apply `loss_fn` to -margin of desirable answers, +margin of undesirable ones; weighted."""
-    label = x.extra["soft_label"]
+    label = x.extra["label"]
     weight = desirable * label + undesirable * (1 - label)
     return weight * loss_fn(torch.where(label > 0.5, -margin, margin))
 
 
-@loss(task="unpaired", extra=("soft_label",), baseline="kl")
+@loss(task="unpaired", extra=("label",), baseline="kl")
 def kto(
     x: PairLogps,
     *,
@@ -668,7 +668,7 @@ def kto(
     return _by_label(x, margin, desirable_weight, undesirable_weight)
 
 
-@loss(task="unpaired", extra=("soft_label",), baseline="mean")
+@loss(task="unpaired", extra=("label",), baseline="mean")
 def bco(
     x: PairLogps,
     *,
@@ -696,7 +696,7 @@ def bco(
     return _by_label(x, margin, desirable_weight, undesirable_weight, lambda m: -logsigmoid(-m))
 
 
-@loss(task="unpaired", extra=("soft_label",))
+@loss(task="unpaired", extra=("label",))
 def apo_zero_unpaired(
     x: PairLogps,
     *,
@@ -736,7 +736,7 @@ def in_groups(x: PairLogps, function: Callable[[GroupLogps], Tensor]) -> Tensor:
     for size in sizes.unique().tolist():
         of_size = first[sizes == size]
         rows = by_group[of_size[:, None] + torch.arange(size, device=first.device)]
-        columns = (x.policy[:, 0], x.reference[:, 0], x.length[:, 0], x.extra["margin"])
+        columns = (x.policy[:, 0], x.reference[:, 0], x.length[:, 0], x.extra["score"])
         per_answer = function(GroupLogps(*(column[rows] for column in columns)))
         if per_answer.ndim == 1:  # one value per group
             per_answer = per_answer[:, None].expand(rows.shape)
@@ -744,7 +744,7 @@ def in_groups(x: PairLogps, function: Callable[[GroupLogps], Tensor]) -> Tensor:
     return values
 
 
-@loss(task="scored", groups=True, extra=("margin",))
+@loss(task="scored", groups=True, extra=("score",))
 def reward_rpo(x: GroupLogps, *, beta: float = 0.1, reward_scale: float = 1.0) -> Tensor:
     """Reward-aware RPO (2502.00203): the size of the differences matters.
 
@@ -766,7 +766,7 @@ def reward_rpo(x: GroupLogps, *, beta: float = 0.1, reward_scale: float = 1.0) -
     return differences.square().sum(dim=(1, 2)) / max(1, answers * (answers - 1))
 
 
-@loss(task="scored", groups=True, extra=("margin",))
+@loss(task="scored", groups=True, extra=("score",))
 def listwise(x: GroupLogps, *, beta: float = 0.1) -> Tensor:
     """Plackett-Luce DPO (2305.18290, eq. 20): the order of the answers is what you trust.
 
@@ -787,7 +787,7 @@ def listwise(x: GroupLogps, *, beta: float = 0.1) -> Tensor:
     return (rivals.logsumexp(dim=2) - rewards).sum(dim=1)
 
 
-@loss(task="scored", groups=True, extra=("margin",))
+@loss(task="scored", groups=True, extra=("score",))
 def advantage(
     x: GroupLogps, *, clip_range: float = 0.2, length_normalization: bool = False
 ) -> Tensor:

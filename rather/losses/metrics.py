@@ -74,7 +74,7 @@ OF_REWARDS = {
 OF_SCORES: Metrics = {
     "loss": lambda s: s.losses,
     "scores/mean": lambda s: s.rewards[:, 0],
-    "scores/error": lambda s: (s.rewards[:, 0] - s.x.extra["margin"]).abs(),
+    "scores/error": lambda s: (s.rewards[:, 0] - s.x.extra["score"]).abs(),
 }
 OF_ANSWERS = {
     name: PER_PAIR[name] for name in ("loss", "logps/chosen", "sft_loss", "lengths/chosen")
@@ -118,7 +118,7 @@ def of_labelled(scored: Scored, loss: PairLoss) -> dict[str, Tensor]:
     """
     x = scored.x
     reward = scored.rewards[:, 0]
-    good = x.extra["soft_label"]
+    good = x.extra["label"]
     threshold = torch.zeros_like(reward)
     columns: dict[str, Tensor] = {"loss": scored.losses}
     if loss.baseline_kind:

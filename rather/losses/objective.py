@@ -172,7 +172,7 @@ class PairLoss:
 
     def of(self, term: Term, x: PairLogps) -> Tensor:
         """Return one term of the sum, without its weight: one loss per pair."""
-        if not self.modifiers.soft_labels and self.task == "preference":
+        if not self.modifiers.soft_labels:
             x = x._replace(extra={name: x.extra[name] for name in x.extra if name != "soft_label"})
         function = partial(term.rule.function, **term.numbers)
         if term.rule.reference:  # only comparisons with a reference are modified

@@ -57,6 +57,8 @@ def made_up_pairs(*, with_reference: bool) -> PairLogps:
     extra = {
         "margin": ones,
         "soft_label": torch.arange(PAIRS, dtype=torch.float64) % 2,
+        "label": torch.arange(PAIRS, dtype=torch.float64) % 2,
+        "score": ones,
         "baseline": 0 * ones,
         "group": torch.arange(PAIRS, dtype=torch.float64) // 4,
         "mean_chosen_length": ones[0] * 10,

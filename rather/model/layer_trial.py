@@ -69,8 +69,11 @@ def try_layers(
     name: str, args: ModelArgs, kind: str, itemsize: int, pairs: Sequence[TokenPair]
 ) -> LayerTrial:
     """Return what the layers of a model keep of such pairs on a kind of device."""
-    lengths = tuple((len(pair.prompt), len(pair.chosen), len(pair.rejected)) for pair in pairs)
-    return _try_layers(name, type(args), args.model_dump_json(), kind, itemsize, lengths)
+    lengths = []
+    for pair in pairs:
+        (chosen, _), (second, _) = pair.answers
+        lengths.append((len(pair.prompt), len(chosen), len(second)))
+    return _try_layers(name, type(args), args.model_dump_json(), kind, itemsize, tuple(lengths))
 
 
 @lru_cache(8)  # forecasts of several settings need the same

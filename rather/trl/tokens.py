@@ -8,6 +8,7 @@ columns have TRL's names, so that the samplers of transformers see what they see
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -298,6 +299,14 @@ def token_pair(
     )
 
 
+def as_partner(pair: TokenPair) -> TokenPair:
+    """Return a single answer whose partner is the second sequence, if there is one."""
+    if not len(pair.rejected):
+        return pair
+    answer = pair.only("chosen")
+    return replace(answer, partner=pair.rejected, partner_scored=pair.rejected_scored)
+
+
 def cut_answer(prompt: Ids, answer: Ids, kept: slice) -> tuple[Ids, Ids]:
     """Return the tokens of prompt and answer, and 1 for those of the answer, cut to a length."""
     return (prompt + answer)[kept], ([0] * len(prompt) + [1] * len(answer))[kept]
@@ -335,5 +344,5 @@ class Packer:
 
 def _padded_tokens(pair: TokenPair) -> int:
     """Return the tokens of both whole sequences, as TRL counts them."""
-    prompts = len(pair.prompt) * (1 + bool(len(pair.rejected)))
-    return prompts + len(pair.chosen) + len(pair.rejected)
+    _, (second, _) = pair.answers
+    return pair.tokens + len(pair.prompt) * bool(len(second))

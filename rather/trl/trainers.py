@@ -29,7 +29,7 @@ from rather.trl.configs import (
     TrlConfig,
 )
 from rather.trl.forward import PackedForward, as_reference
-from rather.trl.tokens import Row, cut_answer, token_pair
+from rather.trl.tokens import Row, as_partner, cut_answer, token_pair
 
 DIVERGENCES = {"js_divergence": "js", "alpha_divergence": "alpha"}
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # TRL ignores label_smoothing elsewhere
@@ -266,7 +266,7 @@ class KTOTrainer(WithReference):
         prompt, kept_tokens = row["prompt_ids"], self.recipe.kept_part("keep_start")
         names = ("completion_ids", "KL_completion_ids") if self.with_kl else ("completion_ids",)
         sides = [cut_answer(prompt, row[name], kept_tokens) for name in names]
-        return [token_pair(sides, len(prompt), soft_label=float(row["label"]))]
+        return [as_partner(token_pair(sides, len(prompt), label=float(row["label"])))]
 
     def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
         reference = self.reference(inputs["pairs"], inputs["rows"].tolist())
@@ -285,7 +285,7 @@ class KTOTrainer(WithReference):
 
     def _note(self, mode: str, x: Any, policy: Mapping[str, Tensor], kl: Tensor) -> None:
         self.note(mode, kl=kl)
-        length, label = x.length[:, 0], x.extra["soft_label"]
+        length, label = x.length[:, 0], x.extra["label"]
         self.note_ratio(mode, "entropy", policy["entropy"][:, 0].sum(), length.sum())
         rewards = self.args.beta * log_ratios(x)[:, 0]
         mean_rewards = []

@@ -480,11 +480,11 @@ THUMBS: list[tuple[dict[str, Any], float]] = [
 @pytest.mark.parametrize(("row", "label"), THUMBS)
 def test_single_answers_with_labels(row: dict[str, Any], label: float) -> None:
     [pair] = read_row(row, RowLayout(rows="labelled")).pairs
-    assert pair.soft_label == label
+    assert pair.label == label
     assert not pair.rejected
     assert texts(pair) == ["q", "a"]
     found = read_row(row, RowLayout(rows="answers"))
-    assert math.isnan(found.pairs[0].soft_label)
+    assert math.isnan(found.pairs[0].label)
     assert found.ignored == [name for name in row if name in GRADES]  # also bad answers count
     [reason] = read_row(row, RowLayout()).dropped
     assert "to train on it, set task: unpaired" in reason.detail
@@ -494,17 +494,17 @@ def test_labels_from_scores_and_from_pairs() -> None:
     row = {"prompt": "q", "completion": "a", "score": 3.5}
     for threshold, label in ((3.5, 1.0), (4.0, 0.0)):
         layout = RowLayout(rows="labelled", label_threshold=threshold)
-        assert read_row(row, layout).pairs[0].soft_label == label
+        assert read_row(row, layout).pairs[0].label == label
     pair = {"prompt": "q", "chosen": "a", "rejected": "b", "weight": 2}
     found = read_row(pair, RowLayout(rows="labelled")).pairs
-    assert [(one.chosen, one.soft_label, one.weight) for one in found] == [
+    assert [(one.chosen, one.label, one.weight) for one in found] == [
         ("a", 1.0, 2.0),
         ("b", 0.0, 2.0),
     ]
     assert [one.chosen for one in read_row(pair, RowLayout(rows="answers")).pairs] == ["a"]
     ranked = {"prompt": "q", "responses": ["a", "b", "c"], "scores": [2, 9, 4]}
     found = read_row(ranked, RowLayout(rows="labelled")).pairs
-    assert [(one.chosen, one.soft_label) for one in found] == [("b", 1.0), ("a", 0.0)]
+    assert [(one.chosen, one.label) for one in found] == [("b", 1.0), ("a", 0.0)]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_row_whose_answers_are_cut_is_skipped_and_not_bad() -> None:
     row = ROW | {"ended": [True, *[False] * 5]}
     assert pairs(row) == ([], {"cut_answer": 5})
     [single] = read_row(row, RowLayout(rows="scored")).pairs
-    assert (single.chosen, single.margin) == ("a", 0.9)
+    assert (single.chosen, single.score) == ("a", 0.9)
 
 
 def encode_row(encoder: Encoder, row: JsonObject, **layout: Any) -> tuple[Any, Counter[str]]:

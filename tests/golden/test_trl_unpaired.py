@@ -26,7 +26,7 @@ def stored(*, swapped: bool) -> PairLogps:
         torch.tensor([row[name] for row in GOLDEN["rows"]], dtype=torch.float64)
         for name in (*names, "length", "label")
     )
-    return PairLogps(policy, reference, length, {"soft_label": label})
+    return PairLogps(policy, reference, length, {"label": label})
 
 
 def with_baseline(loss: PairLoss, x: PairLogps) -> PairLogps:

@@ -32,10 +32,11 @@ WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.4}
 
 def answers() -> PairLogps:
     extra = {
-        "soft_label": torch.tensor(GOOD, dtype=torch.float64),
+        "label": torch.tensor(GOOD, dtype=torch.float64),
         "group": torch.tensor([7, 2, 7, 2, 7, 9, 9, 7], dtype=torch.float64),
     }
     x = as_logps(PAIRS)
+    extra["score"] = x.extra["margin"]
     return x._replace(
         extra={**x.extra, **extra, "baseline": torch.tensor(BASELINE, dtype=torch.float64)}
     )
@@ -73,7 +74,8 @@ def test_reward_models() -> None:
         configure(["bradley_terry"], {})(without).numpy(), cost(r), rtol=1e-9
     )
     squared = (PAIRS.policy_w - PAIRS.margin) ** 2
-    np.testing.assert_allclose(configure(["regression"], {})(x).numpy(), squared, rtol=1e-9)
+    scored = x._replace(extra={"score": x.extra["margin"]})
+    np.testing.assert_allclose(configure(["regression"], {})(scored).numpy(), squared, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in PAIRWISE])
@@ -124,7 +126,7 @@ def labelled_pairs() -> list[TokenPair]:
     pairs = random_pairs(8, VOCAB, seed=4, longest=9)
     weights = np.random.default_rng(3).uniform(0.2, 2, 8)
     return [
-        replace(pair, weight=float(weight), soft_label=float(good))
+        replace(pair, weight=float(weight), label=float(good))
         for pair, weight, good in zip(pairs, weights, GOOD, strict=True)
     ]
 

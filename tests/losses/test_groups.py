@@ -40,7 +40,7 @@ def answers() -> tuple[PairLogps, dict[int, list[int]]]:
     policy, reference = -draw.uniform(2, 9, (2, count, 2))
     policy[1] = reference[1] + [4.0, 0.0]  # beyond the clip
     length = draw.integers(1, 9, (count, 2)).astype(float)
-    extra = {"group": torch.tensor(GROUPS).double(), "margin": torch.tensor(SCORES)}
+    extra = {"group": torch.tensor(GROUPS).double(), "score": torch.tensor(SCORES)}
     rows = {group: [i for i, g in enumerate(GROUPS) if g == group] for group in set(GROUPS)}
     return PairLogps(*map(torch.tensor, (policy, reference, length)), extra), rows
 
@@ -137,7 +137,7 @@ def scored_answers() -> list[TokenPair]:
                 pair.only("chosen"),
                 prompt=prompts[group],
                 chosen_scored=((start, start + end),),
-                margin=float(score),
+                score=float(score),
                 group=group,
                 weight=1.0 + group / 4,
             )

@@ -15,7 +15,7 @@ def facts(longer: list[float], weight: list[float] | None = None) -> PairFacts:
     chosen = torch.tensor(longer, dtype=torch.float64) + 10
     length = torch.stack([chosen, torch.full_like(chosen, 10)], dim=1)
     nothing = torch.full_like(chosen, math.nan)
-    return PairFacts(length, torch.tensor(weight or [1.0] * len(longer)).double(), *[nothing] * 3)
+    return PairFacts(length, torch.tensor(weight or [1.0] * len(longer)).double(), *[nothing] * 5)
 
 
 def ratios(margins: list[float]) -> torch.Tensor:

@@ -106,6 +106,9 @@ CELLS = {
     "ipo": Cell({"pref_loss": "ipo"}),
     "orpo": Cell({"pref_loss": "orpo"}),
     "aot": Cell({"pref_loss": "aot"}),
+    "kto": Cell({"task": "unpaired"}, resume=True),
+    "reward": Cell({"task": "reward"}),
+    "sft": Cell({"task": "sft"}),
     "tr-dpo": Cell(TR_DPO, resume=True, refuses={"ref_model_mixup_alpha=0.5": "synced reference"}),
     "lean": Cell({"precision": "lean", "actor_train.model_args.dtype": "bf16"}, resume=True),
     # The log window of three steps is open when step 2 is saved: its sums are part of the

@@ -161,7 +161,7 @@ def test_means_of_single_answers_are_over_the_answers_of_their_label() -> None:
     double = {"dtype": torch.float64}
     policy, reference, length = (torch.tensor(x, **double)[:3] for x in (POLICY, REFERENCE, LENGTH))
     label = torch.tensor([1.0, 0.0, 1.0], **double)
-    x = PairLogps(policy, reference, length, extra={"soft_label": label})
+    x = PairLogps(policy, reference, length, extra={"label": label})
     objective = configure(["apo_zero_unpaired"], {"beta": 0.25})
     scored = Scored(x, torch.tensor(LOSSES[:3], **double), objective.rewards(x))
     totals = weighted_sums(scored, torch.tensor([1.0, 4.0, 2.0], **double), objective)

@@ -316,7 +316,7 @@ def test_moving_a_batch_moves_every_tensor() -> None:
     moved = batch.to("meta")
     tensors = [*vars(moved).values(), *vars(moved.segments).values()]
     assert {x.device.type for x in tensors if isinstance(x, torch.Tensor)} == {"meta"}
-    assert sum(isinstance(x, torch.Tensor) for x in tensors) == 19
+    assert sum(isinstance(x, torch.Tensor) for x in tensors) == 21
     assert torch.equal(batch.pin_memory().ids_N, batch.ids_N)
 
 

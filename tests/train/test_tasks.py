@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rather.config.load import config_from_dict, dump_yaml
 from rather.config.schema import ModelArgs
 from rather.config.show import public_values
 from rather.data.formats import ANSWERS
+from rather.data.pairs import stored_numbers
 from rather.data.prepare import prepare
 from rather.data.save import save
 from rather.errors import ConfigError, DataError
@@ -35,6 +37,8 @@ from rather.tools.report.pairs import read_ledger
 from rather.tools.sweep import choose_metric
 from tests.commands.conftest import rather
 from tests.tiny import make_config, make_model, metrics
+
+ROLES_WITH_DATA = ("actor_train", "validation")
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> str:
@@ -67,12 +71,34 @@ def test_partners_are_a_permutation_by_the_seed_and_never_of_the_same_prompt(
     assert (prompts != prompts[partners]).all()
     for row, pair in enumerate(one.take(range(30))):
         [answer] = data.take([int(partners[row])])
-        assert np.array_equal(pair.rejected, answer.chosen)
+        assert np.array_equal(pair.partner, answer.chosen)
         start = len(pair.prompt)
-        assert pair.rejected_scored == ((start, start + len(answer.chosen)),)
+        assert pair.partner_scored == ((start, start + len(answer.chosen)),)
     [short] = data.with_partners(1, len(pair.prompt) + 2).take([29])  # the limit cuts the partner
-    assert len(short.rejected) == 2
-    assert short.rejected_scored == ((start, start + 2),)
+    assert short.partner is not None
+    assert len(short.partner) == 2
+    assert len(short.rejected) == 0
+    assert short.partner_scored == ((start, start + 2),)
+
+
+def test_labels_and_scores_are_in_the_columns_of_earlier_files(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"w{i}", "completion": f" w{i}", "label": i == 1, "score": i / 4}
+        for i in range(3)
+    ]
+    file = write(tmp_path / "answers.jsonl", rows)
+    for task, loss, name, column, values in (
+        ("unpaired", "kto", "label", "soft_label", [0.0, 1.0, 0.0]),
+        ("reward", "regression", "score", "margin", [0.0, 0.25, 0.5]),
+    ):
+        files = dict.fromkeys((f"{role}__data_args__file_name" for role in ROLES_WITH_DATA), file)
+        data = prepare(make_config(tmp_path, task=task, pref_loss=loss, **files)).train
+        assert data.file.table.column(column).to_pylist() == values
+        assert data.column(name).tolist() == values
+        for pair, value in zip(data.take(range(3)), values, strict=True):
+            assert getattr(pair, name) == value
+            assert math.isnan(getattr(pair, column))
+            assert stored_numbers(pair)[column] == value
 
 
 def test_one_prompt_has_no_partners(tmp_path: Path) -> None:

@@ -285,8 +285,7 @@ def _nested(content: Any, name: str, kind: type) -> Any:
 class TextPair:
     """One preference pair: all strings, or all conversations (the answers continue the prompt).
 
-    A single answer is a `chosen` one whose `rejected` is empty; its label is the `soft_label`, its
-    score the `margin`.
+    A single answer is a `chosen` one whose `rejected` is empty; it may have a label or a score.
     """
 
     prompt: str | Turns
@@ -297,6 +296,8 @@ class TextPair:
     weight: float = 1.0
     margin: float = math.nan
     soft_label: float = math.nan
+    label: float = math.nan
+    score: float = math.nan
     id: str = ""
     tokens: OwnTokens | None = None
     images: tuple[str, ...] = ()  # paths and data URLs, one for each placeholder of the prompt
@@ -422,8 +423,8 @@ def _couples(answers: Any, row: Row, layout: RowLayout) -> tuple[list[Couple], C
         return [(chosen, NO_ANSWER, {}) for chosen, _, _ in pairs], skipped
     couples: list[Couple] = []
     for chosen, rejected, _ in pairs:
-        couples.append((chosen, NO_ANSWER, {"soft_label": 1.0}))
-        couples.append((rejected, NO_ANSWER, {"soft_label": 0.0}))
+        couples.append((chosen, NO_ANSWER, {"label": 1.0}))
+        couples.append((rejected, NO_ANSWER, {"label": 0.0}))
     return couples, skipped
 
 
@@ -449,10 +450,10 @@ def _grade(row: Row, layout: RowLayout) -> dict[str, float]:
     if layout.rows == "pairs":
         raise DropReason(*ONE_ANSWER)
     if layout.rows == "labelled":
-        return {"soft_label": _label(row, layout.label_threshold)}
+        return {"label": _label(row, layout.label_threshold)}
     if layout.rows == "scored":
         require(row, "score")
-        return {"margin": number_of(row["score"], "score")}
+        return {"score": number_of(row["score"], "score")}
     return {}
 
 
@@ -460,7 +461,7 @@ def _scored_answers(ranked: Ranked, usable: Sequence[int]) -> list[Couple]:
     couples: list[Couple] = []
     for i in usable:
         tokens = ranked.tokens and ranked.tokens.only(i)
-        grade = {"margin": -ranked.ranks[i], "tokens": tokens}
+        grade = {"score": -ranked.ranks[i], "tokens": tokens}
         couples.append((ranked.answers[i], NO_ANSWER, grade))
     return couples
 

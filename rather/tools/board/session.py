@@ -216,7 +216,7 @@ class Session:
         tokens.setdefault("before", tokens["reference"])
         columns.setdefault("before", columns["reference"])
         sides, facts = {}, PairFacts.of(batch)
-        names_of = SIDES if len(pair.rejected) else (LABELS.get(pair.soft_label, "trained"),)
+        names_of = SIDES if len(pair.rejected) else (LABELS.get(pair.label, "trained"),)
         for side_index, (side, shown) in enumerate(zip(SIDES, names_of, strict=False)):
             ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
             spans, counted = getattr(pair, f"{side}_scored"), batch.cell_T == side_index
