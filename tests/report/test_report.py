@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import shlex
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +29,7 @@ from rather.tools.report.folder import Folder, MetricColumns, MetricsReader, wit
 from rather.tools.report.page import plotly_bundle
 from rather.tools.report.pairs import PairHistory, read_ledger
 from rather.tools.report.sections import report_page
-from rather.tools.report.write import LiveReport, write_report
+from rather.tools.report.write import LiveReport, start_child, write_report
 from tests.browser import (
     NARROW,
     WIDE,
@@ -510,13 +512,28 @@ def test_an_unwritable_report_gives_one_warning(
 
 
 class Clock:
-    """Stands in for the module `time`; writing a report takes `cost` seconds of it."""
+    """Stands in for the module `time`; a child takes `cost` seconds for a page."""
 
     def __init__(self) -> None:
         self.now, self.cost = 1000.0, 0.5
 
     def monotonic(self) -> float:
         return self.now
+
+
+class FinishedChild:
+    """A child process that has written its page."""
+
+    returncode = 0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def poll(self) -> int:
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        return f"{self.seconds}\n", ""
 
 
 @pytest.fixture
@@ -528,9 +545,13 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str]]:
 
     def noted(run_dir: Path, *, state: str) -> None:
         found.append((clock.now, state))
-        clock.now += clock.cost
+
+    def start_child(run_dir: Path) -> FinishedChild:
+        noted(run_dir, state="running")
+        return FinishedChild(clock.cost)
 
     monkeypatch.setattr(write, "write_report", noted)
+    monkeypatch.setattr(write, "start_child", start_child)
     return found
 
 
@@ -577,16 +598,55 @@ def test_a_report_that_is_not_wanted_is_not_written(written: list[Any], tmp_path
 def test_it_is_written_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "FIRST", 0.0)
     monkeypatch.setattr(write, "SHARE", 1e9)
-    states = []
+    pages = []
+    children = []
 
-    def noted(run_dir: Path, out: Path | None = None, *, state: str) -> Path:
-        states.append((state, (run_dir / ".finished").exists()))
-        return write_report(run_dir, out, state=state)
+    def noted(run_dir: Path) -> subprocess.Popen[str]:
+        (run_dir / "report.html").unlink(missing_ok=True)
+        child = start_child(run_dir)
+        assert child.wait() == 0
+        pages.append((run_dir / "report.html").read_text(encoding="utf-8"))
+        children.append(child)
+        return child
 
-    monkeypatch.setattr(write, "write_report", noted)
+    monkeypatch.setattr(write, "start_child", noted)
     config = make_config(tmp_path, max_steps=2, eval_steps=1, save_steps=None, report_html=True)
     DPOPipeline(config).run()
-    assert states == [("running", False)] * 3 + [("stopped", True)]
+    assert len(pages) == 3
+    assert all("<dd>running</dd>" in page for page in pages)
+    assert "<dd>running</dd>" not in (config.run_dir / "report.html").read_text(encoding="utf-8")
+    assert all(child.returncode == 0 for child in children)
+
+
+def test_a_child_that_fails_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(write, "FIRST", 0.0)
+    live = LiveReport(tmp_path / "missing", wanted=True)
+    for _ in range(2):
+        live.log(evaluated=True)
+        assert live._child is None or live._child.wait() == 1
+    assert [record.getMessage()[:41] for record in caplog.records] == [
+        "report.html failed and is off from now on"
+    ]
+    assert "missing" in caplog.text
+
+
+def test_no_child_is_left_when_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "FIRST", 0.0)
+    monkeypatch.setattr(write, "PATIENCE", 0.1)
+    hanging = subprocess.Popen(
+        [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    monkeypatch.setattr(write, "start_child", lambda run_dir: hanging)
+    monkeypatch.setattr(write, "write_report", lambda run_dir, *, state: None)
+    with LiveReport(tmp_path, wanted=True) as live:
+        live.log(evaluated=True)
+        assert hanging.poll() is None
+    assert hanging.returncode == -signal.SIGKILL
 
 
 def test_the_command_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
