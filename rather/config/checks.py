@@ -139,8 +139,8 @@ def _problems(config: RunConfig) -> Problems:
                 path, _, word = condition.partition("=")
                 yield path, f"{word} cannot be combined with {rival}; keep one of them".strip()
     for check in (
-        _aliases, _evaluation, _loss, _tracking, _data, _batch_size, _adapter, _quantization, _schedule,
-        _layouts, _devices, _reference,
+        _aliases, _evaluation, _loss, _tracking, _data, _batch_size, _adapter, _quantization,
+        _schedule, _layouts, _devices, _reference,
     ):  # fmt: skip
         yield from check(config)
 

@@ -184,8 +184,8 @@ REFUSED = _for_roles(TOP_REFUSED, ROLE_REFUSED)
 
 
 def roll_keys(data: JsonObject) -> tuple[dict[Names, str], dict[Names, str]]:
-    """Return (ignored key path -> warning, refused key path -> reason) for keys that only ROLL has, or
-    that Rather had once.
+    """Return (ignored key path -> warning, refused key path -> reason) for keys that only ROLL has,
+    or that Rather had once.
 
     A value that requests nothing (false, 0, null, empty) is ignored without a warning.
     """

@@ -81,7 +81,8 @@ OF_A_CARD = (
 )  # fmt: skip
 OF_A_CHECKPOINT = (
     "seed", "task", "rounding", "pretrain", "global_template", f"{ACTOR}.data_args.template",
-    *(key for key in ALLOWED if key.startswith((f"{ACTOR}.model_args.", f"{REFERENCE}.model_args."))),
+    *(key for key in ALLOWED
+      if key.startswith((f"{ACTOR}.model_args.", f"{REFERENCE}.model_args."))),
 )  # fmt: skip
 # Where a command may write next to a run folder.
 WRITTEN = (".cache", ".cache/data", ".cache/reference", ".cache/vision", "logs")
@@ -274,7 +275,7 @@ def _written_degrees(written: JsonObject) -> list[int]:
 
 
 def signed(text: str) -> str:
-    """Return the text of a config.yaml with the signature of this user; without it if impossible."""
+    """Return the text of a config.yaml with this user's signature; without it if impossible."""
     signature = _signature(text, make=True)
     return f"{SIGNATURE}{signature}\n{text}" if signature else text
 

@@ -86,7 +86,7 @@ def is_written(config: RunConfig, path: str) -> bool:
 
 
 class UnsetKeys:
-    """The keys of a config that is being built; sources are filled before what inherits from them."""
+    """The keys of a config that is being built. Sources are filled before keys that inherit."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config

@@ -264,7 +264,8 @@ def field_problems(error: ValidationError, data: JsonObject) -> dict[Names, str]
     """Return one sentence per key; pydantic has an error for each member of a union."""
     texts: dict[Names, str] = {}
     for details in error.errors():
-        # Only the beginning of pydantic's location is in the data; then it names the union's member.
+        # Only the beginning of pydantic's location is in the data; the rest names the member of a
+        # union.
         names: Names = ()
         setting: Any = data
         for name in details["loc"]:

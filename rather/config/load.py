@@ -184,7 +184,7 @@ def dump_yaml(config: DPOConfig) -> str:
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Repeats equal values instead of linking them, and quotes texts that Hydra reads as numbers."""
+    """Repeats equal values instead of linking them; quotes texts that Hydra reads as numbers."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True

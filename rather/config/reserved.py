@@ -1,4 +1,4 @@
-"""Names that a user cannot set. Tokenising children need them, and start sooner without pydantic."""
+"""Names that a user cannot set. Tokenising children need them, and start without pydantic."""
 
 from __future__ import annotations
 

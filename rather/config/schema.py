@@ -279,8 +279,8 @@ class TrainDataArgs(DataArgs):
     weights: list[Positive] | None = None
     """Mixing weights of the files, one number per file."""
     corrections: Text | list[Text] | None = None
-    """JSONL file or files of {id, weight, flip} as `rather pairs --write` makes them: drops, weights
-    or flips training pairs. Flipping a pair twice restores it."""
+    """JSONL file or files of {id, weight, flip} as `rather pairs --write` makes them: drops,
+    weights or flips training pairs. Flipping a pair twice restores it."""
 
     @property
     def files(self) -> list[Path]:
@@ -623,8 +623,8 @@ class LossKeys(Section):
     """Model folder or hub name for every role that names none."""
     task: Task = "preference"
     """What is trained on: preference (pairs), unpaired (single answers with a label), reward (a
-    reward model, on pairs or scores), scored (several scored answers to each prompt) or sft (answers
-    to imitate). Range: losses such as kto and bco (task: unpaired) are named by pref_loss."""
+    reward model, on pairs or scores), scored (several scored answers to each prompt) or sft
+    (answers to imitate). Range: losses such as kto and bco (task: unpaired) are named by pref_loss."""
     pref_loss: Text | list[Text] = "sigmoid"
     """Name of the loss, or several preference losses that are added up; default by task: sigmoid,
     kto, bradley_terry, listwise, sft. See docs/losses/index.md."""

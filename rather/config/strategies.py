@@ -1,8 +1,8 @@
 """strategy_args of a role -> its layout: degrees, what is sharded, what is in host memory.
 
-Degrees are `tp_size` and so on in `strategy_args`; compat.py has other words for them. A strategy's
-name only selects a sharding stage; torch.distributed runs it, or the engine that `actor_train.engine`
-names.
+Degrees are `tp_size` and so on in `strategy_args`; compat.py has other words for them. A
+strategy's name only selects a sharding stage; torch.distributed runs it, or the engine that
+`actor_train.engine` names.
 """
 
 from __future__ import annotations

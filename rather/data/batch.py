@@ -52,8 +52,8 @@ def prompt_images(
 class TokenPair:
     """One preference pair as token ids. `prompt` is the exact common beginning of both sequences.
 
-    A single answer is `chosen` with an empty `rejected`; it may have a label or a score, and for KTO
-    a partner.
+    A single answer is `chosen` with an empty `rejected`; it may have a label or a score, and for
+    KTO a partner.
 
     `chosen_scored` and `rejected_scored` are half-open spans of scored tokens, counted from the
     start of prompt + response, so that assistant turns inside the prompt can be scored too.
@@ -89,7 +89,7 @@ class TokenPair:
 
     @property
     def answers(self) -> tuple[tuple[NDArray[np.int32], tuple[Span, ...]], ...]:
-        """The tokens and scored spans of both columns of a batch: chosen, and rejected or partner."""
+        """The tokens and scored spans of a batch's two columns: chosen, and rejected or partner."""
         second = (self.rejected, self.rejected_scored)
         if self.partner is not None:
             second = (self.partner, self.partner_scored)

@@ -3,9 +3,9 @@
 Bins never cross an optimizer step, so the budget changes speed and memory, never the result. A
 pair is never split: one that is larger than the budget gets a bin of its own size.
 
-Pairs with the same prompt and the same images form a unit. Its sequences are a tree: each new response branches off an
-earlier one where their tokens differ, and only the rest is laid out. So each token of the tree has
-one place, and is scored once.
+Pairs with the same prompt and the same images form a unit. Its sequences are a tree: each new
+response branches off an earlier one where their tokens differ, and only the rest is laid out. So
+each token of the tree has one place, and is scored once.
 """
 
 from __future__ import annotations

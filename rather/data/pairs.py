@@ -188,7 +188,7 @@ class PairFile(PicklesFields):
         return int(self.table.num_rows)
 
     def check(self) -> None:
-        """Raise ValueError or ArrowInvalid unless every pair can be taken; a file may be crafted."""
+        """Raise ValueError or ArrowInvalid unless every pair can be taken. Files may be crafted."""
         if self.table.nbytes > self.path.stat().st_size:  # compressed, or a batch listed twice
             raise ValueError("its columns are larger than the file")
         self.table.validate(full=True)
@@ -213,8 +213,8 @@ class PairDataset(PicklesFields):
     """Some or all pairs of a file, in the order of the data files.
 
     `corrections` belong to rows of the file. `take` applies them, columns do not have them.
-    `partners` are, for each single answer, the one whose answer follows its prompt as `partner`, and
-    the longest sequence.
+    `partners` are, for each single answer, the one whose answer follows its prompt as `partner`,
+    and the longest sequence.
     """
 
     file: PairFile

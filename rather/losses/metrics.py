@@ -281,7 +281,7 @@ def calibrated_loss(margin: Tensor, share: Tensor) -> float:
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """Return the 95 % interval of a share of independent pairs (Wilson, 1927): sound near 0 and 1."""
+    """Return the 95 % interval of a share of independent pairs (Wilson, 1927), also near 0."""
     middle = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
     half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
     return max(0.0, middle - half), min(1.0, middle + half)

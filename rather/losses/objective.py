@@ -288,7 +288,7 @@ def _names_of(fits: Callable[[LossRule], bool]) -> str:
 
 
 def _check_task(task: str, terms: Sequence[Term]) -> None:
-    """Check that the losses belong to the task. `sft` trains on the chosen answers of pairs, too."""
+    """Check that the losses belong to the task; `sft` also trains on chosen answers of pairs."""
     for term in terms:
         is_sft = term.name == "sft" and task in ("preference", "sft")
         if not is_sft and term.rule.task != task:

@@ -25,21 +25,23 @@ MOST = {
     # prompts that a template changes, ends of tool calls, dense Nemotron-H (610);
     # a forecast of host memory, advice that the config of the run takes (625);
     # null images, images of Pillow, ms-swift's two conversations (180);
-    # links of results, parts and cards in a stranger's folder (220).
-    "tokens of the core": 318_723,
+    # links of results, parts and cards in a stranger's folder (220);
+    # degrees in the alias table; label, score and partner of single answers (310).
+    "tokens of the core": 319_030,
     # Rounds, finalists of tune, GGUF files, init, push, images; scripts of users behind a command
-    # line, the card that is pushed (940).
-    "tokens of the tools": 77_240,
+    # line, the card that is pushed (940); a child that writes pages (300).
+    "tokens of the tools": 77_550,
     # push_to_hub; masks of rows of tokens, the reference that a name loads, refusals of models and
-    # adapters, the token that a reward model scores (670).
-    "tokens of rather.trl": 12_870,
+    # adapters, the token that a reward model scores (670); partners of single
+    # answers (50).
+    "tokens of rather.trl": 12_920,
     "words of long texts": 17_700,  # TRL's arguments and why some are refused
     "modules in an import circle": 0,
     "functions above complexity 20": 0,
     "functions above complexity 15": 22,
     "generic names, per mille": 39,
     "holders of the whole config": 25,
-    "lines above 100 characters": 85,
+    "lines above 100 characters": 70,
     "files that ruff would format": 0,
 }
 SLACK = 0.08  # a limit may be this much above the measured value

@@ -183,7 +183,7 @@ class LabelNoise:
 
     @staticmethod
     def of_margins(margin: Floats) -> LabelNoise:
-        """Fit margins in units of their root mean square, which flipping a label does not change."""
+        """Fit margins in units of their root mean square, which no flipped label changes."""
         return LabelNoise.fit(margin / _root_mean_square(margin))
 
     @staticmethod

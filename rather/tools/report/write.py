@@ -1,8 +1,8 @@
 """Writes report.html from the run folder alone: during a run, at its end, and on request.
 
-With 20,000 logged steps and 320,000 visits of pairs, a page takes eight seconds of computing. While a
-run trains, a child process writes it, so that the other ranks do not wait for the first one. It ends
-when the page is written.
+With 20,000 logged steps and 320,000 visits of pairs, a page takes eight seconds of computing. While
+a run trains, a child process writes it, so that the other ranks do not wait for the first one. It
+ends when the page is written.
 """
 
 from __future__ import annotations
