@@ -1,4 +1,4 @@
-"""Failures, hangs and deadlines of a process, in words that can travel to the driver.
+"""Failures, hangs and deadlines of a process, as plain data that can be sent to the driver.
 
 No torch in here: the process of a device imports this before its environment is set.
 """

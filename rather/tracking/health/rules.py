@@ -277,7 +277,7 @@ def chosen_falling(h: RunState) -> Found:
 @HealthRule(
     "warning",
     "{right:.0%} of the last {pairs} {unit} are right with a margin of {number:.3g}, and the loss "
-    "is down to {loss:.2g}: they teach hardly anything more.",
+    "is down to {loss:.2g}: further training on them has little effect.",
     "Stop here, or train fewer epochs; a smaller learning_rate or a larger beta keeps the policy "
     "closer to its reference, harder data gives it something to learn.",
 )
