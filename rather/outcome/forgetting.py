@@ -123,7 +123,9 @@ class Forgotten:
         if not math.isfinite(change):
             said = f"the loss on neutral text is {self.loss}"
         if self.right_before:
-            said += f", {self.still_right} of {self.right_before} right answers are still right"
+            right = self.still_right + self.newly_right
+            said += f", {self.still_right} of {self.right_before} right answers are still right, "
+            said += f"{right} are right now"
         return said
 
 

@@ -93,9 +93,12 @@ def _forgetting(metrics: Values) -> str:
     if not losses:
         return "Forgetting was not measured: off, a short run, or a tokenizer without the words."
     text = f"Forgetting: the loss on neutral text went from {losses[0]:.3f} to {losses[-1]:.3f}"
-    kept = metrics.get(f"{FORGETTING}kept")
-    if kept:
-        text += f", and {kept[-1]:.0%} of the base's right answers are still right"
+    kept, right, before = (
+        metrics.get(f"{FORGETTING}{name}") for name in ("kept", "right", "right_before")
+    )
+    if kept and right and before:
+        text += f"; {before[-1]:.0%} of the questions were answered right and {right[-1]:.0%} are "
+        text += f"now, with {kept[-1]:.0%} of the base's right answers kept"
     return f"{text}."
 
 

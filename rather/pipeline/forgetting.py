@@ -122,6 +122,7 @@ def answer_metrics(before: JsonObject, now: Figures) -> dict[str, float]:
     if forgotten.kept_share is None:
         return {}
     return {
+        f"{FORGETTING}right_before": forgotten.right_before / len(now.replies),
         f"{FORGETTING}right": len(now.right) / len(now.replies),
         f"{FORGETTING}kept": forgotten.kept_share,
         f"{FORGETTING}chance": forgotten.chance,
@@ -162,8 +163,10 @@ class Limits:
         if kept is None or kept >= 1 - self.forgetting:
             return ""
         if chance < BY_CHANCE or kept < 1 - BEYOND_NOISE * self.forgetting:
+            before, now = (metrics.get(f"{FORGETTING}{n}") for n in ("right_before", "right"))
+            shares = "" if before is None else f" (right: {before:.0%} before, {now:.0%} now)"
             return (
-                f"only {kept:.0%} of the base's right answers are still right, beyond "
+                f"only {kept:.0%} of the base's right answers are still right{shares}, beyond "
                 f"forgetting_limit ({self.forgetting:g}) by more than chance."
             )
         return ""

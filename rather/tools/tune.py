@@ -316,9 +316,12 @@ class Tuning:
             if f"{FORGETTING}{name}" in now:
                 limits_of_run[f"forgetting_{name}"] = now[f"{FORGETTING}{name}"]
         if f"{FORGETTING}kept" in now:
-            questions, _ = read_rows(self._texts)
-            right_before = round(before[f"{FORGETTING}right"] * len(questions))
-            limits_of_run["forgetting_right_before"] = right_before
+            count = len(read_rows(self._texts)[0])
+            limits_of_run |= {
+                "forgetting_questions": count,
+                "forgetting_right_before": round(now[f"{FORGETTING}right_before"] * count),
+                "forgetting_right": round(now[f"{FORGETTING}right"] * count),
+            }
         limits = Limits(self.base.drift_limit, self.base.forgetting_limit)
         if problem := limits.problem(now, base):
             limits_of_run["problem"] = problem
@@ -547,11 +550,20 @@ class Tuning:
 
     def _loses_answers(self, name: str) -> bool:
         """Return whether more right answers were lost than allowed, if only by chance."""
-        kept_share = float(self.runs[name].get("forgetting_kept", 1.0))
-        return kept_share < 1 - self.base.forgetting_limit
+        return self._lost_share(name) > 0
 
-    def _harm(self, name: str) -> tuple[bool, float]:
-        return self._loses_answers(name), float(self.runs[name]["drift"])
+    def _lost_share(self, name: str) -> float:
+        """Return the share of the base's right answers that were lost; 0 within the limit."""
+        kept_share = float(self.runs[name].get("forgetting_kept", 1.0))
+        return 0.0 if kept_share >= 1 - self.base.forgetting_limit else 1 - kept_share
+
+    def _has_gentler(self, name: str) -> bool:
+        """Return whether a gentler setting than this finalist was left out for want of time."""
+        values = self._next_finalist()
+        return bool(values) and float(values[RATE]) < float(self.runs[name]["values"][RATE])
+
+    def _harm(self, name: str) -> tuple[float, float]:
+        return self._lost_share(name), float(self.runs[name]["drift"])
 
     def _train_finalists(self, total_steps: int) -> int:
         self.reserved = 0.0
@@ -585,7 +597,7 @@ class Tuning:
         usable = {name: half for name, half in compared.items() if self.loss(name) < math.inf}
         candidates = {NOTHING: untrained, **usable}
         top = min(candidates, key=lambda name: candidates[name].loss)
-        harm = {NOTHING: (False, 0.0), **{name: self._harm(name) for name in usable}}
+        harm = {NOTHING: (0.0, 0.0), **{name: self._harm(name) for name in usable}}
         best = choose(candidates, harm)
         gain, error = candidates[top].gain_over(candidates[best])
         reason = "the lowest loss"
@@ -596,8 +608,10 @@ class Tuning:
             virtue = "keeps more right answers than" if keeps_more else "gentler than"
             reason = f"{virtue} {top}, whose loss is lower by only {gain:.4f} +- {error:.4f}"
         if harm[best][0]:
-            reason += f"; it lost {lost_answers(self.runs[best])}, and no finalist about as good "
-            reason += f"kept {1 - self.base.forgetting_limit:.0%} of them"
+            reason += f"; it {kept_answers(self.runs[best])}, and no finalist about as good "
+            reason += f"kept {1 - self.base.forgetting_limit:.0%}"
+            if self._has_gentler(best):
+                reason += "; a larger --budget tries gentler settings"
         finals = {
             name: {"loss": half.loss, "accuracy": half.accuracy, "pairs": len(half.margins),
                    "text": half.text()}
@@ -609,7 +623,7 @@ class Tuning:
         }  # fmt: skip
 
 
-def choose(candidates: dict[str, Half], harm: Mapping[str, tuple[bool, float]]) -> str:
+def choose(candidates: dict[str, Half], harm: Mapping[str, tuple[float, float]]) -> str:
     """Return the gentlest candidate that is not clearly worse than the one of lowest loss.
 
     The gentlest has the least `harm`: see Tuning._harm.
@@ -678,17 +692,20 @@ def facts(found: JsonObject, name: str) -> str:
     elif run:
         texts.append("forgetting not measured")
     if "forgetting_kept" in run:
-        texts.append(f"lost {lost_answers(run)}")
+        texts.append(kept_answers(run))
     return ", ".join(texts)
 
 
-def lost_answers(run: JsonObject) -> str:
-    """Return `3 of 30 right answers`."""
-    lost_share = 1 - run["forgetting_kept"]
-    right_before = run.get("forgetting_right_before")
-    if right_before is None:  # measured by an older version
-        return f"{lost_share:.0%} of the right answers"
-    return f"{round(lost_share * right_before)} of {right_before} right answers"
+def kept_answers(run: JsonObject) -> str:
+    """Return `kept 27 of the base's 30 right answers (right: 30 of 50 before, 32 after)`."""
+    kept_share = run["forgetting_kept"]
+    if "forgetting_right" not in run:  # measured by an older version
+        return f"kept {kept_share:.0%} of the base's right answers"
+    before, after = run["forgetting_right_before"], run["forgetting_right"]
+    return (
+        f"kept {round(kept_share * before)} of the base's {before} right answers (right: {before} "
+        f"of {run['forgetting_questions']} before, {after} after)"
+    )
 
 
 def print_result(found: JsonObject) -> None:

@@ -96,7 +96,7 @@ def test_what_counts_as_forgotten() -> None:
     assert other.still_right == 19
     assert other.newly_right == 1
     assert other.kept_share == 0.95
-    assert "19 of 20 right answers" in other.text()
+    assert other.text().endswith("19 of 20 right answers are still right, 20 are right now")
     # A base that answers fewer than ten right is not judged by questions.
     weak = Forgotten.between({**base, "right": [*range(9)]}, {**base, "right": []})
     assert weak.kept_share is None
@@ -266,6 +266,11 @@ def test_save_best_never_keeps_a_model_beyond_the_limits(tiny_runs: TinyRuns) ->
         ({"eval/forgetting/kept": 0.9, "eval/forgetting/chance": 0.2}, ""),
         # As many new answers do not make up for a third of the old ones.
         ({"eval/forgetting/kept": 0.67, "eval/forgetting/chance": 0.2}, "still right"),
+        (
+            {"eval/forgetting/kept": 0.67, "eval/forgetting/right": 0.46}
+            | {"eval/forgetting/right_before": 0.6},
+            "67% of the base's right answers are still right (right: 60% before, 46% now), beyond",
+        ),
         ({}, ""),
     ],
 )

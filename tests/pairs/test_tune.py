@@ -243,15 +243,20 @@ class Finalists:
         self.noise = draw.normal(0.0, 0.3, 400)
         monkeypatch.setattr(tune.Tuning, "beta", lambda *_: 0.1)
         monkeypatch.setattr(tune, "halves", self.read)
+        monkeypatch.setattr(tune.Tuning, "_next_finalist", lambda _: None)
 
     def read(self, run_dir: Path, *_: object, first: bool = False) -> tuple[tune.Half, tune.Half]:
         both = half(*np.zeros(400)) if first else self.halves[run_dir.name]
         return both, both
 
-    def add(self, name: str, better_by: float, lost: int, drift: float, **more: str) -> None:
+    def add(
+        self, name: str, better_by: float, lost: int, drift: float, won: int = 0, **more: str
+    ) -> None:
         right_before = 30
         self.tuning.runs[f"final-{name}"] = {
-            **GOOD, "loss": 0.4, "drift": drift, "forgetting_right_before": right_before,
+            **GOOD, "values": {tune.RATE: "1e-08"}, "loss": 0.4, "drift": drift,
+            "forgetting_questions": 50, "forgetting_right_before": right_before,
+            "forgetting_right": right_before - lost + won,
             "forgetting_kept": 1 - lost / right_before, "forgetting_loss": 3.1,
             "forgetting_loss_before": 3.0, **more,
         }  # fmt: skip
@@ -270,7 +275,7 @@ def test_of_equal_finalists_one_that_keeps_the_right_answers_wins(
     found = finalists.tuning.result()
     assert found["best"] == "final-keeps"
     assert found["reason"].startswith("keeps more right answers than final-strong, whose loss is")
-    assert "lost" not in found["reason"]
+    assert "right:" not in found["reason"]
     finalists.add("gentler", 0.0, lost=0, drift=0.09)
     assert finalists.tuning.result()["best"] == "final-gentler"
     finalists.add("much better", 0.5, lost=0, drift=0.3)
@@ -280,21 +285,38 @@ def test_of_equal_finalists_one_that_keeps_the_right_answers_wins(
 def test_if_none_keeps_the_right_answers_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of those that lost too many, the one that kept most is chosen, with both numbers."""
     finalists = Finalists(tmp_path, monkeypatch)
-    finalists.add("strong", 0.05, lost=2, drift=0.2)
-    finalists.add("gentle", 0.0, lost=3, drift=0.1)
+    finalists.add("strong", 0.05, lost=5, won=7, drift=0.2)
+    finalists.add("gentle", 0.0, lost=3, won=5, drift=0.1)
+    finalists.add("gentlest", 0.0, lost=4, won=9, drift=0.05)
     finalists.add("broken", 0.0, lost=10, drift=0.01, problem="only 67%")
     found = finalists.tuning.result()
     assert found["best"] == "final-gentle"
-    assert found["reason"].endswith(
-        "; it lost 3 of 30 right answers, and no finalist about as good kept 95% of them"
-    )
+    kept = "kept 27 of the base's 30 right answers (right: 30 of 50 before, 32 after)"
+    assert found["reason"].startswith("keeps more right answers than final-strong, whose loss is")
+    assert found["reason"].endswith(f"; it {kept}, and no finalist about as good kept 95%")
     facts = tune.facts(found, "final-broken")
-    assert facts == "drift 0.01, loss on neutral text +0.100, lost 10 of 30 right answers"
+    assert facts == (
+        "drift 0.01, loss on neutral text +0.100, kept 20 of the base's 30 right answers "
+        "(right: 30 of 50 before, 20 after)"
+    )
     assert tune.facts({"runs": {"a": {"drift": 0.1}}}, "a") == "drift 0.1, forgetting not measured"
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "250")
     tune.print_result(found)
-    assert "lost 2 of 30 right answers" in capsys.readouterr().out
+    assert kept in capsys.readouterr().out
     # A tune.json of an older version has shares only.
-    del found["runs"]["final-gentle"]["forgetting_right_before"]
-    assert "lost 10% of the right answers" in tune.facts(found, "final-gentle")
+    del found["runs"]["final-gentle"]["forgetting_right"]
+    assert "kept 90% of the base's right answers" in tune.facts(found, "final-gentle")
+
+
+@pytest.mark.parametrize(("rate", "is_said"), [("1e-09", True), ("1e-07", False)])
+def test_gentler_settings_that_did_not_fit_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: str, is_said: bool
+) -> None:
+    finalists = Finalists(tmp_path, monkeypatch)
+    finalists.add("strong", 0.0, lost=3, drift=0.2)
+    monkeypatch.setattr(tune.Tuning, "_next_finalist", lambda _: {tune.RATE: rate})
+    reason = finalists.tuning.result()["reason"]
+    assert reason.endswith("; a larger --budget tries gentler settings") is is_said
+
