@@ -261,7 +261,8 @@ def generate_answers(
 
     def answer(weights: Weights, prompts: Prompts, work: JsonObject, part: Path) -> Answered:
         causal_lm = weights.load(here(), sees_images=prompts.has_images).causal_lm
-        sampler = Sampler(causal_lm, prompts, request, text_sha(strict_json(work)))
+        decides = {name: fact for name, fact in work.items() if name != "model"}  # not its path
+        sampler = Sampler(causal_lm, prompts, request, text_sha(strict_json(decides)))
         started = first_entry(part) or {}
         sampler.set_batch(batch or started.get("batch"))
         journal = Journal(part, work | {"batch": sampler.batch})

@@ -256,8 +256,11 @@ def suggestion(path: str) -> str:
         if len(siblings) <= LISTED:
             return did_you_mean(path, siblings)
         return "; `rather config reference` lists all keys"
-    same_group = meant.rpartition(".")[0] == parent
-    return f"; did you mean '{meant.rpartition('.')[2] if same_group else meant}'?"
+    group, _, name_in_group = meant.rpartition(".")
+    if group == parent:
+        return f"; did you mean '{name_in_group}'?"
+    place = "" if group else " at the top level"
+    return f"; did you mean '{meant}'{place}?"
 
 
 def field_problems(error: ValidationError, data: JsonObject) -> dict[Names, str]:

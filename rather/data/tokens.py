@@ -512,8 +512,10 @@ class Encoder:
                 f"chat template {self.recipe.template.name}: writes {after!r} after an answer, "
                 f"without its end_of_assistant, {end!r}; correct one of them."
             )
-        tail: Ids = _common_end(*self._ids(rendered))
-        return tail
+        # The answers are equal, too, if the tokenizer knows neither word.
+        *sequences, alone = self._ids([*rendered, after])
+        tail: Ids = _common_end(*sequences)
+        return tail[max(0, len(tail) - len(alone)) :]
 
     def _without_blanks(self, ids: Ids) -> Ids:
         """Return the tokens without white space at the end."""

@@ -206,6 +206,15 @@ def test_killed_anywhere_it_ends_in_the_same_file(
     assert out.read_bytes() != whole
 
 
+def test_answers_do_not_depend_on_where_the_model_is(
+    model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "moved")
+    for number, folder in enumerate((model, tmp_path / "moved")):
+        asked(folder, prompts, tmp_path / f"{number}.jsonl")
+    assert (tmp_path / "0.jsonl").read_bytes() == (tmp_path / "1.jsonl").read_bytes()
+
+
 @pytest.mark.wide
 def test_killed_at_random_moments(model: Path, prompts: Path, tmp_path: Path) -> None:
     asked(model, prompts, tmp_path / "whole.jsonl")

@@ -97,6 +97,11 @@ def test_unknown_key_says_what_was_meant(judged, typo: str, meant: str) -> None:
     assert judged(f"{typo}=1") == [f"{typo}: unknown key; did you mean '{meant}'?"]
 
 
+def test_a_key_that_belongs_to_the_top_level_says_so(judged) -> None:
+    (line,) = judged("actor_train.training_args.save_steps=2")
+    assert line.endswith("unknown key; did you mean 'save_steps' at the top level?")
+
+
 def test_a_removed_key_says_so_and_what_to_use(judged) -> None:
     (line,) = judged("trace=true")
     assert line.startswith("trace: was removed; metrics.jsonl and the report")

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rather.data.formats import RowLayout, TextPair, read_row
 from rather.data.json_rows import DropReason
 from rather.data.pool import ChunkEncoder
 from rather.data.read import Chunk
-from rather.data.template import TEMPLATES
-from rather.data.tokens import Encoded, Encoder, read_tokenised
+from rather.data.template import TEMPLATES, ChatTemplate
+from rather.data.tokens import Encoded, Encoder, TokenRecipe, read_tokenised
 
 Make = Callable[..., Encoder]
 ROUND = [
@@ -433,10 +433,21 @@ def test_end_of_turn_of_a_template_without_special_tokens(encoder: Make) -> None
     )  # the line end is its only end
 
 
+def test_end_of_turn_of_a_tokenizer_that_knows_few_words() -> None:
+    """The answers of which the end is found are unknown words, so whole sequences are equal."""
+    names = ["<unk>", "<s>", "</s>", "<|assistant|>", "yes"]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.add_special_tokens(names[1:4])
+    template = ChatTemplate(
+        "words", "<s>{% for m in messages %}<|assistant|>{{ m.content }}</s>{% endfor %}", {}
+    )
+    chat = Encoder(TokenRecipe(words.to_str(), template, 1, 2, False, 64))
+    assert (chat.tail, chat.end_of_turn) == ([2], 2)
+
+
 def test_sentencepiece_style_tokenizers(team_data: Any) -> None:
     raw = json.loads((team_data / "models/stories15M/tokenizer.json").read_text())
-    from rather.data.tokens import TokenRecipe
-
     for policy in ("warn", "escape"):
         plain = Encoder(
             TokenRecipe(
