@@ -286,8 +286,8 @@ class Asking:
                 self._ask_all(pool, missing, bar)
         except ServerError as error:
             raise ServerError(
-                f"--server {error} {len(self.answers)} of {len(questions)} answers are kept; run "
-                "the same command again."
+                f"--server {served.server.with_address(error)} {len(self.answers)} of "
+                f"{len(questions)} answers are kept; run the same command again."
             ) from None
         finally:
             served.server.stopped.set()

@@ -255,7 +255,8 @@ class ServerJudge:
             return dict(pool.map(ask, missing.items()))
         except ServerError as error:
             raise ServerError(
-                f"--with {error} Finished verdicts are kept; run the same command again."
+                f"--with {self.server.with_address(error)} Finished verdicts are kept; run the "
+                "same command again."
             ) from None
         finally:
             self.server.stopped.set()

@@ -50,7 +50,7 @@ class Server:
         return self._ask("GET", path, None, 1)
 
     def _ask(self, method: str, path: str, body: JsonObject | None, tries: int) -> JsonObject:
-        url, problem, wait = f"{self.url}/v1/{path}", "", FIRST_WAIT
+        url, problem = f"{self.url}/v1/{path}", ""
         kind: type[ServerError] = ServerError
         for attempt in range(1, tries + 1):
             after: float | None = None
@@ -76,11 +76,17 @@ class Server:
                     problem = f"HTTP {response.status_code}: {response.text[:SHOWN].strip()}"
                     after = _seconds(response.headers.get("Retry-After"))
                     if response.status_code < 500 and response.status_code not in REPEATED:
-                        raise ServerError(f"{url}: the server refuses a request: {problem}")
-            if attempt < tries and self.stopped.wait(min(after or wait, LONGEST_WAIT)):
+                        raise ServerError(f"{url}: the server refuses a request: {problem}.")
+            # Doubled whoever names it: a limit may last longer than a server says.
+            wait = min((after or FIRST_WAIT) * 2 ** (attempt - 1), LONGEST_WAIT)
+            if attempt < tries and self.stopped.wait(wait):
                 break
-            wait *= 2
         raise kind(f"{url}: {problem}, after {tries} {'try' if tries == 1 else 'tries'}.")
+
+    def with_address(self, error: ServerError) -> str:
+        """Return the text of an error, with the address of the server at the beginning."""
+        text = str(error)
+        return text if text.startswith(self.url) else f"{self.url}: {text}"
 
     def close(self) -> None:
         self._client.close()
@@ -97,7 +103,8 @@ def first_choice(answer: JsonObject) -> JsonObject:
     """Return the first choice of a completion; raise ServerError if there is none."""
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise ServerError(f"the server's answer has no choices, only {', '.join(answer)}")
+        keys = ", ".join(answer) or "none"
+        raise ServerError(f"the server's answer has no choices in it (its keys: {keys}).")
     return choices[0]
 
 
@@ -108,7 +115,7 @@ def text_of_choice(choice: JsonObject) -> str:
     if text is None and isinstance(message, dict):
         return ""  # nothing but thoughts or a tool call
     if not isinstance(text, str):
-        raise ServerError("the server's answer has no text")
+        raise ServerError("the server's answer has no text.")
     return text
 
 

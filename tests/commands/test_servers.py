@@ -18,7 +18,9 @@ from rather.commands import openai_client
 from rather.commands.generate import AnswerRequest
 from rather.commands.generate_by_server import ServerOptions, generate_by_server
 from rather.commands.journal import Journal
+from rather.commands.openai_client import Server
 from rather.config.run_config import DPOConfig
+from rather.errors import ServerError
 from rather.model.generate import Decoding
 from tests.commands.conftest import rather, told
 from tests.commands.fake_server import Behaviour, Reply, serving
@@ -161,7 +163,7 @@ def test_chat_messages_where_a_server_has_nothing_else(
         (same_samples, 2, "does not sample"),
         (lambda path, body: (500, {"error": "broken"}), 5, "HTTP 500"),
         (lambda path, body: (429, {"error": "slow down"}), 5, "HTTP 429"),
-        (lambda path, body: (200, {"choices": []}), 5, "no choices"),
+        (lambda path, body: (200, {"choices": []}), 5, "(its keys: choices). 0 of "),
         (lambda path, body: None, 5, "the connection broke"),
     ],
 )
@@ -182,6 +184,16 @@ def test_what_is_wrong_with_a_server_is_named(
     assert done.exit_code == code, done.output
     assert message in done.output
     assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_waits_grow_though_the_server_names_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = list[float]()
+    with serving(lambda path, body: (429, {"error": "slow down"})) as served:
+        server = Server(served.url, 5)
+        monkeypatch.setattr(server.stopped, "wait", lambda seconds: waits.append(seconds))
+        with pytest.raises(ServerError, match="HTTP 429.* after 6 tries"):
+            server.post("completions", {})
+    assert waits == pytest.approx([0.01, 0.02, 0.04, 0.08, 0.16])
 
 
 def test_faults_are_repeated_and_a_stall_is_named(
