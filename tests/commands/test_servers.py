@@ -191,7 +191,7 @@ def test_waits_grow_though_the_server_names_a_short_one(monkeypatch: pytest.Monk
     with serving(lambda path, body: (429, {"error": "slow down"})) as served:
         server = Server(served.url, 5)
         monkeypatch.setattr(server.stopped, "wait", lambda seconds: waits.append(seconds))
-        with pytest.raises(ServerError, match="HTTP 429.* after 6 tries"):
+        with pytest.raises(ServerError, match=r"HTTP 429.* after 6 tries"):
             server.post("completions", {})
     assert waits == pytest.approx([0.01, 0.02, 0.04, 0.08, 0.16])
 

@@ -319,4 +319,3 @@ def test_gentler_settings_that_did_not_fit_are_named(
     monkeypatch.setattr(tune.Tuning, "_next_finalist", lambda _: {tune.RATE: rate})
     reason = finalists.tuning.result()["reason"]
     assert reason.endswith("; a larger --budget tries gentler settings") is is_said
-
