@@ -560,7 +560,9 @@ class Tuning:
     def _has_gentler(self, name: str) -> bool:
         """Return whether a gentler setting than this finalist was left out for want of time."""
         values = self._next_finalist()
-        return bool(values) and float(values[RATE]) < float(self.runs[name]["values"][RATE])
+        if values is None:
+            return False
+        return float(values[RATE]) < float(self.runs[name]["values"][RATE])
 
     def _harm(self, name: str) -> tuple[float, float]:
         return self._lost_share(name), float(self.runs[name]["drift"])
