@@ -77,7 +77,7 @@ def result_lines(metrics: Values, data: JsonObject) -> list[str]:
     if drifts:
         lines.append(f"Drift from the base: {max(drifts):.3g} nats per held-out token.")
     else:
-        lines.append("Drift was not measured; it needs held-out data and a reference.")
+        lines.append("Drift was not measured; it needs held-out pairs and a reference.")
     return lines
 
 
@@ -85,7 +85,8 @@ def _win_rate(metrics: Values) -> str:
     if WIN_RATE not in metrics:
         return "Win rate against the base was not measured; set eval_prompts.judge."
     rate, low, high = (metrics[f"{WIN_RATE}{end}"][-1] for end in ("", "_low", "_high"))
-    return f"Win rate against the base is {rate:.1%} (95 %: {low:.1%} to {high:.1%})."
+    text = f"Win rate against the base is {rate:.1%} (95 %: {low:.1%} to {high:.1%})."
+    return text if low > 0.5 or high < 0.5 else f"{text} That may be chance."
 
 
 def _forgetting(metrics: Values) -> str:

@@ -115,6 +115,12 @@ def test_what_was_not_measured_is_said() -> None:
     assert answer_lines([]) == []
 
 
+@pytest.mark.parametrize(("low", "is_chance"), [(0.38, True), (0.51, False)])
+def test_a_win_rate_that_may_be_chance_is_called_so(low: float, is_chance: bool) -> None:
+    rates = {"eval/win_rate": [0.9], "eval/win_rate_low": [low], "eval/win_rate_high": [1.0]}
+    assert result_lines(rates, {})[1].endswith("%). That may be chance.") is is_chance
+
+
 def test_length_alone_is_named() -> None:
     held_out = {"eval/loss": [0.69, 0.5], "eval/rewards/accuracies": [0.0, 0.7], "eval/pairs": [400.0] * 2,
                 "eval/rewards/accuracies_low": [0.0, 0.66], "eval/rewards/accuracies_high": [0.0, 0.74],
