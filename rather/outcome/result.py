@@ -68,7 +68,7 @@ def judged_prefix(metrics: Values) -> str | None:
 def result_lines(metrics: Values, data: JsonObject) -> list[str]:
     """Return the four lines; each says so if it was not measured."""
     prefix = judged_prefix(metrics)
-    lines = ["Held-out accuracy was not measured; set validation.data_args."]
+    lines = ["Held-out accuracy was not measured; it needs held-out pairs (validation.data_args)."]
     if prefix:
         lines = [judge_accuracy(metrics, data, prefix)[1]]
     lines.append(_win_rate(metrics))
