@@ -564,6 +564,16 @@ class Tuning:
             return False
         return float(values[RATE]) < float(self.runs[name]["values"][RATE])
 
+    def _warning(self, best: str) -> str:
+        """Return what the last line adds if the best setting lost more answers than allowed."""
+        if best == NOTHING or not self._loses_answers(best):
+            return ""
+        text = f"; it {kept_answers(self.runs[best])}, and no finalist about as good "
+        text += f"kept {1 - self.base.forgetting_limit:.0%}"
+        if self._has_gentler(best):
+            text += "; a larger --budget tries gentler settings"
+        return text
+
     def _harm(self, name: str) -> tuple[float, float]:
         return self._lost_share(name), float(self.runs[name]["drift"])
 
@@ -601,19 +611,15 @@ class Tuning:
         top = min(candidates, key=lambda name: candidates[name].loss)
         harm = {NOTHING: (0.0, 0.0), **{name: self._harm(name) for name in usable}}
         best = choose(candidates, harm)
-        gain, error = candidates[top].gain_over(candidates[best])
         reason = "the lowest loss"
         if best == NOTHING and not usable:
             reason = "every finalist exceeded a limit; see the table"
         if best != top:
+            gain, error = candidates[top].gain_over(candidates[best])
             keeps_more = harm[best][0] < harm[top][0]
             virtue = "keeps more right answers than" if keeps_more else "gentler than"
             reason = f"{virtue} {top}, whose loss is lower by only {gain:.4f} +- {error:.4f}"
-        if harm[best][0]:
-            reason += f"; it {kept_answers(self.runs[best])}, and no finalist about as good "
-            reason += f"kept {1 - self.base.forgetting_limit:.0%}"
-            if self._has_gentler(best):
-                reason += "; a larger --budget tries gentler settings"
+        reason += self._warning(best)
         finals = {
             name: {"loss": half.loss, "accuracy": half.accuracy, "pairs": len(half.margins),
                    "text": half.text()}
