@@ -26,7 +26,8 @@ MOST = {
     # a forecast of host memory, advice that the config of the run takes (625);
     # null images, images of Pillow, ms-swift's two conversations (180);
     # links of results, parts and cards in a stranger's folder (220);
-    # degrees in the alias table; label, score and partner of single answers (310).
+    # degrees in the alias table; label, score and partner of single answers (310);
+    # right answers before and after, waits for servers (205).
     "tokens of the core": 319_237,
     # Rounds, finalists of tune, GGUF files, init, push, images; scripts of users behind a command
     # line, the card that is pushed (940); a child that writes pages (300).
