@@ -46,7 +46,7 @@ class LayerTrial:
     """Bytes per token of a decoder layer, if nothing is recomputed."""
 
     kept: float  # until the backward pass; the mean of all layers
-    backward: float  # beyond that, while the backward pass runs
+    passing: float  # beyond that, for a moment of the forward or the backward pass
 
 
 def is_plain(sizes: Sizes) -> bool:
@@ -91,11 +91,14 @@ def _try_layers(
     count = 1 + max(kinds.index(layer_kind) for layer_kind in set(kinds))
     batch = pack(random_pairs(sizes.vocabulary, lengths), TOKENS, ladder=LADDER[kind])[0]
     tokens, lengths_known = len(batch.ids_N), _lengths(batch)
-    live = _LiveBytes(itemsize)
+    # Products of experts take no other precision than bfloat16 without memory. Where layers can be
+    # tried in their own, conversions to float32 are no copies.
+    is_exact = itemsize == 4 and not sizes.experts
+    dtype = torch.float32 if is_exact else torch.bfloat16
+    live = _LiveBytes(itemsize / dtype.itemsize)
     kept: list[int] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
-        # Products of experts take no other precision without memory.
-        policy = PolicyModel(few_layers(name, args, count, "cpu", torch.bfloat16))
+        policy = PolicyModel(few_layers(name, args, count, "cpu", dtype))
         if kind == "cuda":
             set_attention(policy.causal_lm, ON_GPU)
         for parameter in policy.parameters():
@@ -109,7 +112,7 @@ def _try_layers(
         fake_batch.segments.__dict__.update(lengths_known)  # fake tensors have no numbers
         with live:
             hidden = policy.hidden(fake_batch)
-            live.most = forward = live.now
+            forward = live.now
             hidden.sum().backward()
     by_kind = dict(zip(kinds, kept, strict=False))
     mean = sum(by_kind[layer_kind] for layer_kind in kinds) / len(kinds)
@@ -152,12 +155,12 @@ AttentionMaskInterface.register(ON_GPU, lambda *_args, **_kwargs: None)
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that live; those of bfloat16 as if they had `itemsize`."""
+    """Counts the bytes of all tensors that live; those of bfloat16 `factor` times."""
 
-    def __init__(self, itemsize: int) -> None:
+    def __init__(self, factor: float) -> None:
         super().__init__()
         self.now = self.most = 0
-        self._factor = itemsize / torch.bfloat16.itemsize
+        self._factor = factor
         self._counted: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(

@@ -320,6 +320,7 @@ class LayerBytes:
     adapter: bool = False  # the base is frozen, and its linear layers have adapters
     layout: Layout = ONE_RANK
     factor: float = 1.0  # of a family that is not a plain decoder: see layer_trial.py
+    passing: float = 0.0  # beyond what is kept, that trial needed so much for a moment
 
     @cached_property
     def part(self) -> Sizes:
@@ -395,6 +396,7 @@ class LayerBytes:
         # Recomputed rows of the MLP are freed one by one as their gradients appear.
         inner = 3 if self.recompute == "none" else 1
         gradients = float((inner * sizes.inner + rows * sizes.hidden) * self.itemsize)
+        gradients = max(gradients, self.passing)
         if self.recompute == "none":
             return gradients
         kept = self.kept if self.recompute != "full" else 0.0
@@ -571,10 +573,15 @@ class MemoryForecast:
     def _moments(self, chosen: Chosen, work: Work) -> Iterator[MemoryParts]:
         """Yield the parts at the head, in a layer, and at the end of backward."""
         found, sizes = self.layout, self.sizes
-        layer = self.layer(chosen.recompute, compiled=self.compiled, factor=self._factor)
+        passing = self.layers.passing if self.layers else 0.0
+        layer = self.layer(
+            chosen.recompute, compiled=self.compiled, factor=self._factor, passing=passing
+        )
         resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
-        # The first micro-batch finds no gradients but the sums of linear layers.
-        early = self._summed_share(narrow=chosen.narrow) if work.batches == 1 else 1.0
+        # The first micro-batch finds no gradients but the sums of linear layers. On a CPU freed
+        # activations stay with the process, in pieces, and gradients come on top.
+        finds_none = work.batches == 1 and self.kind != "cpu"
+        early = self._summed_share(narrow=chosen.narrow) if finds_none else 1.0
         before = replace(resting, gradients=resting.gradients * early)
         tokens = work.tokens / found.cp
         kept = layer.kept_by_rank(work.tokens, work.batches, self.stage or 0)
