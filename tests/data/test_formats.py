@@ -183,7 +183,7 @@ def test_every_shape_gives_the_same_pair(name: str) -> None:
 )
 def test_a_named_format_reads_its_rows_and_refuses_others(name: str) -> None:
     row, _ = SHAPES[name]
-    assert one(row, format=name) == one(row)
+    assert repr(one(row, format=name)) == repr(one(row))  # NaN equals itself up to Python 3.12
     assert reason({"text": "x"}, format=name) == "missing_key"
 
 
@@ -295,7 +295,7 @@ def test_an_optional_column_stays_optional_under_another_name(
     name: str, empty: dict[str, Any]
 ) -> None:
     row = {"instruction": "q", **AB}
-    assert one({**row, **empty}, columns={name: "x"}) == one(row)
+    assert repr(one({**row, **empty}, columns={name: "x"})) == repr(one(row))
 
 
 def test_ranks_or_scores_are_enough_when_both_have_other_names() -> None:
@@ -459,7 +459,7 @@ def test_rows_with_pictures_or_sound_are_refused(name: str) -> None:
     assert reason({**row, name: ["1.png"]}) == why
     assert reason({**row, name: "1.png"}) == why
     for empty in (None, [], ""):
-        assert one({**row, name: empty}) == one(row)
+        assert repr(one({**row, name: empty})) == repr(one(row))
 
 
 # --- one answer ---
