@@ -185,6 +185,14 @@ def test_reversed_labels_are_not_called_stuck_as_well() -> None:
     assert names_in(records, 9) == ["labels_reversed"]
 
 
+def test_a_milder_earlier_evaluation_does_not_hide_reversed_labels() -> None:
+    start = evaluated(0, 48, rewards__accuracies=0.0, rewards__ties=1.0)
+    learned = line(4, **{"rewards/accuracies": 0.8})
+    middle = evaluated(5, 48, rewards__accuracies=0.3125, rewards__ties=0.0)
+    end = evaluated(9, 48, rewards__accuracies=0.1875, rewards__ties=0.0)
+    assert names_in([start, learned, middle, end], 9) == ["labels_reversed"]
+
+
 @pytest.mark.defect("U3")
 def test_answers_that_are_no_text_to_the_reference() -> None:
     costs = {(10.4, 10.4, 10.2): True, (10.4, 10.4, 4.0): False, (5.0, 5.0, 5.0): False}

@@ -6,7 +6,7 @@ A threshold is a constant at the top, with the reason for its size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -187,7 +187,9 @@ def labels_reversed(h: RunState) -> Found:
     is_learning = train > 0.5 and "model_wrecked" not in h.known
     if h.unit != "pairs" or h.step < GRACE * h.total_steps or not is_learning:
         return {}
-    for then, line, kind in h.changes("rewards/accuracies", max, least=1):
+    # At the end the last evaluation counts, as it does alone: an earlier, milder one hides nothing.
+    choose = _last if h.is_over else max
+    for then, line, kind in h.changes("rewards/accuracies", choose, least=1):
         right, pairs = right_share(line), line.get("pairs", 0)
         if kind == "held-out" and pairs:
             # Without a reference, a model may have begun with less than half.
@@ -195,6 +197,10 @@ def labels_reversed(h: RunState) -> Found:
             if right <= chance - REVERSED / math.sqrt(pairs):
                 return {"number": right, "pairs": pairs, "train": train}
     return {}
+
+
+def _last(lines: Sequence[Line], **_: object) -> Line:
+    return lines[-1]
 
 
 @HealthRule(
