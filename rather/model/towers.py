@@ -92,7 +92,8 @@ def has_tower(model: Any) -> bool:
 def decoder_of(causal_lm: Any) -> Any:
     """Return the language model without its head."""
     if has_tower(causal_lm):
-        return causal_lm.get_decoder()
+        decoder = causal_lm.get_decoder()
+        return decoder.model if hasattr(decoder, "lm_head") else decoder  # Llama 4: with its head
     base = causal_lm.base_model
     return causal_lm.model if base is causal_lm else base  # Llama 4 names its base otherwise
 

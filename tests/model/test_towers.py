@@ -77,7 +77,7 @@ def assert_only_language_changed(source: Path, exported: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", cells(["gemma3", "qwen2_5_vl"], ["qwen3_5", "mistral3", "qwen2_audio"])
+    "name", cells(["gemma3", "qwen2_5_vl"], ["qwen3_5", "mistral3", "llama4", "qwen2_audio"])
 )
 def test_the_language_model_trains_and_the_tower_stays(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
@@ -105,6 +107,17 @@ def qwen3_5() -> Any:
     return Qwen3_5ForConditionalGeneration(config)
 
 
+def llama4() -> Any:
+    sight = {**SIGHT, "vision_output_dim": 24, "projector_input_dim": 24}
+    experts = {"num_local_experts": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 40}
+    config = Llama4Config(
+        text_config={**TEXT, **experts, "attention_chunk_size": 96},
+        vision_config={**sight, "projector_output_dim": 24},
+        image_token_index=5,
+    )
+    return Llama4ForConditionalGeneration(config)
+
+
 def qwen2_audio() -> Any:
     sound = {
         "d_model": 16,
@@ -125,6 +138,7 @@ TOWERS: dict[str, Callable[[], Any]] = {
     "qwen3_5": qwen3_5,
     "qwen2_5_vl": qwen2_5_vl,
     "mistral3": mistral3,
+    "llama4": llama4,
     "qwen2_audio": qwen2_audio,
 }
 
