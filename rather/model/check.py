@@ -46,6 +46,7 @@ SWITCHES = ("index_topk", "attention_chunk_size")
 LONGEST = 64  # tokens, more than the pairs of a check have
 PER_LAYER = "hidden_size_per_layer_input"  # Gemma's further embeddings; 0: none
 MOST_LAYERS = 12  # of a twin
+OTHER_LISTS = ("moe_layers", "mlp_multipliers", "ssm_multipliers")  # not one entry a layer
 
 _families: dict[str, bool] = {}  # results of this process: policy and reference are often alike
 
@@ -463,11 +464,12 @@ def _shrink_rope(small: PretrainedConfig, old_head_dim: int) -> None:
 
 def _per_layer_lists(config: PretrainedConfig) -> dict[str, list[Any]]:
     """Return the settings that have an entry for each layer."""
-    fields = {key: entries for key, entries in vars(config).items() if key != "moe_layers"}
     return {
         key: entries
-        for key, entries in fields.items()
-        if isinstance(entries, list) and len(entries) == config.num_hidden_layers
+        for key, entries in vars(config).items()
+        if isinstance(entries, list)
+        and len(entries) == config.num_hidden_layers
+        and key not in OTHER_LISTS
     }
 
 
