@@ -63,6 +63,7 @@ BACKBONE = "backbone."  # Nemotron-H's name of the model without its head
 LANGUAGE_MODEL = "model.language_model."
 TEXT_MODEL = "model.text_model."  # SmolVLM's name of it
 OLDER = ("language_model.model.", "language_model.", "model.")
+KEEPS_OLDER = ("llama4",)  # families whose class still has these names
 CORRECTION = ".e_score_correction_bias"  # a buffer of a router; float32, and not trained
 STACK = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
 
@@ -111,8 +112,10 @@ class ModelFiles(ShardedFiles):
         self.file_names: dict[str, str] = {}  # of tensors that are stored under older names
         self.tower = [name for name in self._shards if TOWER.search(name)]
         current = (LANGUAGE_MODEL, TEXT_MODEL)
-        if self.tower and not any(name.startswith(current) for name in self._shards):
-            self._rename_language_model()
+        is_current = any(name.startswith(current) for name in self._shards)
+        if self.folder and self.tower and not is_current:
+            if read_json(self.folder / "config.json").get("model_type") not in KEEPS_OLDER:
+                self._rename_language_model()
         for name in [name for name in self._shards if name.startswith(BACKBONE)]:
             self._rename(name, "model." + name.removeprefix(BACKBONE))
         packed = [name for name in self._shards if name.endswith(BLOCKS)]

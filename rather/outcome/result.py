@@ -68,7 +68,7 @@ def judged_prefix(metrics: Values) -> str | None:
 def result_lines(metrics: Values, data: JsonObject) -> list[str]:
     """Return the four lines; each says so if it was not measured."""
     prefix = judged_prefix(metrics)
-    lines = ["Held-out accuracy was not measured; it needs held-out pairs (validation.data_args)."]
+    lines = ["Held-out accuracy was not measured; it needs held-out data (validation.data_args)."]
     if prefix:
         lines = [judge_accuracy(metrics, data, prefix)[1]]
     lines.append(_win_rate(metrics))
@@ -77,7 +77,7 @@ def result_lines(metrics: Values, data: JsonObject) -> list[str]:
     if drifts:
         lines.append(f"Drift from the base: {max(drifts):.3g} nats per held-out token.")
     else:
-        lines.append("Drift was not measured; it needs held-out pairs and a reference.")
+        lines.append("Drift was not measured; it needs held-out data and a reference.")
     return lines
 
 

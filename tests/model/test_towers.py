@@ -112,7 +112,7 @@ def test_a_bfloat16_tower_stays_bit_for_bit(tmp_path: Path) -> None:
     assert_only_language_changed(tmp_path / "base", run / "model")
 
 
-@pytest.mark.parametrize("name", cells(["gemma3"], ["qwen3_5", "qwen2_audio"]))
+@pytest.mark.parametrize("name", cells(["gemma3"], ["qwen3_5", "qwen2_audio", "llama4"]))
 def test_an_adapter_trains_and_merges(name: str, tmp_path: Path) -> None:
     run = trained(tmp_path, name, **LORA)
     before, after = (load_file(path / WEIGHTS) for path in (tmp_path / "base", run / "model"))

@@ -21,6 +21,7 @@ DIRECT = {"cli.py", "commands/terminal.py", "run_folder/control.py", "tracking/r
 DIRECT |= {"pipeline/pipeline.py"}  # metrics as JSON, which escapes control characters
 DIRECT |= {"tracking/logs.py", "cluster/supervision.py", "cluster/resources.py", "data/show.py"}
 DIRECT |= {"cluster/cleanup.py"}
+DIRECT |= {"tools/report/write.py"}  # the seconds that a page took, for its parent
 
 
 def refuse_control(text: str) -> None:
