@@ -112,10 +112,8 @@ class ModelFiles(ShardedFiles):
         self.file_names: dict[str, str] = {}  # of tensors that are stored under older names
         self.tower = [name for name in self._shards if TOWER.search(name)]
         current = (LANGUAGE_MODEL, TEXT_MODEL)
-        is_current = any(name.startswith(current) for name in self._shards)
-        if self.folder and self.tower and not is_current:
-            if read_json(self.folder / "config.json").get("model_type") not in KEEPS_OLDER:
-                self._rename_language_model()
+        if self.tower and not any(name.startswith(current) for name in self._shards):
+            self._rename_language_model()
         for name in [name for name in self._shards if name.startswith(BACKBONE)]:
             self._rename(name, "model." + name.removeprefix(BACKBONE))
         packed = [name for name in self._shards if name.endswith(BLOCKS)]
@@ -175,6 +173,9 @@ class ModelFiles(ShardedFiles):
         }
 
     def _rename_language_model(self) -> None:
+        model_type = read_json(self.folder / "config.json").get("model_type") if self.folder else ""
+        if model_type in KEEPS_OLDER:
+            return
         for name in set(self._shards) - set(self.tower):
             prefix = next((prefix for prefix in OLDER if name.startswith(prefix)), "")
             plain = name.removeprefix(prefix)
