@@ -26,6 +26,7 @@ ARGUMENTS = [
     "--disable-background-networking",
 ]
 WIDE, NARROW = (1280, 900), (390, 844)
+PATIENCE = 120_000  # milliseconds; the first page of a browser is slow on a busy machine
 SERIOUS = {"serious", "critical"}
 
 OpenPage = Callable[..., "Page"]
@@ -60,6 +61,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
             viewport={"width": size[0], "height": size[1]}, color_scheme=theme
         )
         contexts.append(context)
+        context.set_default_timeout(PATIENCE)
         page = context.new_page()
         page.on(
             "console",
