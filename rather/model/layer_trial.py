@@ -91,8 +91,8 @@ def _try_layers(
     count = 1 + max(kinds.index(layer_kind) for layer_kind in set(kinds))
     batch = pack(random_pairs(sizes.vocabulary, lengths), TOKENS, ladder=LADDER[kind])[0]
     tokens, lengths_known = len(batch.ids_N), _lengths(batch)
-    # Products of experts take no other precision than bfloat16 without memory. Where layers can be
-    # tried in their own, conversions to float32 are no copies.
+    # On fake tensors, products of experts take bfloat16 only. Layers that can be tried in their own
+    # precision are: a conversion of float32 to float32 makes no copy.
     is_exact = itemsize == 4 and not sizes.experts
     dtype = torch.float32 if is_exact else torch.bfloat16
     live = _LiveBytes(itemsize / dtype.itemsize)
