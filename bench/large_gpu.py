@@ -1,16 +1,20 @@
-"""Models whose training does not fit a GPU as it is: state on the host, and adapters on 4-bit weights.
+"""Models whose training does not fit a GPU as it is: state on the host, `lean`, and adapters on 4-bit weights.
 
     python bench/large_gpu.py host                 # 0.5B: same bits; 8B, exact, within 40 GiB of GPU memory
-    python bench/large_gpu.py 4bit --models 32B 70B       # LoRA on 4-bit weights; needs bitsandbytes
+    python bench/large_gpu.py lean                 # 14B, all weights, precision: lean
+    python bench/large_gpu.py 4bit --models 70B --pairs 16      # LoRA on 4-bit weights; needs bitsandbytes
+    python bench/large_gpu.py 4bit --models 15M --pairs 2 --device cpu     # whether the script runs at all
 
 Random weights, UltraFeedback-like pairs, the forecast of `rather plan` beside what was measured. 4-bit weights are made
 layer by layer from a seed and quantised as they come: neither the GPU nor the host ever holds them in bfloat16. With
-state on the host the reference is cached: host memory has no room for it beside the state of 8 billion weights.
+all weights the reference is cached: neither the GPU nor the host has room for it. A step of short pairs warms up. Cells
+of other models that the JSON file already has are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -45,50 +49,60 @@ from common import (
 )
 
 COLUMNS = ("what", "GiB forecast", "measured", "error", "pairs/s", "MFU", "s a step", "how")
-WARM_UP, MEASURED = 1, 2
+MEASURED = 2  # steps
+WARM_UP = 0.25  # of the lengths, in the step that warms up
+MODELS = {"host": ["8B"], "lean": ["14B"], "4bit": ["32B", "70B"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("host", "4bit"))
+    parser.add_argument("what", choices=list(MODELS))
     parser.add_argument("--models", nargs="+", choices=list(SHAPES))
     parser.add_argument("--pairs", type=int, default=32, help="of a step")
     parser.add_argument("--gib", type=float, default=40.0, help="of GPU memory, for `host`")
     parser.add_argument("--lora", type=int, default=16)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(told(machine()), flush=True)
-    rows: list[dict[str, Any]] = []
     path = args.json or RESULTS / f"large_gpu_{args.what}.json"
-    if args.what == "host":
-        rows.append({"what": "0.5B, bits after 3 steps", **same_bits()})
-        print(rows[-1], flush=True)
-    for model in args.models or (["8B"] if args.what == "host" else ["32B", "70B"]):
-        row: dict[str, Any] = {"what": f"{model}, {args.what}"}
+    stored = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else []
+    by_name: dict[str, dict[str, Any]] = {cell["what"]: cell for cell in stored}
+    rows: list[dict[str, Any]] = []
+    if args.what == "host" and args.device == "cuda":
+        row = {"what": "0.5B, bits after 3 steps", **same_bits()}
+        by_name[row["what"]] = row
+        print(row, flush=True)
+    train = {"host": on_host, "lean": all_lean, "4bit": in_4_bits}[args.what]
+    for model in args.models or MODELS[args.what]:
+        row = {"what": f"{model}, {args.what}", "pairs": args.pairs}
         try:
-            (on_host if args.what == "host" else in_4_bits)(args, model, row)
+            train(args, model, row)
         except Exception as error:  # one broken cell must not cost the others
             row["failed"] = f"{type(error).__name__}: {error}"[:300]
         free()
         rows.append(row)
+        by_name[row["what"]] = row
         print(row, flush=True)
-        write_facts(path, "large_gpu", cells=rows)
-    table(args.what, COLUMNS, [cells(row) for row in rows if "same" not in row])
+        write_facts(path, "large_gpu", cells=list(by_name.values()))
+    table(args.what, COLUMNS, [cells(row) for row in rows])
 
 
 def steps_of(args: argparse.Namespace, shape: Shape) -> list[Any]:
-    count = WARM_UP + MEASURED
-    return make_steps("ultrafeedback", shape.vocabulary, steps=count, pairs=args.pairs)
+    return make_steps("ultrafeedback", shape.vocabulary, steps=MEASURED, pairs=args.pairs)
 
 
 def measure(engine: Ours, shape: Shape, steps: list[Any], row: dict[str, Any], known: Any) -> None:
-    seconds = [taken for taken, _ in engine.run(steps, known)][WARM_UP:]
+    pairs = len(pairs_of(steps[0]))
+    warm = make_steps(
+        "ultrafeedback", shape.vocabulary, steps=1, pairs=pairs, seed=1, scale=WARM_UP
+    )
+    seconds = [taken for taken, _ in engine.run([*warm, *steps], known)][1:]
     row["seconds"] = seconds
     row["step_seconds"] = statistics.median(seconds)
-    pairs = len(pairs_of(steps[0]))
     row["pairs_per_second"] = pairs / row["step_seconds"]
     if known is not None:  # all weights train; needed_by_step counts the gradients of all of them
-        needed = [needed_by_step(shape, step, reference=False) for step in steps[WARM_UP:]]
+        needed = [needed_by_step(shape, step, reference=False) for step in steps]
         row["mfu"] = statistics.median(n / s for n, s in zip(needed, seconds, strict=True)) / PEAK
     row["peak_gib"], row["settings"] = peak_gib(), engine.settings
 
@@ -111,7 +125,7 @@ def forecast(
         pairs = [pairs_of(step) for step in steps]
         largest = max(pair.tokens for step in pairs for pair in step)
         sample = PairSample(len(steps) * args.pairs, 0, len(steps), 1.0, pairs, largest)
-        device = Device("cuda", gib * 2**30)
+        device = Device(args.device, gib * 2**30)
         speed = listed_speed("h200", sizes.weights, compiled=False)
         online = "lora" in str(change)
         plan = Forecast(config, sizes, device, sample, speed, reference=online)
@@ -157,17 +171,42 @@ def on_host(args: argparse.Namespace, model: str, row: dict[str, Any]) -> None:
         "actor_train.max_tokens_per_microbatch_in_train": 16384,
     }
     row |= forecast(args, model, steps, change, args.gib)
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(args.gib * 2**30 / total)
+    if args.device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(args.gib / gpu_gib())
     began = time.perf_counter()
-    engine = ours(shape, "cuda", reference=False, on_host=1 << 20)
+    engine = ours(shape, args.device, reference=False, on_host=1 << 20)
     synchronize()
     row["seconds_to_build"] = time.perf_counter() - began
     engine.plan(steps, tokens=16384, recompute="full")
     free()
-    measure(engine, shape, steps, row, [known_columns(args.pairs)] * len(steps))
+    measure(engine, shape, steps, row, [known_columns(args.pairs)] * (1 + len(steps)))
     row["host_gib"] = resident_gib()
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    if args.device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+# --- all weights, lean ---
+
+
+def all_lean(args: argparse.Namespace, model: str, row: dict[str, Any]) -> None:
+    shape = SHAPES[model]
+    steps = steps_of(args, shape)
+    change = {"precision": "lean", "actor_train.model_args.dtype": "bf16"}
+    row |= forecast(args, model, steps, change, gpu_gib())
+    began = time.perf_counter()
+    engine = ours(shape, args.device, reference=False, lean=True)
+    synchronize()
+    row["seconds_to_build"] = time.perf_counter() - began
+    engine.plan(steps)
+    free()
+    measure(engine, shape, steps, row, [known_columns(args.pairs)] * (1 + len(steps)))
+
+
+def gpu_gib() -> float:
+    """Memory of the GPU; eight GiB stand for it on a CPU."""
+    if not torch.cuda.is_available():
+        return 8.0
+    return torch.cuda.get_device_properties(0).total_memory / 2**30
 
 
 # --- adapters on 4-bit weights ---
@@ -184,10 +223,9 @@ def in_4_bits(args: argparse.Namespace, model: str, row: dict[str, Any]) -> None
     steps = steps_of(args, shape)
     adapter = "actor_train.model_args"
     change = {f"{adapter}.lora_rank": args.lora, f"{adapter}.quantization": "4bit"}
-    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    row |= forecast(args, model, steps, change, gib)
+    row |= forecast(args, model, steps, change, gpu_gib())
     began = time.perf_counter()
-    policy = PolicyModel(quantised(shape))
+    policy = PolicyModel(quantised(shape, args.device))
     _adapt(policy.causal_lm, args.lora)
     synchronize()
     row["seconds_to_build"] = time.perf_counter() - began
@@ -198,12 +236,15 @@ def in_4_bits(args: argparse.Namespace, model: str, row: dict[str, Any]) -> None
     )
     trainer = RankTrainer(policy, configure(["sigmoid"], {"beta": 0.1}), optimizer)
     engine = Ours(trainer, AdaptersOff(trainer), compiled=False)
+    synchronize()
+    began = time.perf_counter()
     engine.plan(steps)
+    row["seconds_to_plan"] = time.perf_counter() - began
     free()
     measure(engine, shape, steps, row, None)
 
 
-def quantised(shape: Shape) -> Any:
+def quantised(shape: Shape, device: str) -> Any:
     """A model whose layers are made, and quantised, one after another."""
     import bitsandbytes as bnb
     from torch import nn
@@ -211,7 +252,7 @@ def quantised(shape: Shape) -> Any:
     from rather.model.attention import IMPLEMENTATION
 
     small = Shape(**{**vars(shape), "layers": 1})
-    model = small.model(torch.bfloat16, "cuda", IMPLEMENTATION)
+    model = small.model(torch.bfloat16, device, IMPLEMENTATION)
     layers = model.model.layers
     layer_class = type(layers[0])
     model.config.num_hidden_layers = shape.layers
@@ -219,19 +260,19 @@ def quantised(shape: Shape) -> Any:
         model.config.layer_types = model.config.layer_types[:1] * shape.layers
     made = nn.ModuleList()
     for index in range(shape.layers):
-        with torch.device("cuda"):
+        with torch.device(device):
             layer = layer_class(model.config, index).to(torch.bfloat16).eval()
         for module in list(layer.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear):
                     child.weight.data.normal_(0, 0.02)
-                    setattr(module, name, in_4(child, bnb))
+                    setattr(module, name, in_4(child, bnb, device))
         made.append(layer)
     model.model.layers = made
     return model
 
 
-def in_4(linear: Any, bnb: Any) -> Any:
+def in_4(linear: Any, bnb: Any, device: str) -> Any:
     bias = linear.bias is not None
     found = bnb.nn.Linear4bit(
         linear.in_features,
@@ -242,12 +283,15 @@ def in_4(linear: Any, bnb: Any) -> Any:
         quant_type="nf4",
         device="meta",
     )
-    weight = linear.weight.data.cpu() if not linear.weight.is_cuda else linear.weight.data
     found.weight = bnb.nn.Params4bit(
-        weight, requires_grad=False, compress_statistics=True, quant_type="nf4", module=found
-    ).to("cuda")
+        linear.weight.data,
+        requires_grad=False,
+        compress_statistics=True,
+        quant_type="nf4",
+        module=found,
+    ).to(device)
     if not found.weight.bnb_quantized:
-        found.weight = found.weight._quantize(torch.device("cuda"))
+        found.weight = found.weight._quantize(torch.device(device))
     if bias:
         found.bias = torch.nn.Parameter(linear.bias.data, requires_grad=False)
     return found

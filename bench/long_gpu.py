@@ -2,15 +2,18 @@
 
     python bench/long_gpu.py --lengths 32768 65536 131072          # LoRA; some minutes on an H200
     python bench/long_gpu.py --lengths 32768 --lean                # all weights, precision: lean
-    python bench/long_gpu.py --trl --lengths 8192 16384 32768      # the longest pair that TRL with Liger holds
+    python bench/long_gpu.py --trl --lengths 32768 65536 131072    # the longest pair that TRL with Liger holds
+    python bench/long_gpu.py --model 15M --device cpu --lengths 512    # whether the script runs at all
 
 One pair a step, nine tenths of it prompt; positions are raised in the config. The forecast is made first, from a
-config.json alone. The reference runs online. TRL trains with recomputation, its fused head and Liger's layers.
+config.json alone. The reference runs online. TRL trains with recomputation, its fused head and Liger's layers. A short
+pair warms up each length. Cells of other lengths and systems that the JSON file already has are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import time
@@ -38,6 +41,7 @@ from common import (
     write_facts,
 )
 
+WARM_UP = 2048  # tokens of the pair that warms up: its speed is not measured
 COLUMNS = (
     "system",
     "tokens",
@@ -58,14 +62,17 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=16)
     parser.add_argument("--lean", action="store_true", help="all weights in precision: lean")
     parser.add_argument("--steps", type=int, default=2, help="measured, after one that warms up")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--trl", action="store_true", help="TRL instead of ours")
     parser.add_argument("--json", type=Path, default=RESULTS / "long_gpu.json")
     args = parser.parse_args()
     print(told(machine()), flush=True)
     rows: list[dict[str, Any]] = []
+    earlier = stored_cells(args.json, args.model)
     engine: Any = None
     for length in args.lengths:
-        steps = [[pair_of(length, SHAPES[args.model], seed)] for seed in range(args.steps + 1)]
+        sizes = [min(WARM_UP, length), *[length] * args.steps]
+        steps = [[pair_of(size, SHAPES[args.model], seed)] for seed, size in enumerate(sizes)]
         row: dict[str, Any] = {"system": "TRL" if args.trl else "ours", "tokens": length}
         try:
             if args.trl:
@@ -79,10 +86,24 @@ def main() -> None:
         free()
         rows.append(row)
         print(row, flush=True)
-        write_facts(args.json, "long_gpu", model=args.model, cells=rows)
+        cells_by_key = {key_of(cell): cell for cell in [*earlier, *rows]}
+        stored = [cells_by_key[key] for key in sorted(cells_by_key)]
+        write_facts(args.json, "long_gpu", model=args.model, cells=stored)
         if args.trl and "failed" in row:
             break
     table(f"{args.model}, one pair a step", COLUMNS, [cells(row) for row in rows])
+
+
+def stored_cells(path: Path, model: str) -> list[dict[str, Any]]:
+    """What earlier commands have measured with this model."""
+    if not path.exists():
+        return []
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    return list(facts["cells"]) if facts["model"] == model else []
+
+
+def key_of(cell: dict[str, Any]) -> tuple[str, int]:
+    return cell["system"], cell["tokens"]
 
 
 def pair_of(length: int, shape: Shape, seed: int) -> Prompt:
@@ -99,7 +120,7 @@ def run_ours(args: argparse.Namespace, engine: Any, steps: list[Any], row: dict[
     row |= forecast(args, steps)
     if engine is None:
         options = {"lean": True} if args.lean else {"lora": args.lora}
-        engine = ours(shape, "cuda", reference=not args.lean, **options)
+        engine = ours(shape, args.device, reference=not args.lean, **options)
         engine.policy.policy.causal_lm.config.max_position_embeddings = 1 << 20
     began = time.perf_counter()
     engine.plan(steps)
@@ -131,7 +152,6 @@ def forecast(args: argparse.Namespace, steps: list[Any]) -> dict[str, Any]:
 
     from rather.model.sizes import sizes_of
     from rather.plan.forecast import Forecast, PairSample
-    from rather.plan.memory import Device
 
     precision = "lean" if args.lean else "exact"
     rank = None if args.lean else args.lora
@@ -141,7 +161,7 @@ def forecast(args: argparse.Namespace, steps: list[Any]) -> dict[str, Any]:
         sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
         pairs = [pairs_of(step) for step in steps]
         sample = PairSample(len(steps), 0, len(steps), 1.0, pairs, pairs[0][0].tokens)
-        device = Device("cuda", torch.cuda.get_device_properties(0).total_memory)
+        device = device_of(args.device)
         plan = Forecast(config, sizes, device, sample, None, reference=not args.lean)
     return {
         "forecast_gib": plan.parts.total / 2**30,
@@ -150,10 +170,19 @@ def forecast(args: argparse.Namespace, steps: list[Any]) -> dict[str, Any]:
     }
 
 
+def device_of(kind: str) -> Any:
+    from rather.plan.memory import Device
+
+    if kind == "cpu":
+        return Device("cpu", 8 * 2**30)
+    return Device("cuda", torch.cuda.get_device_properties(0).total_memory)
+
+
 def run_trl(args: argparse.Namespace, steps: list[Any], row: dict[str, Any]) -> None:
     from trl_peer import run_trl
 
-    run = run_trl(SHAPES[args.model], "cuda", steps, variant="long", per_device=1, lora=args.lora)
+    shape, device = SHAPES[args.model], args.device
+    run = run_trl(shape, device, steps, variant="long", per_device=1, lora=args.lora)
     row["seconds"], row["peak_gib"], row["settings"] = run.seconds[1:], run.peak_gib, run.settings
     rate(row, SHAPES[args.model], steps[1:], reference=True)
 

@@ -54,21 +54,38 @@ def layout_rows() -> Iterator[list[str]]:
 
 def large_rows() -> Iterator[list[str]]:
     """Yield what long pairs and large models need on one H200."""
-    for cell in read("long_gpu")["cells"]:
-        attention = ", torch's attention" if "torch's" in cell["settings"] else ""
-        what = f"7B, LoRA, a pair of {cell['tokens']:,} tokens{attention}"
-        yield [what, _memory(cell), f"{cell['tokens_per_second']:,.0f} tokens/s"]
-    for file, what in (
-        ("large_gpu_4bit", "32B, LoRA on 4-bit weights, 32 pairs like UltraFeedback"),
-        ("large_gpu_host", "8B, all weights, state on the host, 32 such pairs, reference cached"),
+    long_pairs = read("long_gpu")["cells"]
+    for cell in sorted(long_pairs, key=lambda cell: (cell["system"] == "TRL", cell["tokens"])):
+        peer = " by TRL + Liger" if cell["system"] == "TRL" else ""
+        what = f"7B, LoRA, a pair of {cell['tokens']:,} tokens{peer}"
+        if "torch's" in cell.get("settings", ""):
+            what += ", torch's attention"
+        yield [what, *_memory_and(cell, "tokens_per_second", "{:,.0f} tokens/s")]
+    for file, how in (
+        ("large_gpu_4bit", "LoRA on 4-bit weights, {} pairs like UltraFeedback"),
+        ("large_gpu_lean", "all weights, `precision: lean`, {} such pairs, reference cached"),
+        ("large_gpu_host", "all weights, state on the host, {} such pairs, reference cached"),
     ):
-        cell = read(file)["cells"][-1]
-        host = f", and {cell['host_gib']:.0f} of host memory" if "host_gib" in cell else ""
-        yield [what, f"{_memory(cell)}{host}", f"{cell['pairs_per_second']:.2f} pairs/s"]
+        if not (RESULTS / f"{file}.json").exists():  # not measured yet
+            continue
+        for cell in read(file)["cells"]:
+            if "same" in cell:
+                continue
+            model = cell["what"].partition(",")[0]
+            row = _memory_and(cell, "pairs_per_second", "{:.2f} pairs/s")
+            if "host_gib" in cell:
+                row[0] += f", and {cell['host_gib']:.0f} of host memory"
+            yield [f"{model}, {how.format(cell['pairs'])}", *row]
 
 
-def _memory(cell: Any) -> str:
-    return f"{cell['peak_gib']:.1f} ({cell['forecast_gib']:.1f})"
+def _memory_and(cell: Any, speed: str, form: str) -> list[str]:
+    """Return memory and speed of a cell, or why it has none."""
+    if "failed" in cell:
+        return ["-", "out of memory" if "out of memory" in cell["failed"] else "failed"]
+    memory = f"{cell['peak_gib']:.1f}"
+    if "forecast_gib" in cell:
+        memory += f" ({cell['forecast_gib']:.1f})"
+    return [memory, form.format(cell[speed])]
 
 
 def merge_rows() -> Iterator[list[str]]:
