@@ -88,9 +88,9 @@ RULES: dict[str, Rule] = {
     "prompt_difference": (
         0,
         0.5,
-        (),
-        "{different} of {compared} compared prompts differ from those at inference: training has "
-        "{training!r} where {by} gives {inference!r}.",
+        ("prompt_differs",),
+        "{percent} of the {unit} of {set} ({prompt_differs}) have another prompt than at "
+        "inference: {example}.",
         "Prompt the trained model with exactly the training prompt, or choose the "
         "data_args.template it is served with.",
     ),
@@ -181,7 +181,7 @@ def sets_of(report: Json) -> Json:
 
 
 def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) -> Json:
-    """Return the part `look` of a data report: lengths, prompts at inference and findings.
+    """Return the part `look` of a data report: lengths and findings.
 
     Repeats, contradictions and leaks are added to the warnings of their sets.
     """
@@ -214,11 +214,7 @@ def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) 
             **_same_value(report.get("rows"), pairs),
             **_tiny_weights(pairs.column("weight")),
         }
-    inference = report["train"]["inference"]
-    for example in inference["examples"]:
-        example["place"] = f"{files[example['source']]['path']}:{example['number']}"
-    look = {"sets": sets, "inference": inference}
-    return {**look, "findings": _findings(entries, look)}
+    return {"sets": sets, "findings": _findings(entries, sets)}
 
 
 @dataclass(frozen=True)
@@ -315,7 +311,7 @@ def beyond_positions(sets: Mapping[str, PairDataset], positions: int) -> Iterato
             yield _finding("beyond_positions", name, share, facts)
 
 
-def _findings(entries: Json, look: Json) -> list[Json]:
+def _findings(entries: Json, sets: Json) -> list[Json]:
     """Return all findings, the most severe first."""
     findings: list[Json] = []
 
@@ -324,17 +320,14 @@ def _findings(entries: Json, look: Json) -> list[Json]:
             findings.append(_finding(name, set_name, share, facts))
 
     for set_name, entry in entries.items():
-        unit = _unit(look["sets"][set_name])
-        counts: Json = defaultdict(int, pairs=entry["pairs"], unit=unit)
+        counts: Json = defaultdict(int, pairs=entry["pairs"], unit=_unit(sets[set_name]))
         for group in GROUPS:
             counts |= {kind: events["count"] for kind, events in entry.get(group, {}).items()}
+        for example in entry.get("warned", {}).get("prompt_differs", {}).get("examples", ())[:1]:
+            counts["example"] = example["detail"]
         for name, (_, _, kinds, *_) in RULES.items():
             judge(name, set_name, sum(counts[kind] for kind in kinds) / entry["pairs"], counts)
-    check = look["inference"]
-    if check["different"]:
-        first = {key: "".join(check["examples"][0][key])[:80] for key in ("training", "inference")}
-        judge("prompt_difference", "train", check["different"] / check["compared"], check | first)
-    train = look["sets"]["train"]
+    train = sets["train"]
     if "one_label" in train:
         which, direction = ("good", "more") if train["one_label"] > 0.5 else ("bad", "less")
         facts = {"pairs": train["pairs"], "which": which, "direction": direction}

@@ -56,7 +56,6 @@ from rather.data.tokens import (
 from rather.errors import DataError
 
 ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
-PROMPTS = 2  # prompts of a chunk that are compared with what generation starts from
 ROW_SECONDS = 30.0  # of computing, for one row
 MEMORY = 2 << 30  # bytes of a child on top of what it needs to start
 EXAMPLES = 5  # details kept per chunk and kind; numbers of rows are kept for all
@@ -268,7 +267,6 @@ class ChunkEncoder:
         self.events: dict[str, list[tuple[str, int, str]]] = {"dropped": [], "noted": []}
         self.seen: Counter[str] = Counter()  # events by kind
         self.ignored: set[str] = set()
-        self.prompts: dict[int, Ids] = {}  # by number of the row
         rows = 0
         for number, row in parsed_rows(chunk):
             rows += 1
@@ -279,12 +277,7 @@ class ChunkEncoder:
                 raise DataError(f"row {number}: {error}") from error
             except RecursionError:
                 self._add_event("dropped", number, row, *TOO_DEEP)
-        head = {
-            "rows": rows,
-            **self.events,
-            "ignored": sorted(self.ignored)[:100],
-            "prompts": list(self.prompts.items()),
-        }
+        head = {"rows": rows, **self.events, "ignored": sorted(self.ignored)[:100]}
         schema = IMAGE_SCHEMA if self.encoder.recipe.images else SCHEMA
         return head, as_message(pa.RecordBatch.from_pylist(self.pairs, schema=schema))
 
@@ -326,10 +319,6 @@ class ChunkEncoder:
             for note in encoded.notes.items():
                 self._add_event("noted", number, row, *note)
             self.pairs.append({**_columns(pair, encoded), "source": source, "number": number})
-            is_cut = "truncated_prompt" in encoded.notes
-            if texts and not is_cut and len(self.prompts) < PROMPTS:
-                with suppress(DropReason):
-                    self.prompts[number] = self.encoder.prompt_ids(pair)
 
     def _add_event(self, group: str, number: int, row: Any, kind: str, detail: str) -> None:
         """Add an event; the first of a kind with a detail, and the id of the row if it has one."""

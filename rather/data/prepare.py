@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -29,9 +29,8 @@ from rather.data.cache import Cache, batch_writer
 from rather.data.findings import examine, mix
 from rather.data.formats import FORMATS, IMAGES, IMAGES_REFUSED, RowLayout, has_images
 from rather.data.image_tokens import FAMILIES, ImageRecipe, family_of, image_recipe
-from rather.data.messages import common_length
 from rather.data.pairs import IMAGE_SCHEMA, IMAGE_TOKEN, SCHEMA, PairDataset, PairFile, corrected
-from rather.data.pool import ChunkResult, encode_chunks
+from rather.data.pool import encode_chunks
 from rather.data.read import DataFile, chunks, chunks_of, find_sources, parsed_rows
 from rather.data.report import TOO_LONG, Json, RowCounts, add_paths, as_lines, share_dropped
 from rather.data.show import bar
@@ -40,11 +39,10 @@ from rather.data.template import (
     TEMPLATES,
     choose_template,
     load_tokenizer,
-    own_template,
     read_template,
     use_processor_template,
 )
-from rather.data.tokens import Ids, TokenRecipe
+from rather.data.tokens import TokenRecipe
 from rather.errors import LIMITS, DataError, counted
 from rather.files import file_sha, inspect_folder, refuse_outside, text_sha
 
@@ -58,9 +56,6 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "config.json",
 )  # fmt: skip
 RECIPE = ("score", "overlong", "separator", "special_tokens")  # settings of data_args
-AROUND = 6  # tokens that are shown around a difference
-SHOWN = 40  # tokens that are shown of a difference
-EXAMPLES = 3
 
 
 class BadRows(DataError):
@@ -263,9 +258,10 @@ def recipe_of(
     bos: int | None = tokenizer.bos_token_id
     # A saved tokenizer may still have truncation and padding switched on.
     bare = {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
+    template = choose_template(data.template, tokenizer, data.chat_template_kwargs)
     return TokenRecipe(
         tokenizer=json.dumps(bare, ensure_ascii=False),
-        template=choose_template(data.template, tokenizer, data.chat_template_kwargs),
+        template=template,
         bos=bos,
         eos=tokenizer.eos_token_id,
         adds_bos=bos is not None and _first_id(tokenizer) == bos,
@@ -273,6 +269,7 @@ def recipe_of(
         max_prompt_length=data.max_prompt_length,
         default_system=data.default_system,
         images=images,
+        has_unused_template=template is None and bool(tokenizer.chat_template),
         **{name: getattr(data, name) for name in RECIPE},
     )
 
@@ -460,11 +457,7 @@ class _Builder:
         if images:
             use_processor_template(self.tokenizer, Path(self.actor.tokenizer_path).expanduser())
         recipe = recipe_of(self.tokenizer, data, self.keys.sequence_length, images)
-        template = recipe.template
-        by = f"chat template {template.name}" if template else "the tokenizer"
         counts = RowCounts(sources)
-        prompts = PromptCheck(by)
-        first: ChunkResult | None = None
         # A packed file is about a fifth of its text.
         sizes = [file.path.stat().st_size * (5 if file.gzipped else 1) for file in sources]
         processes = data.preprocessing_num_workers or _automatic_processes(sum(sizes))
@@ -475,37 +468,15 @@ class _Builder:
         writer = batch_writer(target, schema)
         with bar(self.console, "tokenising", sum(sizes)) as advance, writer as add:
             for encoded in encode_chunks(rows, recipe, layout, sources, processes):
-                first = first or encoded
                 add(encoded.batch)
                 source = encoded.chunk.source
                 counts.add(source, encoded.head, encoded.batch.num_rows)
-                prompts.add(self.tokenizer, encoded, encoded.head["prompts"])
                 done = sum(sizes[:source]) + encoded.chunk.done * sizes[source]
                 advance(done, f"{counts.rows} rows")
-        if template is None and first:
-            prompts = self._check_own_template(recipe, layout, sources, first) or prompts
         used = {"name": "none", "sha256": ""}
-        if template:
-            used = {"name": template.name, "sha256": text_sha(template.text)}
-        return {**counts.to_json(), "template": used, "inference": asdict(prompts)}
-
-    def _check_own_template(
-        self, recipe: TokenRecipe, layout: RowLayout, sources: list[DataFile], first: ChunkResult
-    ) -> PromptCheck | None:
-        """Compare pairs trained as plain text with what the tokenizer's template would give.
-
-        The template is rendered in a child process: only there are its time and memory limited.
-        """
-        prompts = PromptCheck("the tokenizer's own chat template")
-        try:
-            with_template = replace(recipe, template=own_template(self.tokenizer))
-            if with_template.template is None:
-                return None
-            [encoded] = encode_chunks([first.chunk], with_template, layout, sources, 1)
-        except DataError:  # a template that cannot be used makes no prompt
-            return None
-        prompts.add(self.tokenizer, first, encoded.head["prompts"])
-        return prompts
+        if recipe.template:
+            used = {"name": recipe.template.name, "sha256": text_sha(recipe.template.text)}
+        return {**counts.to_json(), "template": used}
 
 
 def _template_identity(name: str) -> str:
@@ -533,60 +504,3 @@ def _automatic_processes(total_bytes: int) -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-@dataclass
-class PromptCheck:
-    """Compares the prompt that training sees with the prompt that generation starts from."""
-
-    by: str  # what makes the prompt at inference
-    compared: int = 0
-    different: int = 0
-    examples: list[Json] = field(default_factory=list)
-
-    def add(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        result: ChunkResult,
-        prompts: Iterable[tuple[int, Ids]],
-    ) -> None:
-        """Compare some prompts; keep the first example of each kind of difference."""
-        batch = result.batch
-        numbers = batch.column("number").to_pylist()
-        for number, inference in prompts:
-            if number not in numbers:  # the row gave no pair
-                continue
-            training: Ids = batch.column("prompt")[numbers.index(number)].as_py()
-            self.compared += 1
-            self.different += training != inference
-            if training == inference or len(self.examples) == EXAMPLES:
-                continue
-            difference = _difference(training, inference)
-            texts = {name: _texts(tokenizer, ids) for name, ids in difference.items()}
-            kinds = [(example["training"], example["inference"]) for example in self.examples]
-            if (texts["training"], texts["inference"]) not in kinds:
-                self.examples.append({"source": result.chunk.source, "number": number, **texts})
-
-
-def _difference(training: Ids, inference: Ids) -> dict[str, Ids]:
-    """Return where two prompts differ, and the tokens around it."""
-    start = common_length(training, inference)
-    training_rest = training[start:]
-    inference_rest = inference[start:]
-    common_end = common_length(training_rest[::-1], inference_rest[::-1])
-    training_end = len(training_rest) - common_end
-    return {
-        "before": training[max(0, start - AROUND) : start],
-        "training": training_rest[:training_end],
-        "inference": inference_rest[: len(inference_rest) - common_end],
-        "after": training_rest[training_end:][:AROUND],
-    }
-
-
-def _texts(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> list[str]:
-    """Return the text of each token; of many, only the first and the last ones."""
-    if len(ids) > SHOWN:
-        first = ids[: SHOWN // 2]
-        last = ids[-SHOWN // 2 :]
-        return [*_texts(tokenizer, first), " ... ", *_texts(tokenizer, last)]
-    return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in ids]

@@ -65,6 +65,7 @@ class TokenRecipe:
     max_prompt_length: int | None = None
     default_system: str | None = None  # for rows without a system turn
     images: ImageRecipe | None = None  # None if only text is read
+    has_unused_template: bool = False  # text is plain, but the tokenizer has a chat template
 
     @cached_property
     def digest(self) -> str:
@@ -111,6 +112,10 @@ class Encoder:
         self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.eos_text = self.tokenizer.id_to_token(recipe.eos) if recipe.eos is not None else None
         self.images = ImageReader(recipe.images) if recipe.images else None
+        image_token = self.tokenizer.id_to_token(recipe.images.token) if recipe.images else ""
+        if image_token is None:
+            raise DataError("the image token of the model's config.json is not in its tokenizer.")
+        self.image_token: str = image_token
         secret = secrets.token_hex(8)  # no author of a row can know it; no result depends on it
         self.real = f"\ue000{secret}\ue001"  # follows special tokens that the template wrote
         self.mark = f"\ue002{secret}\ue001"  # is inside special-token text of a row in rendering
@@ -127,6 +132,8 @@ class Encoder:
         self.pair = pair
         self.notes: dict[str, str] = {}
         self.is_escaped = False  # special-token text of the row becomes plain text
+        self.prompt_images: tuple[ImageFacts, ...] = ()
+        self.inference_prompt: Ids = []  # what generation starts from
         try:
             for text in texts(pair):
                 text.encode()
@@ -152,7 +159,7 @@ class Encoder:
         if any(map(is_empty, answers)):
             raise DropReason("empty_response", f"nothing but {self.eos_text}")
         self._check_special_tokens(pair)
-        images = self.image_facts(pair)
+        self.prompt_images = self.image_facts(pair)
         prompt, *sequences = self._ids_of(pair)
         length = min(common_length(prompt, ids) for ids in sequences)
         if length < len(prompt):
@@ -163,13 +170,30 @@ class Encoder:
         for side, answer, ids in zip(SIDES, pair.answers, sequences, strict=False):
             columns[side] = ids[length:]
             columns[f"{side}_scored"] = self._scored(answer, ids, length)
-        encoded = Encoded(sequences[0][:length], notes=self.notes, **columns)
-        if self.recipe.images:
-            encoded = self._with_images(encoded, images)
-            prompt = self._expand(prompt, images)[0]
+        encoded = Encoded(
+            sequences[0][:length], notes=self.notes, images=self.prompt_images, **columns
+        )
         if pair.tokens:
             encoded = self._with_own_tokens(encoded, pair.tokens, prompt)
+        self._compare_with_inference(encoded.prompt)
         return self.fit(encoded)
+
+    def _compare_with_inference(self, prompt: Ids) -> None:
+        """Note what differs between the prompt that is trained and what generation starts from."""
+        template = self.recipe.template
+        inference = self.inference_prompt
+        if self.recipe.has_unused_template:
+            detail = "training has plain text where the tokenizer's own chat template writes turns"
+            self._note("prompt_differs", detail)
+        elif prompt != inference:
+            start = common_length(prompt, inference)
+            end = len(_common_end(prompt[start:], inference[start:]))
+            trained, served = (
+                self.tokenizer.decode(ids[start : len(ids) - end], skip_special_tokens=False)[:80]
+                for ids in (prompt, inference)
+            )
+            by = f"chat template {template.name}" if template else "the tokenizer"
+            self._note("prompt_differs", f"training has {trained!r} where {by} gives {served!r}")
 
     def _with_own_tokens(self, encoded: Encoded, own: OwnTokens, prompt: Ids) -> Encoded:
         """Return the tokens that the model wrote, instead of those that its text becomes.
@@ -219,12 +243,11 @@ class Encoder:
         recipe = self.recipe
         if recipe.template is None and not as_trained:
             return self._ids([str(pair.prompt)], add_special_tokens=True)[0]
+        self.prompt_images = self.image_facts(pair)
         text = str(pair.prompt) + recipe.separator.rstrip(" ")
         if recipe.template:
             text = self._render(as_turns(pair.prompt, "user"), True)
         [ids] = self._ids([text])
-        if recipe.images:
-            ids = self._expand(ids, self.image_facts(pair))[0]
         return self._one_bos(ids) if as_trained else ids
 
     def _with_system(self, pair: TextPair) -> TextPair:
@@ -261,56 +284,22 @@ class Encoder:
             )
         return self.images.facts(pair.images, pair.image_dir)
 
-    def _expand(self, ids: Ids, images: Sequence[ImageFacts]) -> tuple[Ids, Ids]:
-        """Return ids with all tokens of the images, and where each of the given ids is then."""
+    def _with_image_tokens(self, text: str, images: int) -> str:
+        """Return the text of a prompt with all tokens of its images, as processors write it."""
         recipe = self.recipe.images
-        assert recipe
-        written = ids.count(recipe.token)
-        if written != len(images):
+        if recipe is None:
+            return text
+        pieces = text.split(self.image_token)
+        if len(pieces) != images + 1:
             raise DropReason(
                 "image_count",
-                f"the chat template and the text give {written} image tokens for {len(images)} "
+                f"the chat template and the text give {len(pieces) - 1} image tokens for {images} "
                 "images; use the template of the model, and no image token as text",
             )
-        expanded: Ids = []
-        places: Ids = []
-        remaining = iter(images)
-        for token in ids:
-            places.append(len(expanded))
-            expanded += self._image_ids(next(remaining)) if token == recipe.token else [token]
-        return expanded, [*places, len(expanded)]
-
-    def _image_ids(self, image: ImageFacts) -> Ids:
-        recipe = self.recipe.images
-        assert recipe
-        if recipe.family != "smolvlm":
-            return [recipe.token] * image.tokens
-        feature = self.tokenizer.id_to_token(recipe.token)
-        assert feature, "the config names a token of the tokenizer"
-        text = recipe.written(image.grid, feature)
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def _with_images(self, pair: Encoded, images: tuple[ImageFacts, ...]) -> Encoded:
-        """Return the pair with all tokens of its images; spans move with the tokens."""
-        assert self.recipe.images
-        if self.recipe.images.token in (*pair.chosen, *pair.rejected):
-            raise DropReason("image_count", "an answer holds the image token as text")
-        prompt, places = self._expand(pair.prompt, images)
-        shift = len(prompt) - len(pair.prompt)
-
-        def moved(place: int) -> int:
-            return places[place] if place < len(places) else place + shift
-
-        def moved_spans(spans: Spans) -> Spans:
-            return tuple((moved(first), moved(end)) for first, end in spans)
-
-        return replace(
-            pair,
-            prompt=prompt,
-            chosen_scored=moved_spans(pair.chosen_scored),
-            rejected_scored=moved_spans(pair.rejected_scored),
-            images=images,
-        )
+        written = pieces[0]
+        for image, piece in zip(self.prompt_images, pieces[1:], strict=False):
+            written += recipe.written(image.grid, self.image_token) + piece
+        return written
 
     # ---- text to ids
 
@@ -339,7 +328,7 @@ class Encoder:
                 "the rows hold messages, but there is no chat template: set data_args.template to "
                 "a name such as chatml, to a .jinja file, or use a tokenizer that has a template."
             )
-        prompt, *answers = texts(pair)
+        prompt, *answers = [self._with_image_tokens(text, 0) for text in texts(pair)]
         return self._ids_of_text(prompt, answers)
 
     def _ids_of_text(self, prompt: str, answers: Sequence[str]) -> list[Ids]:
@@ -350,6 +339,7 @@ class Encoder:
                 self._note("glued_boundary", f"prompt and answer run together at {shown!r}")
         start = prompt + recipe.separator.rstrip(" ")  # a space belongs to the word after it
         sequence_texts = [prompt + recipe.separator + answer for answer in answers]
+        [self.inference_prompt] = self._ids([prompt], add_special_tokens=True)
         prompt_ids, *sequences = map(self._one_bos, self._ids([start, *sequence_texts]))
         if recipe.eos is None:
             self._note(
@@ -374,7 +364,9 @@ class Encoder:
         rendered = [prompt_text]
         rendered += [self._render_with(answer, prompt_text) for answer in pair.answers]
         self._note_template(pair, rendered)
-        prompt, *sequences = map(self._one_bos, self._ids(rendered))
+        ids = self._ids(rendered)
+        self.inference_prompt = ids[0]
+        prompt, *sequences = map(self._one_bos, ids)
         return [prompt, *map(self._cut_tail, sequences)]
 
     def _render_with(self, answer: Content, prompt: str) -> str:
@@ -416,11 +408,13 @@ class Encoder:
     def _render(self, turns: Turns, start_answer: bool) -> str:
         """Return the text of turns. Special-token text of an escaped row cannot match a token."""
         assert self.recipe.template
+        written = turns
         if self.is_escaped or self.recipe.images:
-            turns = tuple({**turn, "content": self._written(turn)} for turn in turns)
+            written = tuple({**turn, "content": self._written(turn)} for turn in turns)
         text = self.recipe.template.render(
-            turns, start_answer, self.pair.tools, self.pair.template_kwargs
+            written, start_answer, self.pair.tools, self.pair.template_kwargs
         )
+        text = self._with_image_tokens(text, sum(map(self._places, turns)))
         if self.is_escaped:
             text = self.special.sub(lambda found: found[0] + self.real, text)
         return text.replace(self.mark, "")
@@ -438,13 +432,17 @@ class Encoder:
         if not self.recipe.images:
             return escaped(content)
         parts: list[Json] = []
-        has_places = self.pair.images and turn["role"] != "assistant"
-        for i, piece in enumerate(content.split(PLACEHOLDER) if has_places else [content]):
+        for i, piece in enumerate(content.split(PLACEHOLDER, self._places(turn))):
             if i:
                 parts.append({"type": "image"})
             if piece:
                 parts.append({"type": "text", "text": escaped(piece)})
         return parts or [{"type": "text", "text": ""}]
+
+    def _places(self, turn: Json) -> int:
+        """Return how many images of the row a turn has."""
+        has_places = self.pair.images and turn["role"] != "assistant"
+        return turn["content"].count(PLACEHOLDER) if has_places else 0
 
     def _ids(self, rendered: Sequence[str], *, add_special_tokens: bool = False) -> list[Ids]:
         tokenizer = self.tokenizer if add_special_tokens else self._active_tokenizer

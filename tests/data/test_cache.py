@@ -38,7 +38,6 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> Path:
     report = {
         "rows": 20, "pairs": 20, "files": [counted], "dropped": {}, "changed": {}, "warned": {},
         "ignored_columns": [], "template": {"name": "none", "sha256": ""},
-        "inference": {"by": "the tokenizer", "compared": 0, "different": 0, "examples": []},
     }  # fmt: skip
     checked = {"sha256": cache._sha(file, report), "report": report}
     file.with_suffix(".json").write_text(json.dumps(checked))

@@ -276,25 +276,25 @@ def test_a_template_of_another_model(config: Config, write: Write, console: Cons
         assert (found[name]["severity"], found[name]["number"]) == ("serious", 1.0)
 
 
-def inference(made: Prepared) -> dict[str, Any]:
-    told: dict[str, Any] = look_of(made)["inference"]
-    return told
+def different_prompts(made: Prepared) -> list[str]:
+    """Return what is reported of pairs whose prompt differs from that at inference."""
+    warned = made.report["train"]["warned"].get("prompt_differs", {"count": 0, "examples": []})
+    assert warned["count"] == len(warned["examples"])
+    return [example["detail"] for example in warned["examples"]]
 
 
 def test_a_prompt_as_at_inference(
     config: Config, write: Write, console: Console, folders: dict[str, Path]
 ) -> None:
     made = prepare(config(write(ROWS[:3]), sequence_length=1024), console=console)
-    assert (inference(made)["compared"], inference(made)["different"]) == (2, 0)
+    assert not different_prompts(made)
     bos = config(write(ROWS[:3]), "plain", sequence_length=1024, data={"template": "chatml"})
     made = prepare(bos, console=console)
-    [one] = inference(made)["examples"]
-    assert (one["training"], one["inference"], one["before"]) == (["<s>"], [], [])
-    assert (
-        "training has '<s>' where chat template chatml gives ''"
-        in findings(made)["prompt_difference train"]["text"]
-    )
-    assert one["place"].endswith("pairs.jsonl:1")
+    difference = "training has '<s>' where chat template chatml gives ''"
+    assert different_prompts(made) == [difference] * 3
+    finding = findings(made)["prompt_difference train"]
+    assert (finding["severity"], finding["number"]) == ("serious", 1.0)
+    assert difference in finding["text"]
 
 
 def test_plain_text_where_the_tokenizer_has_a_template(
@@ -303,21 +303,19 @@ def test_plain_text_where_the_tokenizer_has_a_template(
     made = prepare(
         config(write(ROWS[:3]), sequence_length=1024, data={"template": "none"}), console=console
     )
-    told = inference(made)
-    assert told["by"] == "the tokenizer's own chat template"
-    assert told["different"] == told["compared"] == 2
-    assert "".join(told["examples"][0]["inference"]).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert "the tokenizer's own chat template" in findings(made)["prompt_difference train"]["text"]
+    assert len(different_prompts(made)) == 3
 
 
 def test_a_separator_is_a_difference(config: Config, write: Write, console: Console) -> None:
     lines = config(write(ROWS[:3]), "plain", sequence_length=1024, data={"separator": "\n"})
-    [one] = inference(prepare(lines, console=console))["examples"]
-    assert (one["training"], one["inference"]) == (["\n"], [])
+    difference = "training has '\\n' where the tokenizer gives ''"
+    assert different_prompts(prepare(lines, console=console)) == [difference] * 3
     spaces = config(write(ROWS[:3]), "plain", sequence_length=1024, data={"separator": " "})
-    assert inference(prepare(spaces, console=console))["different"] == 0
+    assert not different_prompts(prepare(spaces, console=console))
 
 
-def test_a_template_bomb_is_not_rendered_for_a_comparison(
+def test_a_template_bomb_is_not_rendered_for_plain_text(
     write: Write,
     config: Config,
     console: Console,
@@ -325,9 +323,7 @@ def test_a_template_bomb_is_not_rendered_for_a_comparison(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Plain text does not need the tokenizer's template: one that never ends costs the comparison,
-    not the run.
-    """
+    """Plain text does not need the tokenizer's template: one that never ends costs nothing."""
     monkeypatch.setattr("rather.data.pool.ROW_SECONDS", 0.5)
     bad = tmp_path / "bad"
     bad.mkdir()
@@ -340,7 +336,6 @@ def test_a_template_bomb_is_not_rendered_for_a_comparison(
     )
     made = prepare(plain, console=console)
     assert len(made.train) == 3
-    assert inference(made)["by"] == "the tokenizer"
 
 
 def test_the_terminal_shows_findings_and_tokens_that_differ(
@@ -351,7 +346,7 @@ def test_the_terminal_shows_findings_and_tokens_that_differ(
     print_report(prepare(bos, console=console).report, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "serious: 30 % of the prompts of eval held are also in train" in shown
-    assert "2 of 2 compared prompts differ from those at inference" in shown
+    assert "100 % of the pairs of train (3) have another prompt than at inference" in shown
 
 
 @pytest.mark.parametrize("written", ["On the top shelf.", "naïve 日本語 🍞 bread", "a\n\nb  c"])
@@ -405,9 +400,7 @@ def test_real_pairs(team_data: Path, tmp_path: Path, console: Console) -> None:
 def test_inference_prompts_are_those_of_transformers(
     write: Write, config: Config, console: Console, folders: dict[str, Path]
 ) -> None:
-    """The prompt that is compared with is rendered by Rather in a child process; transformers
-    gives the same.
-    """
+    """The prompt is rendered by Rather in a child process; transformers gives the same."""
     template = TEMPLATES["qwen3"]
     made = prepare(
         config(write(ROWS[:4]), sequence_length=1024, data={"template": "qwen3"}), console=console
@@ -418,4 +411,4 @@ def test_inference_prompts_are_those_of_transformers(
         turns = [{"role": "user", "content": row["prompt"]}]
         ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
         assert pair.prompt.tolist() == ids
-    assert inference(made)["different"] == 0
+    assert not different_prompts(made)

@@ -331,7 +331,7 @@ ROWS: list[tuple[dict[str, Any], str]] = [  # rows whose shape is bad, and a wor
     ({"prompt": "q", "images": ["good.png"], "rejected_images": ["good.jpg"]}, "prompts only"),
     ({"prompt": "<image>q <|image_pad|>", "images": ["good.png"]}, "2 image tokens for 1"),
     ({"prompt": "q <|image_pad|>"}, "1 image tokens for 0"),
-    ({"prompt": "<image>q", "images": ["good.png"], "chosen": "<|image_pad|>"}, "an answer holds"),
+    ({"prompt": "<image>q", "images": ["good.png"], "chosen": "<|image_pad|>"}, "2 image tokens for 1"),
     ({"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "<image>"}]}],
       "images": ["good.png"]}, "image parts and the text"),
     ({"prompt": [{"role": "user", "content": "q", "images": ["good.png"]}]}, "into the row"),

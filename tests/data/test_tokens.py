@@ -124,7 +124,7 @@ def test_bos_and_eos_written_in_the_text_are_not_doubled(encoder: Make) -> None:
     result = encoded(plain, "<s><s>Once", " a time</s></s>", " a day")
     assert text(plain, result.prompt) == "<s>Once"
     assert text(plain, result.chosen) == " a time</s>"
-    assert kinds(result) == ["eos_text_removed", "double_bos"]
+    assert kinds(result) == ["eos_text_removed", "double_bos", "prompt_differs"]
     chat = encoder("llama3", bos=True, eos="<|eot_id|>")
     result = encoded(chat, "q", "a<|eot_id|>", "b")
     assert (result.prompt + result.chosen).count(plain.recipe.bos) == 1
@@ -150,7 +150,7 @@ def test_a_space_between_prompt_and_answer_belongs_to_the_answer(encoder: Make) 
     result = encoded(spaced, "Once upon", "a time", "a day")
     assert (kinds(result), text(spaced, result.chosen)) == ([], " a time</s>")
     moved = encoded(encoder(None), "Once upon ", "a time", "a day")
-    assert kinds(moved) == ["boundary_moved"]
+    assert kinds(moved) == ["boundary_moved", "prompt_differs"]
     assert text(spaced, moved.prompt + moved.chosen) == "Once upon a time</s>"
     assert "Ġ" not in moved.notes["boundary_moved"]
 
@@ -161,7 +161,9 @@ def test_a_template_that_is_not_prefix_stable_moves_the_boundary(encoder: Make) 
     )
     chat = encoder(odd)
     result = encoded(chat, "q", "a", "b")
-    assert kinds(result) == ["boundary_moved"]
+    assert kinds(result) == ["boundary_moved", "prompt_differs"]
+    assert "'' where" in result.notes["prompt_differs"]
+    assert "gives '<think>'" in result.notes["prompt_differs"]
     assert text(chat, result.chosen) == "a<|im_end|>"
 
 
@@ -173,7 +175,7 @@ def test_every_named_template_has_a_stable_boundary(encoder: Make, name: str, bo
     )
     chat = encoder(name, bos=bos, eos=eos, score="assistant")
     result = encoded(chat, TALK, "By the door.", "No idea.")
-    assert not result.notes
+    assert set(result.notes) <= {"prompt_differs"}  # BOS, which not every template writes
     whole = result.prompt + result.chosen
     assert whole.count(chat.recipe.bos) == int(bos)
     shown = text(chat, whole)

@@ -13,7 +13,7 @@ import numpy as np
 
 from rather.config.values import FORGETTING, WIN_RATE
 from rather.data.findings import BARS, bar_labels
-from rather.data.show import report_rows, short, side_name, unit_of
+from rather.data.show import report_rows, side_name, unit_of
 from rather.files import JsonObject
 from rather.outcome.result import accuracy_of, judge_accuracy, judged_prefix, result_lines
 from rather.run_folder.names import ANSWERS, CONFIG, DATA_REPORT, REPORT_PAGE, STARTS
@@ -409,7 +409,6 @@ def data_section(report: JsonObject) -> str:
             ("Answer lengths", "the tokens of each answer", sides),
         )
         text += _grid(_bar_chart(unit, *chart_parts) for chart_parts in charts)
-        text += _inference(look["inference"])
     rows = []
     for set_name, label, count, note, _ in report_rows(report):
         rows.append((f"{set_name}: {label}", count, note))
@@ -442,23 +441,6 @@ def _bar_chart(unit: str, name: str, what: str, spreads: Mapping[str, JsonObject
         "barmode": "group",
     }
     return chart({"data": traces, "layout": layout}, name, f"Training {unit} by {what}.")
-
-
-def _inference(check: JsonObject) -> str:
-    if not check["compared"]:
-        return ""
-    tags = {"before": "span", "training": "del", "inference": "ins", "after": "span"}
-    same = f"{check['compared'] - check['different']} of {check['compared']} compared prompts"
-    text = f"<p>{same} begin as {escape(check['by'])} writes them at inference.</p>"
-    for example in check["examples"]:
-        tokens = ""
-        for section, tag in tags.items():
-            tokens += "".join(_mark(token, tag) for token in example[section])
-        text += (
-            f'<p class="muted">{escape(short(example["place"]))}: <del>training</del> and '
-            f'<ins>inference</ins></p><pre class="tokens">{tokens}</pre>'
-        )
-    return f'<h3>Prompts at inference</h3><div class="tokens">{text}</div>'
 
 
 def _mark(token: str, tag: str) -> str:
