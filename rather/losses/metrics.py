@@ -235,10 +235,20 @@ def interval_of_accuracy(facts: PairFacts, accuracy: float) -> dict[str, float]:
     return {"rewards/accuracies_low": low, "rewards/accuracies_high": high}
 
 
+def drift(facts: PairFacts, policy: Tensor, reference: Tensor, *, is_paired: bool) -> float:
+    """Return the mean of |log policy / reference| per token, over the answers of a held-out set.
+
+    Log-probs are sums, [P, 2]; the second column of single answers is not theirs.
+    """
+    answers = slice(None) if is_paired else slice(1)
+    per_token = (policy - reference)[:, answers] / facts.length[:, answers]
+    return float(per_token.abs().mean(dim=1) @ (facts.weight / facts.weight.sum()))
+
+
 def whole_set_metrics(
     facts: PairFacts, policy: Tensor, reference: Tensor | None
 ) -> dict[str, float]:
-    """Return what only a whole held-out set of pairs has: accuracy beyond length, and drift.
+    """Return what only a whole held-out set of pairs has: accuracy beyond length.
 
     `policy` and `reference` are summed log-probs, [P, 2]. Length-controlled accuracy is that of the
     margins minus the part that is linear in the difference of lengths.
@@ -248,7 +258,6 @@ def whole_set_metrics(
     values = policy / facts.length if reference is None else policy - reference
     tied = torch.zeros_like(share, dtype=torch.bool)
     if reference is not None:
-        metrics["drift"] = float((values / facts.length).abs().mean(dim=1) @ share)
         tied = (values.abs() <= ROUNDING * policy.abs()).all(dim=1)
     margin = gap(values)
     longer = gap(facts.length)

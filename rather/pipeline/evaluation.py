@@ -27,7 +27,7 @@ from rather.data.shares import PairRows, RunPairs
 from rather.data.tokens import Ids
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.files import parse_json, read_bytes, replace_own
-from rather.losses.metrics import Window, interval_of_accuracy, whole_set_metrics
+from rather.losses.metrics import Window, drift, interval_of_accuracy, whole_set_metrics
 from rather.losses.objective import PairLoss, Running
 from rather.losses.own import OwnMetric, own_metrics
 from rather.model.generate import Decoding, GeneratedAnswer, generate
@@ -166,10 +166,14 @@ def metrics_of(
         found |= own_metrics(own, every, _on_cpu(columns), known and _on_cpu(known))
     if "rewards/accuracies" in found:
         found |= interval_of_accuracy(every, found["rewards/accuracies"])
-    if not {"logps/chosen", "rewards/length_correlation"} <= found.keys():  # no log-probs of pairs
-        return found
-    sums = None if known is None else known["sum"].cpu()
-    return found | whole_set_metrics(every, columns["sum"].cpu(), sums)
+    is_paired = {"logps/chosen", "rewards/length_correlation"} <= found.keys()
+    sums = columns["sum"].cpu()
+    reference_sums = None if known is None else known["sum"].cpu()
+    if reference_sums is not None and found:  # without any weight there are no metrics
+        found["drift"] = drift(every, sums, reference_sums, is_paired=is_paired)
+    if is_paired:
+        found |= whole_set_metrics(every, sums, reference_sums)
+    return found
 
 
 def _on_cpu(columns: Columns) -> Columns:

@@ -519,6 +519,11 @@ def test_the_spellings_of_a_loss(folder: Path) -> None:
             {"sync_ref_model": True, "pref_loss": "simpo"},
             "sync_ref_model: loss 'simpo' compares with no reference",
         ),
+        ({"drift_limit": 0.5, "pref_loss": "orpo"}, "drift_limit: loss 'orpo' compares"),
+        (
+            {"drift_limit": 0.5, "task": "reward", "pref_loss": "bradley_terry"},
+            "drift_limit: loss 'bradley_terry' compares with no reference; remove the key",
+        ),
         ({"ref_model_sync_steps": 4}, "ref_model_sync_steps: needs sync_ref_model"),
         (
             {"apply_loss_mask": False, "actor_train__data_args__score": "last"},

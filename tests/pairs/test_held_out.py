@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from rather.data.batch import PairFacts
-from rather.losses.metrics import calibrated_loss, interval_of_accuracy, whole_set_metrics
+from rather.losses.metrics import (
+    calibrated_loss,
+    drift,
+    interval_of_accuracy,
+    whole_set_metrics,
+)
 
 
 def facts(longer: list[float], weight: list[float] | None = None) -> PairFacts:
@@ -50,7 +55,12 @@ def test_calibrated_loss_does_not_depend_on_beta() -> None:
 def test_drift_is_per_token_and_ties_are_not_right() -> None:
     base = torch.full((2, 2), -50.0, dtype=torch.float64)
     same = whole_set_metrics(facts([0, 0]), base, base)
-    assert same["drift"] == same["rewards/accuracies_length_controlled"] == 0.0
-    moved = whole_set_metrics(facts([0, 0], [1.0, 3.0]), ratios([2, -4]), base)
-    assert moved["drift"] == pytest.approx((1 * 0.1 + 3 * 0.2) / 4)
-    assert "drift" not in whole_set_metrics(facts([0, 0]), base, None)
+    assert drift(facts([0, 0]), base, base, is_paired=True) == 0.0
+    assert same["rewards/accuracies_length_controlled"] == 0.0
+    weighted = facts([0, 0], [1.0, 3.0])
+    moved = drift(weighted, ratios([2, -4]), base, is_paired=True)
+    assert moved == pytest.approx((1 * 0.1 + 3 * 0.2) / 4)
+    # The second column of a single answer is another answer's, or empty.
+    single = weighted._replace(length=weighted.length * torch.tensor([1.0, 0.0]))
+    moved = drift(single, ratios([2, -4]), base, is_paired=False)
+    assert moved == pytest.approx((1 * 0.2 + 3 * 0.4) / 4)

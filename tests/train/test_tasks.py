@@ -148,10 +148,22 @@ def test_labels_and_weights_change_what_is_trained(tmp_path: Path) -> None:
         assert last["eval/rewards/margins"] > 0
         assert last["eval/rewards/accuracies"] > 0.5
         assert "eval/rewards/length_correlation" not in last
-        assert not {"eval/drift", "eval/calibrated_loss"} & last.keys()  # need pairs
+        assert "eval/calibrated_loss" not in last  # needs pairs
+        assert last["eval/drift"] > metrics(config)[0]["eval/drift"] == 0
         assert last["eval/pairs"] == 18
         found.append(last["eval/rewards/margins"])
     assert len({round(margin, 9) for margin in found}) == 4
+
+
+def test_drift_limit_protects_answers_with_labels(tmp_path: Path) -> None:
+    for limit, best_step in ((1e-9, 0), (1000.0, 3)):
+        config = make_config(
+            tmp_path, exp_name=f"limit-{limit}", task="unpaired", max_steps=3, save_best=True,
+            metric_for_best_model="eval/rewards/margins", drift_limit=limit,
+        )  # fmt: skip
+        pipeline = DPOPipeline(config)
+        assert pipeline.run() == 0
+        assert pipeline.progress.best_step == best_step
 
 
 @pytest.mark.parametrize(

@@ -388,7 +388,7 @@ def optimum_passed(h: RunState) -> Found:
 @HealthRule(
     "warning",
     "the policy has drifted by {number:.2g} nats per held-out token, and {right:.0%} of the held-out "
-    "pairs are right: less drift ({allowed:.2g}) should do.",
+    "{unit} are right: less drift ({allowed:.2g}) should do.",
     "Lower learning_rate, raise beta, or train fewer epochs; `rather tune` compares settings by both.",
 )
 def drift_without_gain(h: RunState) -> Found:
