@@ -562,7 +562,7 @@ class StepKeys(Section):
     and at the end, and at every evaluation with save_best; auto: except in short runs, where it
     would take more than 5 % of the time; off: never; or a JSONL file with your own."""
     forgetting_limit: NotNegative = 0.05
-    """Share that a model may lose at most to be the best: of its right answers, and by which its
+    """Share that a model may lose at most to be the best: of the answers it knew, and by which its
     loss per token on the texts may rise."""
     drift_limit: Positive = 1.0
     """Largest drift on held-out pairs, in nats per token, of a model that may be the best."""

@@ -1,16 +1,23 @@
 """Forgetting: what a model can no longer do after training.
 
 Two figures on texts and questions that have nothing to do with the training data: the loss per
-token on the texts, and the share of the questions that are answered right. forgetting.jsonl next to
-this file has both (CC0); `forgetting: FILE` names another file of the same form.
+token on the texts, and how many answers of the base are still right. forgetting.jsonl next to this
+file has both (CC0); `forgetting: FILE` names another file of the same form.
+
+A greedy answer of a small model often hangs on a token that is hardly more likely than the next:
+noise of 1 % on the weights of SmolLM2-135M changes 2 of 28 right answers. So each question is asked
+in three phrasings. The base knows an answer if it is right in all of them, and the answer is lost
+if it is wrong in most of them afterwards.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +45,10 @@ from rather.train.rank_trainer import RankTrainer
 
 SHIPPED = Path(__file__).with_name("forgetting.jsonl")
 ANSWER_TOKENS = 40  # of a greedy answer, in which an accepted answer must occur
-LEAST_RIGHT = 10  # a model that answers fewer is not judged by questions
-PROMPTS_AT_ONCE = 64
+PHRASINGS = ("{}", "Please answer this question. {}", "{} Answer in one short sentence.")
+MOST = len(PHRASINGS) // 2 + 1  # of them
+LEAST_KNOWN = 10  # a model that knows fewer answers is not judged by questions
+PROMPTS_AT_ONCE = 192
 MOST_UNKNOWN = 0.5  # of the tokens of the texts
 
 LogProbs = Callable[[Sequence[TokenPair]], Columns]
@@ -61,18 +70,22 @@ class Figures:
     """What a model can do: `replies` are its answers to the questions, empty if none were asked."""
 
     loss: float  # per token of the texts
-    replies: list[str] = field(default_factory=list)
-    right: list[int] = field(default_factory=list)  # the numbers of questions answered right
-
-    @property
-    def right_share(self) -> float | None:
-        """Return the share of right answers; None if too few are right to be judged by them."""
-        if len(self.right) < LEAST_RIGHT:
-            return None
-        return len(self.right) / len(self.replies)
+    replies: list[str] = field(default_factory=list)  # to each question, in each of PHRASINGS
+    right: list[int] = field(default_factory=list)  # the numbers of right replies
 
     def as_json(self) -> JsonObject:
-        return {"loss": self.loss, "right": self.right, "questions": len(self.replies)}
+        return {"loss": self.loss, "right": self.right, "replies": len(self.replies)}
+
+
+def answered_right(right: Iterable[int], least: int) -> set[int]:
+    """Return the questions that are answered right in at least so many phrasings."""
+    times = Counter(reply // len(PHRASINGS) for reply in right)
+    return {question for question, count in times.items() if count >= least}
+
+
+def known_answers(right: Iterable[int]) -> set[int]:
+    """Return the questions that are answered right in every phrasing."""
+    return answered_right(right, len(PHRASINGS))
 
 
 @dataclass(frozen=True)
@@ -81,37 +94,37 @@ class Forgotten:
 
     loss_before: float
     loss: float
-    right_before: int  # 0: questions were not asked, or the first model answered too few of them
-    still_right: int  # of these
-    newly_right: int = 0  # answers that were wrong before
+    known: int  # answers of the first model; 0: no questions were asked, or it knows too few
+    kept: int  # of these
+    new: int = 0  # answers that the second model knows, and that were wrong in most phrasings
 
     @staticmethod
     def between(before: JsonObject, after: JsonObject) -> Forgotten:
         """Compare two `Figures.as_json()`."""
-        base = before["right"]
-        is_judged = len(base) >= LEAST_RIGHT and after["questions"] > 0
-        if not is_judged:
+        known = known_answers(before["right"])
+        same_questions = before.get("replies") == after.get("replies", 0) > 0
+        if len(known) < LEAST_KNOWN or not same_questions:
             return Forgotten(before["loss"], after["loss"], 0, 0)
-        kept = len({*base} & {*after["right"]})
-        new = len({*after["right"]} - {*base})
-        return Forgotten(before["loss"], after["loss"], len(base), kept, new)
+        kept = known & answered_right(after["right"], MOST)
+        new = known_answers(after["right"]) - answered_right(before["right"], MOST)
+        return Forgotten(before["loss"], after["loss"], len(known), len(kept), len(new))
 
     @property
     def kept_share(self) -> float | None:
-        """Return the share of the right answers that are still right; None if not judged."""
-        return self.still_right / self.right_before if self.right_before else None
+        """Return the share of the known answers that are kept; None if not judged."""
+        return self.kept / self.known if self.known else None
 
     @property
     def chance(self) -> float:
-        """Return how likely chance alone loses so many more right answers than it gains.
+        """Return how likely chance alone loses so many more known answers than it gains.
 
         A model that moves a little answers some borderline questions in another way: without
         forgetting, as many become right as wrong. So of the changed answers, half should be lost.
         This is McNemar's exact test, one-sided, with the mid-p value, which is less timid with few
         questions.
         """
-        lost = self.right_before - self.still_right
-        changed = lost + self.newly_right
+        lost = self.known - self.kept
+        changed = lost + self.new
         ways = [math.comb(changed, count) for count in range(lost, changed + 1)]
         return float((sum(ways) - ways[0] / 2) / 2**changed)
 
@@ -122,10 +135,8 @@ class Forgotten:
         said = f"the loss on neutral text {verb} by {abs(change):.3f} to {self.loss:.3f}"
         if not math.isfinite(change):
             said = f"the loss on neutral text is {self.loss}"
-        if self.right_before:
-            right = self.still_right + self.newly_right
-            said += f", {self.still_right} of {self.right_before} right answers are still right, "
-            said += f"{right} are right now"
+        if self.known:
+            said += f", {self.kept} of {self.known} known answers are kept, {self.new} are new"
         return said
 
 
@@ -178,14 +189,16 @@ class ForgettingSet:
         self.end_of_turn: int | None = encoder.end_of_turn
         self.prompts: list[Ids] = []
         for question in self.questions:
-            asked = question.text
-            if recipe.template is None:
-                asked = f"Question: {asked}\nAnswer:"
-            try:
-                ids = encoder.prompt_ids(TextPair(asked, "", ""))
-            except DropReason as reason:
-                raise DataError(f"forgetting: {path}: {question.text}: {reason.detail}") from None
-            self.prompts.append(ids)
+            for phrasing in PHRASINGS:
+                asked = phrasing.format(question.text)
+                if recipe.template is None:
+                    asked = f"Question: {asked}\nAnswer:"
+                try:
+                    ids = encoder.prompt_ids(TextPair(asked, "", ""))
+                except DropReason as reason:
+                    text = f"forgetting: {path}: {question.text}: {reason.detail}"
+                    raise DataError(text) from None
+                self.prompts.append(ids)
         # Answers must fit, too; a model of very short texts is not asked.
         longest = max(map(len, self.prompts), default=0)
         if longest + ANSWER_TOKENS > sequence_length:
@@ -196,7 +209,7 @@ class ForgettingSet:
         unknown = sum(ids.count(tokenizer.unk_token_id) for ids in encoded)
         # A tokenizer of another language: nothing could be told from such texts.
         self.is_readable = unknown < MOST_UNKNOWN * sum(map(len, encoded))
-        self.digest = text_sha(str([self.questions, texts]))
+        self.digest = text_sha(str([self.questions, texts, PHRASINGS]))
 
     def measure(self, log_probs: LogProbs, answer: Answer | None) -> Figures:
         """Return the figures of a model; without `answer` only the loss on the texts."""
@@ -208,7 +221,8 @@ class ForgettingSet:
         for first in range(0, len(self.prompts), PROMPTS_AT_ONCE):
             for reply in answer(self.prompts[first : first + PROMPTS_AT_ONCE], ANSWER_TOKENS):
                 replies.append(self._text(reply.ids))
-        answered = zip(self.questions, replies, strict=True)
+        asked = chain.from_iterable(repeat(each, len(PHRASINGS)) for each in self.questions)
+        answered = zip(asked, replies, strict=True)
         right = [i for i, (question, reply) in enumerate(answered) if question.is_right(reply)]
         return Figures(loss, replies, right)
 

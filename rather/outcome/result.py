@@ -16,6 +16,11 @@ from rather.run_folder.names import ANSWERS, DATA_REPORT
 from rather.tracking.json_lines import held_out_prefix, read_lines, read_object, read_records
 
 LINES = 4  # of the result, before the answers
+UNMEASURED = "was not measured"
+NOTHING_MEASURED = (
+    "Nothing was measured: set validation.data_args for accuracy and drift, eval_prompts.judge for a "
+    "win rate, and forgetting for what the model forgets."
+)
 MOST_ANSWERS, MOST_CHARACTERS = 2, 200
 Values = Mapping[str, Sequence[float]]  # of each metric, one per line of metrics.jsonl
 
@@ -98,8 +103,8 @@ def _forgetting(metrics: Values) -> str:
         metrics.get(f"{FORGETTING}{name}") for name in ("kept", "right", "right_before")
     )
     if kept and right and before:
-        text += f"; {before[-1]:.0%} of the questions were answered right and {right[-1]:.0%} are "
-        text += f"now, with {kept[-1]:.0%} of the base's right answers kept"
+        text += f"; {before[-1]:.0%} of the answers were right and {right[-1]:.0%} are now, with "
+        text += f"{kept[-1]:.0%} of what the base knew kept"
     return f"{text}."
 
 
@@ -118,6 +123,13 @@ def run_result(run_dir: Path) -> list[str]:
     """Return the four lines of a run folder, and some answers before and after."""
     lines = result_lines(read_values(run_dir), read_object(run_dir / DATA_REPORT))
     return lines + answer_lines(read_lines(run_dir / ANSWERS)[0])
+
+
+def shown_lines(lines: Sequence[str]) -> list[str]:
+    """Return the result as a run prints it: one line if nothing was measured."""
+    if lines and all(UNMEASURED in line for line in lines):
+        return [NOTHING_MEASURED]
+    return list(lines)
 
 
 def answer_lines(answers: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 
 METRICS = "eval/answers/"
 COMPARED = 64  # held-out pairs that are computed with the exported model
-AT_ONCE = 64  # prompts; fewer if memory runs out
+AT_ONCE = 64  # prompts
+MOST_AT_ONCE = 192  # prompts, where fewer are tried if memory runs out
 RUN = 4  # tokens: repetition is the share of such runs that came before in the same answer
 
 Stopped = Callable[[], bool]
@@ -316,7 +317,7 @@ def answer_all(
 ) -> list[GeneratedAnswer]:
     """Return greedy answers of up to so many tokens, as many at a time as memory allows."""
     assert is_local(role)
-    worker, size = role, AT_ONCE
+    worker, size = role, MOST_AT_ONCE
     answers: list[GeneratedAnswer] = []
     while len(answers) < len(prompts):
         if stopped():

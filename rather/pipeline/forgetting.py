@@ -16,7 +16,15 @@ from rather.data.tokens import Ids
 from rather.files import JsonObject
 from rather.model.generate import GeneratedAnswer
 from rather.model.policy import PolicyModel
-from rather.outcome.forgetting import LEAST_RIGHT, Figures, ForgettingSet, Forgotten, figures_of
+from rather.outcome.forgetting import (
+    LEAST_KNOWN,
+    PHRASINGS,
+    Figures,
+    ForgettingSet,
+    Forgotten,
+    figures_of,
+    known_answers,
+)
 from rather.pipeline.evaluation import Interrupted, Stopped, answer_all, is_local
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.progress import RunState
@@ -24,11 +32,11 @@ from rather.pipeline.steps import PreparedSteps
 
 log = logging.getLogger(__name__)
 
-# Tokens of a training run from which two measurements take less than 5 % of its time. On a CPU they
-# took 5.0 and 5.2 % at 181,000 tokens (bench/forgetting_cost.py); on a GPU it is an estimate: 50
-# answers of 40 tokens take about a second, however small the model is.
-LONG_ENOUGH = {"cpu": 200_000, "cuda": 2_000_000}
-# Times forgetting_limit: a model that lost so many right answers is refused, whatever it won.
+# Tokens of a training run from which two measurements take less than 5 % of its time. On a CPU 50
+# answers took 2 % and the texts 0.5 % of 181,000 tokens (bench/forgetting_cost.py), and 150 answers
+# are asked; on a GPU it is an estimate: they take about a second, however small the model is.
+LONG_ENOUGH = {"cpu": 500_000, "cuda": 2_000_000}
+# Times forgetting_limit: a model that lost so many answers is refused, whatever it won.
 BEYOND_NOISE = 5
 
 
@@ -102,7 +110,8 @@ class ForgettingCheck:
         before = base.get("forgetting", {}) if step else {}
         is_comparable = before.get("digest") == digest  # not changed in the config since then
         # A model that knew too few answers is not judged by them, so it is not asked again.
-        asks = is_local(policy) and not (is_comparable and len(before["right"]) < LEAST_RIGHT)
+        knows_little = is_comparable and len(known_answers(before["right"])) < LEAST_KNOWN
+        asks = is_local(policy) and not knows_little
         self.last = self.measured.measure(log_probs, answer if asks else None)
         metrics: dict[str, Any] = {f"{FORGETTING}loss": self.last.loss}
         if step == 0:
@@ -117,13 +126,14 @@ class ForgettingCheck:
 
 
 def answer_metrics(before: JsonObject, now: Figures) -> dict[str, float]:
-    """Return what became of right answers; empty if the first model had too few."""
+    """Return what became of known answers; empty if the first model knew too few."""
     forgotten = Forgotten.between(before, now.as_json())
     if forgotten.kept_share is None:
         return {}
     return {
-        f"{FORGETTING}right_before": forgotten.right_before / len(now.replies),
+        f"{FORGETTING}right_before": len(before["right"]) / len(now.replies),
         f"{FORGETTING}right": len(now.right) / len(now.replies),
+        f"{FORGETTING}known": forgotten.known * len(PHRASINGS) / len(now.replies),
         f"{FORGETTING}kept": forgotten.kept_share,
         f"{FORGETTING}chance": forgotten.chance,
     }
@@ -166,7 +176,7 @@ class Limits:
             before, now = (metrics.get(f"{FORGETTING}{n}") for n in ("right_before", "right"))
             shares = "" if before is None else f" (right: {before:.0%} before, {now:.0%} now)"
             return (
-                f"only {kept:.0%} of the base's right answers are still right{shares}, beyond "
+                f"only {kept:.0%} of the answers that the base knew are still right{shares}, beyond "
                 f"forgetting_limit ({self.forgetting:g}) by more than chance."
             )
         return ""

@@ -42,7 +42,7 @@ from rather.losses.losses import LOSSES
 from rather.losses.objective import Running, from_config
 from rather.losses.own import METRICS
 from rather.losses.trial import try_own_losses, try_own_metrics
-from rather.outcome.result import LINES, run_result
+from rather.outcome.result import LINES, run_result, shown_lines
 from rather.pipeline.answers_at_end import AnswersAtEnd
 from rather.pipeline.callbacks import CALLBACKS, registered_callbacks
 from rather.pipeline.checks import (
@@ -477,7 +477,8 @@ class DPOPipeline(Run):
     def _report_outcome(self, error: Exception | None = None) -> None:
         super()._report_outcome(error)
         if self.result and error is None:
-            log.info("Did it get better?\n%s", "\n".join(f"  {line}" for line in self.result))
+            lines = "\n".join(f"  {line}" for line in shown_lines(self.result))
+            log.info("Did it get better?\n%s", lines)
 
     def _summarize(self) -> None:
         self.summary.report(self.outcome(), self.parts.timeline, self.reference_stream)

@@ -38,7 +38,7 @@ from rather.files import JsonObject, own, parse_json, read_bytes, replace_own, t
 from rather.losses.metrics import Z, wilson
 from rather.losses.objective import from_config
 from rather.model.generate import Decoding, generate
-from rather.outcome.forgetting import SHIPPED, read_rows
+from rather.outcome.forgetting import PHRASINGS, SHIPPED, read_rows
 from rather.pipeline.forgetting import Limits, drifts
 from rather.pipeline.steps import PreparedSteps
 from rather.run_folder import control
@@ -316,11 +316,13 @@ class Tuning:
             if f"{FORGETTING}{name}" in now:
                 limits_of_run[f"forgetting_{name}"] = now[f"{FORGETTING}{name}"]
         if f"{FORGETTING}kept" in now:
-            count = len(read_rows(self._texts)[0])
+            questions = len(read_rows(self._texts)[0])
+            asked = questions * len(PHRASINGS)
             limits_of_run |= {
-                "forgetting_questions": count,
-                "forgetting_right_before": round(now[f"{FORGETTING}right_before"] * count),
-                "forgetting_right": round(now[f"{FORGETTING}right"] * count),
+                "forgetting_asked": asked,
+                "forgetting_known": round(now[f"{FORGETTING}known"] * questions),
+                "forgetting_right_before": round(now[f"{FORGETTING}right_before"] * asked),
+                "forgetting_right": round(now[f"{FORGETTING}right"] * asked),
             }
         limits = Limits(self.base.drift_limit, self.base.forgetting_limit)
         if problem := limits.problem(now, base):
@@ -705,14 +707,16 @@ def facts(found: JsonObject, name: str) -> str:
 
 
 def kept_answers(run: JsonObject) -> str:
-    """Return `kept 27 of the base's 30 right answers (right: 30 of 50 before, 32 after)`."""
+    """Return `kept 19 of the 20 answers that the base knew (right: 90 of 150 before, 92 after)`."""
     kept_share = run["forgetting_kept"]
-    if "forgetting_right" not in run:  # measured by an older version
+    if "forgetting_known" not in run:  # measured by an older version
         return f"kept {kept_share:.0%} of the base's right answers"
-    before, after = run["forgetting_right_before"], run["forgetting_right"]
+    known, before, after = (
+        run[f"forgetting_{name}"] for name in ("known", "right_before", "right")
+    )
     return (
-        f"kept {round(kept_share * before)} of the base's {before} right answers (right: {before} "
-        f"of {run['forgetting_questions']} before, {after} after)"
+        f"kept {round(kept_share * known)} of the {known} answers that the base knew (right: "
+        f"{before} of {run['forgetting_asked']} before, {after} after)"
     )
 
 

@@ -57,13 +57,13 @@ def test_answers_are_those_of_the_exported_model_once(tiny_runs: TinyRuns, run: 
     assert 0 <= last["eval/win_rate"] <= 1
     after = forgetting_of(str(run.run_dir / "model"), Path(run.forgetting))
     before_training = forgetting_of(str(tiny_runs.folder / "base"), Path(run.forgetting))
-    assert last[f"{FORGETTING}right"] == len(after.right) / 12
-    assert last[f"{FORGETTING}right_before"] == len(before_training.right) / 12
+    assert last[f"{FORGETTING}right"] == len(after.right) / 36
+    assert last[f"{FORGETTING}right_before"] == len(before_training.right) / 36
     result = json.loads((run.run_dir / "report.json").read_text())["result"]
     assert result[1].startswith("Win rate against the base is")
-    asked = len(before_training.right) / 12
-    assert f"; {asked:.0%} of the questions were answered right and " in result[2]
-    assert result[2].endswith("of the base's right answers kept.")
+    asked = len(before_training.right) / 36
+    assert f"; {asked:.0%} of the answers were right and " in result[2]
+    assert result[2].endswith("of what the base knew kept.")
     card = (run.run_dir / "model" / "README.md").read_text()
     assert " ".join(result[:LINES]) in card
 

@@ -20,6 +20,7 @@ from rather.config.run_config import DPOConfig
 from rather.config.values import FORGETTING
 from rather.errors import ConfigError, DataError
 from rather.outcome.forgetting import (
+    PHRASINGS,
     SHIPPED,
     Figures,
     ForgettingSet,
@@ -79,27 +80,41 @@ def test_the_figures_of_a_model_folder_are_those_of_the_plain_model(
             total += float(model(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
         count += ids.shape[1] - 1
     assert figures.loss == pytest.approx(total / count, rel=1e-5)
-    assert len(figures.replies) == 12
+    assert len(figures.replies) == 12 * len(PHRASINGS)
     # Without a template a question is asked as `Question: ... Answer:`, of unknown words here.
     questions, _ = read_rows(file)
-    right = [i for i, q in enumerate(questions) if q.is_right(figures.replies[i])]
+    asked = [question for question in questions for _ in PHRASINGS]
+    right = [i for i, q in enumerate(asked) if q.is_right(figures.replies[i])]
     assert figures.right == right
 
 
+def answered(*times_right: int) -> dict[str, Any]:
+    """Figures of a model that answers each question right in so many phrasings."""
+    right = [
+        question * len(PHRASINGS) + phrasing
+        for question, times in enumerate(times_right)
+        for phrasing in range(times)
+    ]
+    return {"loss": 2.0, "right": right, "replies": len(PHRASINGS) * len(times_right)}
+
+
 def test_what_counts_as_forgotten() -> None:
-    base = {"loss": 2.0, "right": [*range(20)], "questions": 50}
+    base = answered(*[3] * 20, *[2] * 10, *[0] * 20)
     nothing = Forgotten.between(base, base)
-    assert nothing.kept_share == 1.0
-    assert nothing.chance == 0.5
-    # A question that is answered right for the first time does not make up for a lost one.
-    other = Forgotten.between(base, {**base, "right": [*range(1, 21)]})
-    assert other.still_right == 19
-    assert other.newly_right == 1
-    assert other.kept_share == 0.95
-    assert other.text().endswith("19 of 20 right answers are still right, 20 are right now")
-    # A base that answers fewer than ten right is not judged by questions.
-    weak = Forgotten.between({**base, "right": [*range(9)]}, {**base, "right": []})
+    assert (nothing.known, nothing.kept_share, nothing.chance) == (20, 1.0, 0.5)
+    # One other answer of three changes nothing, for a question that was known or that was not.
+    flipped = Forgotten.between(base, answered(*[2] * 20, *[3] * 10, *[1] * 20))
+    assert (flipped.kept, flipped.new) == (20, 0)
+    # A question that is known for the first time does not make up for a lost one.
+    other = Forgotten.between(base, answered(1, *[3] * 19, *[2] * 10, 3, *[0] * 19))
+    assert (other.kept, other.new, other.kept_share) == (19, 1, 0.95)
+    assert other.text().endswith("19 of 20 known answers are kept, 1 are new")
+    # A base that knows fewer than ten answers is not judged by questions.
+    weak = Forgotten.between(answered(*[3] * 9, *[2] * 41), answered(*[0] * 50))
     assert weak.kept_share is None
+    # Nor are two models that were asked other questions, or one that was not asked.
+    assert Forgotten.between(base, answered(*[3] * 40)).kept_share is None
+    assert Forgotten.between(base, Figures(2.0).as_json()).kept_share is None
 
 
 @pytest.mark.parametrize(
@@ -116,7 +131,7 @@ def test_what_counts_as_forgotten() -> None:
 def test_answers_count_as_lost_if_chance_would_hardly_lose_so_many(
     lost: int, new: int, chance: float
 ) -> None:
-    """30 of 50 right answers, as SmolLM2-135M has; the chances are McNemar's, with mid-p."""
+    """30 known answers of 50 questions; the chances are McNemar's, with mid-p."""
     forgotten = Forgotten(3.0, 3.0, 30, 30 - lost, new)
     assert forgotten.chance == pytest.approx(chance, rel=1e-3)
     metrics = {"loss": 3.0, "kept": forgotten.kept_share, "chance": forgotten.chance}
@@ -181,7 +196,7 @@ def test_a_run_measures_it_before_the_first_step_and_at_the_end(tiny_runs: TinyR
     ):
         figures = forgetting_of(str(folder), file)
         assert line[f"{FORGETTING}loss"] == pytest.approx(figures.loss, rel=1e-4)
-        assert line[f"{FORGETTING}right"] == len(figures.right) / 12
+        assert line[f"{FORGETTING}right"] == len(figures.right) / 36
     assert lines[0][f"{FORGETTING}kept"] == 1.0
 
 
@@ -197,7 +212,9 @@ def test_a_model_that_knows_too_little_is_not_asked_again(
 
         def measure(self, log_probs: object, answer: object) -> Figures:
             asked.append(answer is not None)
-            return Figures(2.0, [""] * 50, [*range(right)]) if answer else Figures(2.0)
+            replies = [""] * 50 * len(PHRASINGS)
+            known = [*range(right * len(PHRASINGS))]
+            return Figures(2.0, replies, known) if answer else Figures(2.0)
 
     roles = SimpleNamespace(actor_train=None)
     state = SimpleNamespace(progress=SimpleNamespace(base={}))
@@ -269,7 +286,7 @@ def test_save_best_never_keeps_a_model_beyond_the_limits(tiny_runs: TinyRuns) ->
         (
             {"eval/forgetting/kept": 0.67, "eval/forgetting/right": 0.46}
             | {"eval/forgetting/right_before": 0.6},
-            "67% of the base's right answers are still right (right: 60% before, 46% now), beyond",
+            "67% of the answers that the base knew are still right (right: 60% before, 46% now)",
         ),
         ({}, ""),
     ],

@@ -252,12 +252,12 @@ class Finalists:
     def add(
         self, name: str, better_by: float, lost: int, drift: float, won: int = 0, **more: str
     ) -> None:
-        right_before = 30
+        known = 30
         self.tuning.runs[f"final-{name}"] = {
             **GOOD, "values": {tune.RATE: "1e-08"}, "loss": 0.4, "drift": drift,
-            "forgetting_questions": 50, "forgetting_right_before": right_before,
-            "forgetting_right": right_before - lost + won,
-            "forgetting_kept": 1 - lost / right_before, "forgetting_loss": 3.1,
+            "forgetting_asked": 150, "forgetting_known": known, "forgetting_right_before": 90,
+            "forgetting_right": 90 - 3 * lost + 3 * won,
+            "forgetting_kept": 1 - lost / known, "forgetting_loss": 3.1,
             "forgetting_loss_before": 3.0, **more,
         }  # fmt: skip
         noise = np.roll(self.noise, len(self.halves))
@@ -293,20 +293,20 @@ def test_if_none_keeps_the_right_answers_it_is_said(
     finalists.add("broken", 0.0, lost=10, drift=0.01, problem="only 67%")
     found = finalists.tuning.result()
     assert found["best"] == "final-gentle"
-    kept = "kept 27 of the base's 30 right answers (right: 30 of 50 before, 32 after)"
+    kept = "kept 27 of the 30 answers that the base knew (right: 90 of 150 before, 96 after)"
     assert found["reason"].startswith("keeps more right answers than final-strong, whose loss is")
     assert found["reason"].endswith(f"; it {kept}, and no finalist about as good kept 95%")
     facts = tune.facts(found, "final-broken")
     assert facts == (
-        "drift 0.01, loss on neutral text +0.100, kept 20 of the base's 30 right answers "
-        "(right: 30 of 50 before, 20 after)"
+        "drift 0.01, loss on neutral text +0.100, kept 20 of the 30 answers that the base knew "
+        "(right: 90 of 150 before, 60 after)"
     )
     assert tune.facts({"runs": {"a": {"drift": 0.1}}}, "a") == "drift 0.1, forgetting not measured"
     monkeypatch.setenv("COLUMNS", "250")
     tune.print_result(found)
     assert kept in capsys.readouterr().out
     # A tune.json of an older version has shares only.
-    del found["runs"]["final-gentle"]["forgetting_right"]
+    del found["runs"]["final-gentle"]["forgetting_known"]
     assert "kept 90% of the base's right answers" in tune.facts(found, "final-gentle")
 
 

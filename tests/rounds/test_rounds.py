@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from rather.errors import ConfigError, ServerError
 from rather.files import file_sha
 from rather.model.generate import Decoding
 from rather.outcome import forgetting
+from rather.pipeline.forgetting import Limits
 from rather.pipeline.loop import TrainingLoop
 from rather.tools.board.runs import RunList
 from rather.tools.rounds import evaluation, run
@@ -313,6 +315,7 @@ class Pretended(run.RoundsRun):
     """Rounds whose scores are given."""
 
     scores: ClassVar[list[list[float]]] = []
+    drifts: ClassVar[dict[int, float]] = {}
 
     def _generate(self, number: int, source: AnswerSource) -> None:
         """Do nothing."""
@@ -328,7 +331,8 @@ class Pretended(run.RoundsRun):
     def _evaluate(self, number: int, source: AnswerSource) -> None:
         scores = self.scores[number]
         mean = sum(scores) / len(scores)
-        self.evaluated.append({"round": number, "score": mean, "scores": scores})
+        figures = {"round": number, "score": mean, "scores": scores}
+        self.evaluated.append({**figures, "drift": self.drifts.get(number)})
 
 
 @pytest.mark.parametrize(
@@ -364,8 +368,39 @@ def test_the_best_round_is_exported_and_a_worse_one_ends_the_run(
 
 
 def test_without_a_judge_the_last_round_is_the_best() -> None:
-    assert best_round([{"round": 0}, {"round": 1}]) == 1
+    assert best_round([{"round": 0}, {"round": 1}], Limits()) == 1
     assert not evaluation.is_worse({}, {})
+
+
+def test_a_round_beyond_a_limit_is_never_the_best() -> None:
+    known = {"loss": 3.0, "right": [*range(60)], "replies": 150}
+    first = {"score": 0.1, "drift": 0.0, "forgetting": known}
+    good = {"score": 0.4, "drift": 0.3, "forgetting": known}
+    forgot = {**good, "score": 0.9, "forgetting": {**known, "right": [*range(30)]}}
+    assert best_round([first, good, {**good, "score": 0.9, "drift": 1.2}], Limits()) == 1
+    assert best_round([first, good, forgot], Limits()) == 1
+    assert best_round([first, good, forgot], Limits(forgetting=math.inf)) == 2
+    assert best_round([first, {**good, "drift": math.nan}], Limits()) == 0
+    # A first model that knows too little is not judged, nor is drift that was not measured.
+    unread = {"loss": 9.0, "right": [], "replies": 150}
+    other = {"score": 0.9, "drift": None, "forgetting": {**unread, "loss": 12.0}}
+    assert best_round([{**first, "forgetting": unread}, other], Limits()) == 1
+    # Without a judge, the last of those within the limits.
+    assert best_round([{"drift": 0.0}, {"drift": 0.5}, {"drift": 2.0}], Limits()) == 1
+
+
+def test_a_round_beyond_a_limit_ends_the_run(tmp_path: Path) -> None:
+    with working_in(tmp_path):
+        Pretended.scores = [[0.0] * 9, [0.5] * 9, [1.0] * 9, [1.0] * 9]
+        Pretended.drifts = {2: 1.5}
+        plan = load_plan(write_plan(Path(), rounds={"count": 3}))
+        plan.folder.mkdir(parents=True)
+        result = Pretended(plan).run()
+        Pretended.drifts = {}
+        assert (len(result["rounds"]), result["best"]) == (3, 1)
+        assert result["reason"] == (
+            "round 2 exceeds a limit: rounds/drift is 1.5 nats per token, above drift_limit (1)"
+        )
 
 
 # --- the pool ---

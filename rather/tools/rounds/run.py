@@ -28,7 +28,14 @@ from rather.tools.rounds.answers import AnswerSource
 from rather.tools.rounds.evaluation import Evaluated, evaluate, is_worse
 from rather.tools.rounds.settings import Plan
 from rather.tools.rounds.stages import RoundStages
-from rather.tools.rounds.status import EVALUATION, FIGURES, RESULT, best_round, without_lists
+from rather.tools.rounds.status import (
+    EVALUATION,
+    FIGURES,
+    RESULT,
+    best_round,
+    limit_problem,
+    without_lists,
+)
 from rather.tools.sweep import release_memory, train_here
 from rather.tracking.json_lines import strict_json
 
@@ -88,6 +95,9 @@ class RoundsRun:
             model = self.plan.model(number)
             with AnswerSource(model, self.rounds.server, folder, number) as source:
                 self._evaluate(number, source)
+                if problem := limit_problem(self.evaluated, number, self.plan.limits):
+                    reason = f"round {number} exceeds a limit: {problem.rstrip('.')}"
+                    break
                 if self._best() != number and is_worse(*self._this_and_best()):
                     reason = f"round {number} is worse than round {self._best()}"
                     break
@@ -238,8 +248,8 @@ class RoundsRun:
     # --- the result ---
 
     def _best(self) -> int:
-        """Return the round with the highest score; without a judge, the last."""
-        return best_round(self.evaluated)
+        """Return the round with the highest score, within the limits; without a judge, the last."""
+        return best_round(self.evaluated, self.plan.limits)
 
     def _this_and_best(self) -> tuple[JsonObject, JsonObject]:
         return self.evaluated[-1], self.evaluated[self._best()]

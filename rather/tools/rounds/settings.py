@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from rather.config.schema import AnswerJudge, as_list
 from rather.config.values import Count, Positive, Section, Share, Text, TwoOrMore
 from rather.errors import ConfigError
 from rather.files import JsonObject
+from rather.pipeline.forgetting import Limits
 
 TRUST = NO_TRUST
 OWN_PLACES = ("actor_train.data_args.file_name", "overwrite", "resume_from_checkpoint")
@@ -95,6 +97,12 @@ class Plan:
     def judge(self) -> AnswerJudge | None:
         judge = self.rounds.judge
         return AnswerJudge.model_validate({"with": judge}) if isinstance(judge, str) else judge
+
+    @property
+    def limits(self) -> Limits:
+        """Return what the best round must keep, compared with the first model."""
+        is_off = self.base.forgetting == "off"
+        return Limits(self.base.drift_limit, math.inf if is_off else self.base.forgetting_limit)
 
     def prompts(self, number: int) -> Path:
         """Return the prompts of a round."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rather.commands.terminal import echo, print_table
+from rather.config.values import FORGETTING
 from rather.files import JsonObject, own, read_json
+from rather.outcome.forgetting import Forgotten
+from rather.pipeline.forgetting import Limits
 from rather.run_folder import control
 from rather.tools.rounds.settings import Plan
 
@@ -15,15 +20,38 @@ FIGURES = (
 )  # fmt: skip
 
 
-def best_round(evaluated: list[JsonObject]) -> int:
+def limit_problem(evaluated: Sequence[JsonObject], number: int, limits: Limits) -> str:
+    """Return which limit a round exceeds, compared with the first model; "" if none.
+
+    Forgetting counts if the first model knows answers: another tokenizer cannot read the texts.
+    """
+    before, after = evaluated[0].get("forgetting"), evaluated[number].get("forgetting")
+    metrics: JsonObject = {}
+    base: JsonObject = {}
+    if (drift := evaluated[number].get("drift")) is not None:
+        metrics["rounds/drift"] = abs(drift)
+    if before and after and (forgotten := Forgotten.between(before, after)).known:
+        base["forgetting"] = {"loss": forgotten.loss_before}
+        named = {
+            "loss": forgotten.loss,
+            "kept": forgotten.kept_share,
+            "chance": forgotten.chance,
+        }
+        metrics |= {f"{FORGETTING}{name}": figure for name, figure in named.items()}
+    return limits.problem(metrics, base)
+
+
+def best_round(evaluated: Sequence[JsonObject], limits: Limits) -> int:
     """Return the number of the round with the highest score, the first of equal ones.
 
-    Without a judge there are no scores, and it is the last.
+    Without a judge there are no scores, and it is the last. A round beyond a limit is never the
+    best.
     """
-    scores = [figures.get("score") for figures in evaluated]
-    if any(score is None for score in scores):
-        return len(evaluated) - 1
-    return max(range(len(scores)), key=lambda i: (scores[i] or 0.0, -i))
+    allowed = [i for i in range(len(evaluated)) if not limit_problem(evaluated, i, limits)]
+    scores = {i: evaluated[i].get("score") for i in allowed}
+    if any(score is None for score in scores.values()):
+        return allowed[-1]
+    return max(allowed, key=lambda i: (scores[i] or 0.0, -i))
 
 
 def without_lists(figures: JsonObject) -> JsonObject:
@@ -44,7 +72,7 @@ def status_of(plan: Plan) -> JsonObject:
         reason = "not finished"
     if control.activity(plan.folder) == "running":
         reason = f"running: round {len(evaluated)} of {plan.rounds.count}"
-    best = best_round(evaluated) if evaluated else None
+    best = best_round(evaluated, plan.limits) if evaluated else None
     return {
         "best": best,
         "model": None if best is None else plan.model(best),

@@ -415,7 +415,7 @@ def drift_without_gain(h: RunState) -> Found:
     "forgetting_limit.",
 )
 def forgetting(h: RunState) -> Found:
-    """The loss on neutral texts rose by 5 %, or 5 % of the base's right answers are lost."""
+    """The loss on neutral texts rose by 5 %, or 5 % of the answers that the base knew are lost."""
     if len(h.forgetting) < 2:
         return {}
     before, now = (line.get("loss", math.nan) for line in h.forgetting)
