@@ -302,7 +302,7 @@ class ActorWorker:
             "rounding": Rounding(config.rounding),
             "reward": config.task == "reward",
         }
-        if self._sees_images:
+        if self.pairs is not None and has_images(self.pairs):
             moves = trains or config.sync_ref_model
             options["frozen"] = config.actor_train.model_args.frozen_parts if moves else PARTS
         if self.is_divided:
@@ -355,10 +355,6 @@ class ActorWorker:
             extra += f"; {strategy} has nothing to divide on one device"
         facts = (name, weights / 1e6, dtype, self.device, extra)
         self.log.info("%s: %s, %.4gM weights in %s on %s%s", self.role, *facts)
-
-    @property
-    def _sees_images(self) -> bool:
-        return self.pairs is not None and has_images(self.pairs)
 
     def _see_images(self, policy: PolicyModel, frozen: Collection[str]) -> None:
         """Give the model the images of the run."""

@@ -49,8 +49,7 @@ class Writer:
             written = checkpoint.write_groups(folder, groups, rank=self.rank)
             checkpoint.leave_note(folder, self.name, written)
         except Exception as error:  # a thread has no caller that would report it
-            reason = error.strerror if isinstance(error, OSError) else None
-            reason = reason or repr(error)
+            reason = getattr(error, "strerror", None) or repr(error)
             try:
                 checkpoint.remove_written(folder, self.rank)  # frees space for the note
                 checkpoint.leave_note(folder, self.name, {}, reason)
@@ -61,8 +60,8 @@ class Writer:
 
     def _copies(self, groups: State) -> bool:
         if self.wanted == "auto":
-            tensors = [tensor_of(each) for group in groups.values() for each in group.values()]
-            needed, free = self.near * sum(tensor.nbytes for tensor in tensors), free_memory()
+            sizes = [tensor_of(each).nbytes for group in groups.values() for each in group.values()]
+            needed, free = self.near * sum(sizes), free_memory()
             self.wanted = "on" if needed + GIB <= free else "off"
             self.log.info(
                 "async_save: auto is %s; a copy of the state takes %.3g of %.3g GiB",

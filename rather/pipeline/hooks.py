@@ -254,12 +254,11 @@ class EndRun(Hook):
     total_steps: int | None
 
     def before_steps(self) -> None:
-        progress = self.state.progress
-        self.state.is_over = progress.stopped_early
-        if self.state.began_with_evaluation:  # its interruption, or a request, ends the run
-            is_stopped = self.requests.poll()
-            is_done = progress.step == self.total_steps
-            self.state.is_over = is_stopped or is_done or progress.stopped_early
+        state = self.state
+        state.is_over = state.progress.stopped_early
+        if state.began_with_evaluation:  # its interruption, or a request, ends the run
+            is_done = state.progress.step == self.total_steps
+            state.is_over = self.requests.poll() or is_done or state.is_over
 
     def after_step(self, step: Step, result: StepResult) -> None:
         is_stopped = self.requests.after_step(result.requests)
@@ -344,8 +343,7 @@ class TrackMetrics(Hook):
     def on_log(self, record: Record) -> None:
         self.tracker.log(record)
 
-    def on_evaluate(self, record: Record) -> None:
-        self.tracker.log(record)
+    on_evaluate = on_log
 
     def on_rollback(self, newest: Checkpoint) -> None:
         self.tracker.go_back(self.position_at(newest), newest.step)
@@ -360,8 +358,7 @@ class PassOnRecords(Hook):
     def on_log(self, record: Record) -> None:
         self.receive(record)
 
-    def on_evaluate(self, record: Record) -> None:
-        self.receive(record)
+    on_evaluate = on_log
 
 
 @dataclass

@@ -227,7 +227,7 @@ class ReferenceStream:
         if self.logps:  # a step's log-probs are stored before the next question
             self.logps.keep()
         assert isinstance(reference, ReferenceApart)
-        self.timeline.add_reference(reference.take_seconds())
+        self.timeline.spend("reference", reference.take_seconds())
         return replace(asked.step, reference_logps=self._send(columns))
 
     def _ask_model(self, batches: Sequence[PairBatch]) -> Callable[[], Columns]:

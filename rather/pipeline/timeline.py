@@ -76,7 +76,7 @@ class Timeline:
         """Measure work; what fails is not recorded."""
         began = time.perf_counter()
         yield
-        self._spend(part, time.perf_counter() - began)
+        self.spend(part, time.perf_counter() - began)
 
     def awaited(self, steps: Iterator[Step]) -> Generator[Step, None, None]:
         """Yield the same steps; training stands still until each is there."""
@@ -87,16 +87,12 @@ class Timeline:
                 return
             waited = time.perf_counter() - self._step_began
             worked = self.total.seconds["reference"] - before if self.in_turn else 0.0
-            self._spend("wait", waited - worked)
+            self.spend("wait", waited - worked)
             yield step
-
-    def add_reference(self, seconds: float) -> None:
-        """Count what a reference on its own devices has worked."""
-        self._spend("reference", seconds)
 
     def finish_step(self, step: Step, result: StepResult) -> None:
         """Count the step that was awaited last."""
-        self._spend("steps", time.perf_counter() - self._step_began)
+        self.spend("steps", time.perf_counter() - self._step_began)
         for times in (self.window, self.total):
             times.steps += 1
             times.pairs += len(step.pairs)
@@ -104,6 +100,7 @@ class Timeline:
             times.real += result.real_tokens
             times.laid_out += result.laid_out
 
-    def _spend(self, part: str, seconds: float) -> None:
+    def spend(self, part: str, seconds: float) -> None:
+        """Count the seconds that a part took."""
         self.window.seconds[part] += seconds
         self.total.seconds[part] += seconds

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -75,6 +76,10 @@ class RunTracker(NoTracker):
         """
         self._metrics = MetricsFile(run.run_dir / "metrics.jsonl")
         self._ledger = AppendedFile(run.run_dir / LEDGER) if run.keeps_ledger else None
+        # Packing, hashing and writing 4,096 pairs takes as long as all else that rank 0 does for a
+        # step, so a thread does it during the next one.
+        self._ledger_thread = ThreadPoolExecutor(1, "ledger")
+        self._writing: Future[Any] = self._ledger_thread.submit(int)
         self._run, self._total_steps, self._quiet = run, total_steps, quiet
         self._trackers: dict[str, Tracker] = {}
         self.go_back(metrics_position, start_step)
@@ -83,6 +88,7 @@ class RunTracker(NoTracker):
         """Return to the state of a checkpoint; later records will be logged again."""
         self._close_trackers(failed=False)
         self._metrics.truncate(*metrics_position[:2])
+        self._writing.result()
         if self._ledger:
             self._ledger.truncate(*metrics_position[2:])
         run, steps = self._run, (self._total_steps, start_step)
@@ -110,31 +116,26 @@ class RunTracker(NoTracker):
         `weight` is None for held-out pairs, which have no gradient: the column is null. Each call
         is one record batch, so that the bytes do not depend on when the run is saved.
         """
-        if not self._ledger:
-            return
-        chosen, rejected = ratios.astype(np.float64).T
-        steps = np.full(len(chosen), step)
-        numbers = [steps, pairs.digests, chosen - rejected, chosen, rejected, weight]
-        arrays = zip([*numbers, *pairs.lengths.T], LEDGER_SCHEMA.types, strict=True)
-        cells = [
-            pa.nulls(len(chosen), kind)
-            if values is None
-            else pa.array(values.astype(kind.to_pandas_dtype()))
-            for values, kind in arrays
-        ]
-        batch = pa.record_batch(cells, schema=LEDGER_SCHEMA)
-        self._ledger.write(ledger_part(batch, is_first=self._ledger.is_empty))
+        if self._ledger:
+            self._writing.result()  # raises what went wrong
+            self._writing = self._ledger_thread.submit(
+                _write_pairs, self._ledger, step, pairs, ratios, weight
+            )
 
     def position(self) -> MetricsPosition:
         """Return the positions in both files, with every line on the disk, for a checkpoint."""
+        self._writing.result()
         ledger = self._ledger.position() if self._ledger else ()
         return MetricsPosition(*self._metrics.position(), *ledger)
 
     def close(self, *, failed: bool = False) -> None:
         self._close_trackers(failed=failed)
         self._metrics.close()
+        self._ledger_thread.shutdown()
         if self._ledger:
             self._ledger.close()
+        if not failed:
+            self._writing.result()
 
     def _close_trackers(self, *, failed: bool) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -148,6 +149,22 @@ class RunTracker(NoTracker):
             self._trackers.pop(name, None)
             text = "%s failed and is switched off; training continues (%s: %s)."
             log.warning(text, name, type(error).__name__, error)
+
+
+def _write_pairs(
+    ledger: AppendedFile,
+    step: int,
+    pairs: PairRows,
+    ratios: NDArray[Any],
+    weight: NDArray[Any] | None,
+) -> None:
+    chosen, rejected = ratios.astype(np.float64).T
+    steps = [step] * len(chosen)
+    weights = [None] * len(chosen) if weight is None else weight
+    columns = [steps, pairs.digests, chosen - rejected, chosen, rejected, weights, *pairs.lengths.T]
+    arrays = [*map(pa.array, columns, LEDGER_SCHEMA.types)]
+    batch = pa.record_batch(arrays, schema=LEDGER_SCHEMA)
+    ledger.write(ledger_part(batch, is_first=ledger.is_empty))
 
 
 FORMATS = {

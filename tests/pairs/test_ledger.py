@@ -7,6 +7,7 @@ import math
 import pickle
 import shutil
 import struct
+import threading
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,7 +29,7 @@ from rather.errors import ConfigError, DataError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.report import pairs
 from rather.tools.report.pairs import Doctor, PairHistory, auc, calibrate, read_ledger
-from rather.tracking.ledger import LEDGER_SCHEMA
+from rather.tracking.ledger import LEDGER_SCHEMA, ledger_part
 from tests.tiny import make_config
 
 BETA = 0.1
@@ -71,6 +72,32 @@ def test_margin_and_gradient_weight_are_those_of_the_loss(run: DPOConfig) -> Non
     logged = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").open()]
     margins = [each["rewards/margins"] for each in logged if "rewards/margins" in each]
     assert np.allclose(margins, BETA * rows["margin"].reshape(10, 8).mean(1), atol=1e-6)
+
+
+def test_the_thread_that_trains_does_not_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def recorded(batch: Any, *, is_first: bool) -> bytes:
+        threads.append(threading.current_thread())
+        return ledger_part(batch, is_first=is_first)
+
+    monkeypatch.setattr("rather.tracking.run.ledger_part", recorded)
+    assert DPOPipeline(config_of(tmp_path, "run", max_steps=2)).run() == 0
+    assert len(threads) >= 2
+    assert threading.main_thread() not in threads
+
+
+def test_what_fails_in_that_thread_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> bytes:
+        raise ValueError("no such column")
+
+    monkeypatch.setattr("rather.tracking.run.ledger_part", broken)
+    with pytest.raises(ValueError, match="no such column"):
+        DPOPipeline(config_of(tmp_path, "run", max_steps=1)).run()
 
 
 def _columns(table: Any) -> tuple[list[str], list[Any]]:
