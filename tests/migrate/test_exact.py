@@ -448,7 +448,7 @@ def test_every_key_in_a_table_exists(name: str, monkeypatch: pytest.MonkeyPatch)
     translate = rules._same
 
     def record(text: str, note: str) -> rules.Rule:
-        paths.append(rules.full(text.partition(": ")[0].rstrip(":")))
+        paths.extend(map(rules.full, text.partition(": ")[0].rstrip(":").split()))
         return translate(text, note)
 
     monkeypatch.setattr(rules, "_same", record)

@@ -96,8 +96,9 @@ def keys(names: str) -> list[str]:
 def facts(text: str) -> Rules:
     """Return the rules of a table, each with names of keys, a sign, and what they mean.
 
-    `= path`: Rather's key of the same meaning. Then, if wanted: `: a=b c=d`, its values by the
-    tool's (`:: a=b`, of each in a list; others stay); conditions; `; note`: the meaning changes.
+    `= path`: Rather's keys of the same meaning, or none. Then, if wanted: `: a=b c=d`, their values
+    by the tool's (`:: a=b`, of each in a list; others stay); conditions; `; note`: the meaning
+    changes.
     `~ why`: not needed (nothing: internal to the tool). `! why`: not possible unless off.
     `? why`: left out unless off. `@ a b; why`: Rather always does this; no other value is possible.
     `- why`: no value is possible. `!! why`: Rather has no such training.
@@ -141,8 +142,10 @@ def _first(cases: list[tuple[Condition, Any]], given: Given) -> Any:
 
 
 def all_of(conditions: list[str]) -> Condition:
-    """Return whether all conditions hold: `set`, unless a value is empty, 0 or false; `>1`; of
-    other keys `key=a|b`, `key!=a`; `key~a|b`, contains a or b, `key!~a`; `mixture key`, a model.
+    """Return whether all conditions hold.
+
+    `set`: not empty, 0 or false; `>1`; of other keys `key set`, `key>1`, `key=a|b`, `key!=a`;
+    `key~a|b`, contains a or b, `key!~a`; `mixture key`, a model.
     """
     tests = list(map(_condition, reversed(conditions)))
     return lambda value, given: all(holds(value, given) for holds in tests)
@@ -155,13 +158,13 @@ def gives(values: JsonObject, note: str = "") -> Outcome:
 
 def to(path: str, convert: Mapping[Any, Any] | Callable[[Any], Any] = lambda value: value,
        *, note: str = "") -> Rule:  # fmt: skip
-    """Set Rather's key of the same meaning; `convert` changes the value."""
+    """Set Rather's key, or several, of the same meaning; `convert` changes the value."""
 
     def rule(value: Any, given: Given) -> Outcome:
         if value is None:
             return Outcome(NEEDLESS, note="left to the default")
         changed = converted(convert, value) if isinstance(convert, Mapping) else convert(value)
-        return gives({path: changed}, note)
+        return gives(dict.fromkeys(path.split(), changed), note)
 
     return rule
 
@@ -202,17 +205,15 @@ def one_or_all(values: list[Any]) -> Any:
 
 
 def _condition(text: str) -> Condition:
-    if text == "set":
-        return lambda value, given: value
-    if text[0] == ">":
-        return lambda value, given: value and value > int(text[1:])
     if text.startswith("mixture "):
         return lambda value, given: MIXTURE.search(str(given.get(text[8:])))
-    key, sign, names = re.split(r"(!?[=~])", text, maxsplit=1)
+    key, sign, names = re.split(r" ?(\bset$|>|!?[=~])", text, maxsplit=1)
     words = names.split("|")
 
-    def holds(value: Any, given: Given) -> bool:
-        setting = given.get(key)
+    def holds(value: Any, given: Given) -> object:
+        setting = given.get(key) if key else value
+        if sign in ("set", ">"):
+            return setting and (sign == "set" or setting > int(names))
         contains = any(word in str(setting) for word in words)
         return (setting in map(plain, words) if sign[-1] == "=" else contains) != (sign[0] == "!")
 

@@ -19,10 +19,9 @@ from rather.tools.migrate.peers.shared import (
     adapter,
     address,
     dataset,
-    devices,
-    epochs,
     length,
     optimizer,
+    processes,
     switches,
 )
 from rather.tools.migrate.rules import (
@@ -218,6 +217,8 @@ RULES: Rules = {
         peft_use_dora = model.use_dora
         lora_model_dir = model.adapter_name_or_path; the adapter as it is here is the reference
         base_model = pretrain
+        num_epochs if max_steps>0 ~ max_steps counts alone
+        num_epochs = training.num_train_epochs
         tokenizer_config = model.tokenizer_name_or_path
         revision = model.revision
         trust_remote_code = model.trust_remote_code
@@ -286,7 +287,6 @@ RULES: Rules = {
     "val_set_size": SPLIT,
     "chat_template": template,
     "sequence_len": when(all_of(["set"]), length),
-    "num_epochs": epochs,
     "(warm-up)": lambda *_: Outcome(
         MISSING,
         note=(
@@ -297,9 +297,7 @@ RULES: Rules = {
     "warmup_ratio": ratio,
     "saves_per_epoch": per_epoch("save_steps"),
     "evals_per_epoch": per_epoch("eval_steps"),
-    "ray_num_workers": when(
-        all_of(["use_ray=true"]), lambda value, given: gives(devices(value or 1))
-    ),
+    "ray_num_workers": when(all_of(["use_ray=true"]), processes),
     "optimizer": optimizer,
     "lr_scheduler": to("training.lr_scheduler_type", SCHEDULES),
     "special_tokens": special_tokens,

@@ -12,7 +12,6 @@ from rather.tools.migrate.peers.shared import (
     DTYPES,
     HELD_OUT,
     SAMPLES,
-    STRATEGY,
     length,
     recompute,
     run_folder,
@@ -29,7 +28,6 @@ from rather.tools.migrate.rules import (
     defaults,
     facts,
     gives,
-    pairs,
     to,
     when,
 )
@@ -67,6 +65,8 @@ def accumulation(value: Any, given: Given) -> Outcome:
 
 RULES: Rules = facts("""
     pretrain = pretrain
+    plugin = actor_train.strategy_args.strategy_name: ddp=ddp zero2=zero2 zero2_cpu=zero2_cpu \
+        gemini=gemini gemini_auto=gemini_auto 3d=3d
     tokenizer_dir = model.tokenizer_name_or_path
     ref_tp = ref_tp
     beta = beta
@@ -96,12 +96,6 @@ RULES: Rules = facts("""
     model_type config_file use_flash_attn microbatch_size ~
 """) | {
     **switches("use_wandb"),
-    "plugin": to(
-        STRATEGY,
-        pairs(
-            "ddp=ddp zero2=zero2 zero2_cpu=zero2_cpu gemini=gemini gemini_auto=gemini_auto 3d=3d"
-        ),
-    ),
     "loss_type": loss,
     "dataset": files(SAMPLES),
     "eval_dataset": files(HELD_OUT),

@@ -21,9 +21,8 @@ from rather.tools.migrate.peers.shared import (
     SPLIT,
     adapter,
     address,
-    devices,
     length,
-    trained,
+    processes,
 )
 from rather.tools.migrate.rules import (
     KTO,
@@ -179,6 +178,8 @@ RULES: Rules = {
     ),
     **facts(f"""
         model_name_or_path = pretrain
+        finetuning_type = model.lora_rank: full=none if finetuning_type=full
+        finetuning_type @ lora; weights are trained whole or by a LoRA adapter
         trust_remote_code = model.trust_remote_code
         ref_model = reference.model_args.model_name_or_path
         pref_beta = beta if stage=dpo|kto
@@ -232,7 +233,6 @@ RULES: Rules = {
             not name the algorithm.
     """),
     "stage": algorithm({"dpo": None, "kto": {**KTO, "pref_loss": "kto"}, "sft": SFT, "rm": REWARD}),
-    "finetuning_type": trained,
     "dataset": registered(SAMPLES),
     "eval_dataset": registered(HELD_OUT),
     "val_size": SPLIT,
@@ -246,7 +246,7 @@ RULES: Rules = {
     ),
     "dataset_dir": dataset_dir,
     "adapter_name_or_path": resumed,
-    "ray_num_workers": lambda value, given: gives(devices(value or 1)),
+    "ray_num_workers": processes,
     "mask_history": lambda value, given: gives(
         {"data.score": "assistant" if given.get("stage") == "sft" and not value else "last"}
     ),

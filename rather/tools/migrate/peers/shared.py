@@ -8,7 +8,6 @@ from typing import Any
 from rather.config.keys import table
 from rather.files import HUB_NAME, JsonObject
 from rather.tools.migrate.rules import (
-    CHANGED,
     LEFT_OUT,
     NEEDLESS,
     NOT_NEEDED,
@@ -41,6 +40,7 @@ SCHEDULES = {"warmup_stable_decay": "wsd"} | {
 ADAMW = keys("adamw_torch adamw_torch_fused adamw_hf adamw adam AdamW torch.optim.AdamW")
 EIGHT_BITS = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
 NO_LIMIT = 32768
+NO_WARMUP = "transformers' constant schedule has no warm-up"
 IMAGES = "video and audio are not read; rows with them are dropped and counted"
 
 
@@ -186,6 +186,11 @@ def devices(count: int) -> JsonObject:
     return {"actor_train.device_mapping": f"0-{count - 1}"} if count > 1 else {}
 
 
+def processes(value: Any, given: Given) -> Outcome:
+    """Set the devices of a launcher; none means one."""
+    return gives(devices(value or 1))
+
+
 def deepspeed(value: Any, given: Given) -> Outcome:
     """Read a DeepSpeed file that exists here; otherwise take the stage from its name."""
     if value in NOTHING:
@@ -219,18 +224,11 @@ def fsdp(value: Any, given: Given) -> Outcome:
 
 def warmup(value: Any, given: Given) -> Outcome:
     if given.get("lr_scheduler_type") == "constant" and value:
-        return gives({}, "transformers' constant schedule has no warm-up")
+        return gives({}, NO_WARMUP)
     share = isinstance(value, float) and 0 < value < 1
     return gives(
         {"training.warmup_ratio": value} if share else {"training.warmup_steps": int(value)}
     )
-
-
-def warmup_ratio(value: Any, given: Given) -> Outcome:
-    if given.get("warmup_steps"):
-        return Outcome(NEEDLESS, note="warmup_steps wins")
-    constant = given.get("lr_scheduler_type") == "constant" and value
-    return (warmup if constant else to("training.warmup_ratio"))(value, given)
 
 
 def evaluated(value: Any, given: Given) -> Outcome:
@@ -272,19 +270,6 @@ def best_metric(value: Any, given: Given) -> Outcome:
     return to(path)(f"eval/{str(value).removeprefix('eval_')}", given) if value else NOT_NEEDED
 
 
-def epochs(value: Any, given: Given) -> Outcome:
-    steps = given.get("max_steps")
-    if isinstance(steps, int) and steps > 0:
-        return Outcome(NEEDLESS, note="max_steps counts alone")
-    return to("training.num_train_epochs")(value, given)
-
-
-def most_steps(value: Any, given: Given) -> Outcome:
-    """transformers trains for max_steps, however many epochs it takes; Rather stops at either."""
-    values = {"max_steps": value, "training.num_train_epochs": value}
-    return gives(values) if value and value > 0 else NOT_NEEDED
-
-
 def split_batches(value: Any, given: Given) -> Outcome:
     if not isinstance(value, dict | None):
         raise Unsupported("a file of its own; set the sizes yourself")
@@ -293,8 +278,15 @@ def split_batches(value: Any, given: Given) -> Outcome:
     return NOT_NEEDED
 
 
-HF: Rules = facts("""
+# transformers trains for max_steps, however many epochs that takes; Rather stops at either.
+HF: Rules = facts(f"""
     learning_rate = training.learning_rate
+    num_train_epochs if max_steps>0 ~ max_steps counts alone
+    num_train_epochs = training.num_train_epochs
+    max_steps = max_steps training.num_train_epochs if >0
+    warmup_ratio if warmup_steps set ~ warmup_steps wins
+    warmup_ratio if set if lr_scheduler_type=constant = ; {NO_WARMUP}
+    warmup_ratio = training.warmup_ratio
     lr_scheduler_kwargs = training.lr_scheduler_kwargs
     weight_decay = training.weight_decay
     adam_beta1 = training.adam_beta1
@@ -340,11 +332,8 @@ HF: Rules = facts("""
 """) | {
     "output_dir": run_folder,
     "lr_scheduler_type": to("training.lr_scheduler_type", SCHEDULES),
-    "num_train_epochs": epochs,
-    "max_steps": most_steps,
     "accelerator_config": split_batches,
     "warmup_steps": warmup,
-    "warmup_ratio": warmup_ratio,
     "optim": optimizer,
     "bf16": bf16,
     "gradient_checkpointing": recompute,
@@ -370,13 +359,6 @@ HF_DEFAULTS = {
 # ---- adapters
 
 
-def trained(value: Any, given: Given) -> Outcome:
-    """Accept training of all weights, or of a LoRA adapter."""
-    if value == "full":
-        return gives({"model.lora_rank": None})
-    return only("lora", why="weights are trained whole or by a LoRA adapter")(value, given)
-
-
 def adapter(names: str, switch: str, *off: Any, resumed: str = "") -> Rules:
     """Return rules for the keys of an adapter: rank, alpha, dropout, targets, modules to save.
 
@@ -400,10 +382,9 @@ def adapter(names: str, switch: str, *off: Any, resumed: str = "") -> Rules:
         return value is not None and given.get(switch) not in off and not given.get(resumed)
 
     return {name: when(is_on, rule) for name, rule in rules.items()} | {
-        "load_in_8bit": when(all_of(["set"]), lambda *_: Outcome(CHANGED, note=(
-            "the frozen weights are not rounded to 8 bits: more exact, and up to twice the memory "
-            "(quantization: 4bit needs less)"))),
         **facts("""
+            load_in_8bit if set = ; the frozen weights are not rounded to 8 bits: more exact, and \
+                up to twice the memory (quantization: 4bit needs less)
             load_in_4bit = model.quantization: true=4bit false=none
             bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage
             bnb_4bit_compute_dtype lora_task_type ~

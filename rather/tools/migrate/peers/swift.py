@@ -21,7 +21,6 @@ from rather.tools.migrate.peers.shared import (
     dataset,
     length,
     optimizer,
-    trained,
 )
 from rather.tools.migrate.rules import (
     KTO,
@@ -135,6 +134,8 @@ RULES: Rules = {
         """
         global_batch_size = train_batch_size
         model = pretrain
+        tuner_type = model.lora_rank: full=none if tuner_type=full
+        tuner_type @ lora; weights are trained whole or by a LoRA adapter
         model_revision = model.revision
         task_type @ causal_lm; Rather trains language models only
         expert_tensor_parallel_size @ 1 none; experts are divided by ep_size only
@@ -187,7 +188,6 @@ RULES: Rules = {
     """
         + TRL_LOSS
     ),
-    "tuner_type": trained,
     "rlhf_type": algorithm(KINDS),
     "min_lr": min_lr,
     "recompute_granularity": to(

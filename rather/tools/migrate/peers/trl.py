@@ -26,6 +26,7 @@ from rather.tools.migrate.peers.shared import (
     dataset,
     devices,
     length,
+    processes,
 )
 from rather.tools.migrate.python_script import set_in_code
 from rather.tools.migrate.rules import (
@@ -427,7 +428,7 @@ RULES: Rules = {
     "model_init_kwargs": init_kwargs,
     "dataset_name": named_dataset,
     "datasets": mixture,
-    "num_processes": lambda value, given: gives(devices(value)),
+    "num_processes": processes,
     "accelerate_config": launched,
     "label_smoothing": label_smoothing,
     "f_alpha_divergence_coef": alpha,
