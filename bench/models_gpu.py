@@ -6,7 +6,8 @@
 
 Each row builds the model once. `packed = padded` are the mean and largest difference per token between the packed
 log-probs and the model's own padded forward, both in bf16, and before that of two padded forwards with other padding, as
-the noise of bf16. Then the engine trains as bench/gpu_vs_trl.py does, on the same seeded UltraFeedback-like pairs, with the
+the noise of bf16; `from float32` are the differences of both to the padded forward of the same weights in float32.
+Then the engine trains as bench/gpu_vs_trl.py does, on the same seeded UltraFeedback-like pairs, with the
 reference online, and TRL with it if `trl` and `liger_kernel` can be imported: after all our rows, because Liger replaces
 classes of transformers in the whole process. flash-linear-attention tunes its norm of queries and keys again for many
 lengths, many seconds each: TRL is given the norm in torch instead, as ours has, so that it is not measured. Both scan with flash-linear-attention's kernels if they are installed and
@@ -17,10 +18,12 @@ needed; the scan of linear attention is not counted. A row that would begin afte
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
+import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from math import prod
 from pathlib import Path
@@ -44,6 +47,7 @@ from common import (
 )
 
 PAIRS, WARM_UP = 64, 2
+MOST_FOR_FLOAT32 = 6e9  # weights
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "max_position_embeddings": 8192}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
@@ -204,6 +208,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", choices=("ours", "trl"))
     parser.add_argument("--compile", action="store_true", help="ours with torch.compile: minutes")
+    parser.add_argument("--differences", action="store_true", help="only packed = padded")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="of an optimizer step")
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after two others")
     parser.add_argument("--budget", type=int, help="tokens of a micro-batch; else by memory")
@@ -240,9 +245,21 @@ def add(args: argparse.Namespace, cells: list[Cell], cell: Cell, steps: Sequence
     if cell.seconds:
         cell.rate(shape, steps)
     cells.append(cell)
-    write_json(args.json, "models_gpu", cells)
+    if not args.differences:
+        write_json(args.json, "models_gpu", [*earlier_cells(args.json, cells), *cells])
     numbers = f"{cell.pairs_per_second:.4g} pairs/s, MFU {cell.mfu or 0:.1%}"
     print(f"{cell.lengths}, {cell.system}: {cell.failed or numbers} ({cell.settings})", flush=True)
+
+
+def earlier_cells(path: Path, cells: Sequence[Cell]) -> list[Cell]:
+    """Return the stored cells of other commands, which measured other rows or the other system."""
+    measured = {(cell.system, cell.lengths) for cell in cells}
+    stored = json.loads(path.read_text())["cells"] if path.exists() else []
+    names = {field.name for field in fields(Cell)}
+    kept = [
+        Cell(**{name: value for name, value in entry.items() if name in names}) for entry in stored
+    ]
+    return [cell for cell in kept if (cell.system, cell.lengths) not in measured]
 
 
 # --- ours ---
@@ -259,6 +276,8 @@ def run_ours(
     report_scan(engine.policy.policy, args.device)
     found = difference(engine.policy.policy, shorter=name == "tiny")
     print(f"{name}: {shape.weights:,} weights, packed = padded {found}", flush=True)
+    if args.differences:
+        return found
     engine.plan(steps, tokens=args.budget, recompute=args.recompute)
     free()
     warm = measured_steps(args, name, WARM_UP, seed=1)
@@ -291,7 +310,10 @@ def print_kernels(engine: Any, steps: Sequence[Step]) -> None:
 
 @torch.no_grad()
 def difference(policy: Any, *, shorter: bool) -> tuple[float, ...]:
-    """Mean and largest per token: padded otherwise minus padded, then packed minus padded."""
+    """Mean and largest per token: padded otherwise minus padded, packed minus padded, and both from float32.
+
+    The last four are left out where the weights have no room in float32.
+    """
     from rather.data.pack import pack
     from rather.model.attention import IMPLEMENTATION
     from rather.model.check import _padded, random_pairs
@@ -308,7 +330,21 @@ def difference(policy: Any, *, shorter: bool) -> tuple[float, ...]:
     batch = batch.to(str(model.device))
     packed = policy(batch)[0][batch.token_T].double()
     gaps = [(value - padded).abs() for value in (other, packed)]
+    if policy.causal_lm.num_parameters() <= MOST_FOR_FLOAT32:
+        exact = exact_logps(model, pairs)
+        gaps += [(value - exact).abs() for value in (padded, packed)]
     return tuple(float(number) for gap in gaps for number in (gap.mean(), gap.max()))
+
+
+def exact_logps(model: Any, pairs: Sequence[Any]) -> torch.Tensor:
+    """Return the padded log-probs of the same weights in float32."""
+    from rather.model.check import _padded
+    from rather.model.towers import set_attention
+
+    exact = copy.deepcopy(model).float()
+    set_attention(exact, "eager")
+    torch.set_float32_matmul_precision("highest")
+    return torch.cat([_padded(exact, pair) for pair in pairs])
 
 
 def _padded_behind(model: Any, pair: Any) -> torch.Tensor:
@@ -397,8 +433,10 @@ def report(cells: Sequence[Cell], differences: dict[str, Any], seconds: float) -
                 cell.lengths + (f" LoRA {shape.lora}" if shape.lora else ""),
                 cell.system,
                 f"{shape.weights / 1e9:.3g}B",
-                mean_and_largest(gaps[2:]) if gaps else None,
+                mean_and_largest(gaps[2:4]) if gaps else None,
                 mean_and_largest(gaps[:2]) if gaps else None,
+                mean_and_largest(gaps[4:6]) if gaps and gaps[4:] else None,
+                mean_and_largest(gaps[6:]) if gaps and gaps[6:] else None,
                 cell.failed.split(":")[0] or cell.pairs_per_second,
                 None if cell.mfu is None else f"{cell.mfu:.1%}",
                 ratio(cell, peers[0]) if is_ours and peers else None,
@@ -407,6 +445,7 @@ def report(cells: Sequence[Cell], differences: dict[str, Any], seconds: float) -
             )
         )
     heads = ("model", "system", "weights", "packed = padded: mean, max", "bf16 noise: mean, max")
+    heads += ("padded from float32", "packed from float32")
     heads += ("pairs/s", "strict MFU", "x TRL", "peak GiB", "settings")
     for cell in cells:
         if cell.failed:
