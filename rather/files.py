@@ -125,6 +125,18 @@ def write_own(path: Path, text: str) -> None:
         raise
 
 
+def append_whole(descriptor: int, data: bytes) -> None:
+    """Append to an open file all or nothing: the half that a full disk took is cut off again."""
+    size = os.fstat(descriptor).st_size
+    done = 0
+    try:
+        while done < len(data):
+            done += os.write(descriptor, data[done:])
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise
+
+
 def file_sha(path: Path, opener: Opener = regular) -> str:
     """Return the SHA-256 of a file's content."""
     with open(path, "rb", opener=opener) as file:
@@ -230,6 +242,14 @@ def parse_json(text: bytes | str) -> Any:
 def read_json(path: Path, opener: Opener = regular) -> Any:
     """Return the value in a JSON file; raise OSError or ValueError."""
     return parse_json(read_bytes(path, opener=opener))
+
+
+def read_object(path: Path, opener: Opener = regular) -> JsonObject:
+    """Return the object in a JSON file; raise OSError or ValueError."""
+    value = read_json(path, opener)
+    if not isinstance(value, dict):
+        raise ValueError(f"holds a {type(value).__name__}, not an object")
+    return value
 
 
 class BoundedLoader(yaml.SafeLoader):

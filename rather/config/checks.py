@@ -93,7 +93,7 @@ EXCLUDES = [
         ),
     ),
     (
-        ("reference.cache.path", "reference.cache.per_token", "reference.cache.recheck"),
+        ("reference.cache.path",),
         ("reference.cache.enabled=False", "sync_ref_model", "reference.worker_cls"),
     ),
 ]  # fmt: skip
@@ -427,7 +427,3 @@ def _reference(config: RunConfig) -> Problems:
     if args.disable_gradient_checkpointing is False:
         key = "reference.model_args.disable_gradient_checkpointing"
         yield key, "the reference has no backward pass; set it to true or remove it"
-    cache = reference.cache
-    if cache.enabled and cache.per_token is False and config.ld_alpha not in (None, 1):
-        text = "ld_alpha needs the log-probs of tokens; set it to true or remove it"
-        yield "reference.cache.per_token", text

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rather import files
 from rather.config.schema import ActorConfig, ActorModelArgs, RunConfig, StrategyArgs
 from rather.config.values import section_problems
 from rather.errors import ConfigError
-from rather.files import JsonObject, read_json
+from rather.files import JsonObject
 
 Names = tuple[str, ...]  # a key path in parts: names in a mapping may contain dots
 Problems = Iterator[tuple[str, str]]
@@ -140,6 +141,10 @@ REMOVED = {
     "deterministic: true; remove it",
     "trace": "was removed; metrics.jsonl and the report say where the time of a step goes; "
     "remove it",
+    "reference.cache.per_token": "was removed; what ld_alpha needs is stored if the loss has it; "
+    "remove it",
+    "reference.cache.recheck": "was removed; entries are found by the weights and tokens that they "
+    "belong to, and to compute all of them again, delete reference.cache.path; remove it",
     "timeouts.adaptive": "was removed; every call may take as long as the other keys of timeouts "
     "say; remove it",
 }
@@ -335,12 +340,9 @@ def _is_norm(setting: Any) -> bool:
 def read_object(file: Path) -> JsonObject:
     """Return the object in a JSON file, or raise a ConfigError that says why it is unusable."""
     try:
-        values = read_json(file.expanduser())
+        return files.read_object(file.expanduser())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read ({getattr(error, 'strerror', error)})") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file}: expected a JSON object")
-    return values
 
 
 # --- lora_config: a JSON file of ColossalChat's or PEFT's settings -> Rather's keys ---

@@ -70,7 +70,7 @@ ALLOWED = (
     *(f"{ACTOR}.training_args.{key}" for key in TrainingArgs.model_fields),
     *(f"{ACTOR}.data_args.{key}" for key in (*DATA_KEYS, *DATA_NAMES, "weights")),
     *(f"{REFERENCE}.model_args.{key}" for key in MODEL_KEYS),
-    *(f"{REFERENCE}.cache.{key}" for key in ("enabled", "per_token")),
+    f"{REFERENCE}.cache.enabled",
     *(f"{VALIDATION}.data_args.{key}" for key in (*DATA_KEYS, "file_name", "split")),
 )
 # All that a result needs of its run, its card, and a checkpoint.

@@ -407,10 +407,6 @@ class ReferenceCache(Section):
     """Store the reference's log-probs on disk and reuse them."""
     path: Folder | None = None
     """Folder of the log-probs; default: <output_dir>/.cache/reference."""
-    per_token: bool | None = None
-    """Also store the sums that `ld_alpha` needs; default: only if this run's loss needs them."""
-    recheck: NotNegativeInt = 0
-    """Number of cached pairs to recompute at the start; any difference ends the run."""
 
 
 class ReferenceConfig(RoleConfig):

@@ -370,7 +370,6 @@ class DPOPipeline(Run):
         self.summary.forecast(reference=with_reference)
         self.initialize(newest, with_reference=with_reference)
         self.stop.begin_training()
-        stream.recheck(self.progress.step, self.config.seed)
         self.summary.begin(self.tokenizer, self.progress.step)
 
     def initialize(

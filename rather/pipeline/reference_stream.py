@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from rather.cluster.bridge import ReferenceApart
 from rather.cluster.launch import Roles
 from rather.config.schema import ReferenceConfig
 from rather.data.batch import Columns, PairBatch
-from rather.data.shares import TRAIN, Batches, PairRows
+from rather.data.shares import Batches
 from rather.losses.objective import PairLoss
 from rather.model.budget import PARKING_PAYS
-from rather.parallel.load import compute_dtype
-from rather.pipeline.checks import ROUNDING, refuse_foreign_tokens
+from rather.pipeline.checks import refuse_foreign_tokens
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.steps import PreparedSteps, Step, chunks
 from rather.pipeline.timeline import Timeline
@@ -95,7 +94,7 @@ class ReferenceStream:
         if known is None:
             return False
         known.open(folder.reference_log(newest))
-        if self.section.cache.recheck or answers or known.is_empty:
+        if answers or known.is_empty:
             return True
         data, rows = self.source.data, self.source.rows_after(newest.step if newest else 0)
         wanted = chain(chunks(data.train, rows), *map(chunks, data.evals.values()))
@@ -122,28 +121,6 @@ class ReferenceStream:
         batches = self.retry.packing.pack(self.source.step_pairs(1), "reference")
         pays = sum(batch.real_tokens for batch in batches) > PARKING_PAYS
         return reference.park if reference and pays else None
-
-    def recheck(self, step: int, seed: int) -> None:
-        """Compare the known log-probs of some pairs, drawn by the seed, with the model."""
-        count, known = self.section.cache.recheck, self.logps
-        if not (count and self.roles.reference):
-            return
-        rows = np.empty(0, np.int64)
-        if known:
-            random = np.random.default_rng(seed)
-            drawn = random.permutation(self.source.rows_after(step))
-            taken = chain.from_iterable(chunks(self.source.data.train, drawn))
-            pairs = zip(drawn.tolist(), taken, strict=True)
-            rows = np.fromiter(islice((n for n, pair in pairs if known.knows([pair])), count), int)
-        rows = self.roles.broadcast(rows)
-        batches = self.retry.packing.pack(PairRows(TRAIN, rows, self.source.pairs), "reference")
-        if known is None:
-            self._compute_until_known(batches)
-            return
-        if len(rows):
-            tolerance = ROUNDING[compute_dtype(self.section.model_args, self.roles.kind)]
-            known.recheck(batches, tolerance)
-        self.roles.broadcast_numbers(self._message(len(rows)))
 
     # --- step by step ---
 

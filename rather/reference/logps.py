@@ -117,7 +117,6 @@ class ReferenceLogps:
         self.device = device
         self.kind = kind or device
         self.needed = needed_columns(objective)
-        self.stored = ["sum", "shared"] if config.reference.cache.per_token else self.needed
         self.counts = Counts()
         self.folder: Path | None = None  # the cache folder of this model
         self._table: Table | None = None
@@ -218,8 +217,8 @@ class ReferenceLogps:
 
     def _unknown(self, known: Floats) -> Flags:
         """Return which pairs lack a value that the loss needs."""
-        needed = known.reshape(len(self.stored), -1, 2)[: len(self.needed)]
-        return np.asarray(np.isnan(needed).any(axis=(0, 2)))
+        columns = known.reshape(len(self.needed), -1, 2)
+        return np.asarray(np.isnan(columns).any(axis=(0, 2)))
 
     def _slots(self, table: Table, pairs: Sequence[TokenPair]) -> Slots:
         """Return the slots of "sum", chosen and rejected of each pair, then those of "shared".
@@ -229,7 +228,7 @@ class ReferenceLogps:
         if not isinstance(pairs, PairRows):
             return table.slots(self._hashed(pairs))
         rows = pairs.rows
-        columns = len(self.stored)
+        columns = len(self.needed)
         if pairs.name not in self._row_slots:
             self._row_slots[pairs.name] = np.full((columns, len(pairs.dataset), 2), -1, np.int32)
         slots_of_rows = self._row_slots[pairs.name]
@@ -261,7 +260,7 @@ class ReferenceLogps:
                 numbers += [len(pair.prompt) + len(response), len(numbers)]
                 key.update(struct.pack(f"<{len(numbers)}I", *numbers))
                 sums.append(key.digest())
-                if "shared" in self.stored:
+                if "shared" in self.needed:
                     key.update(b"shared %d" % lengths.min())
                     shared.append(key.digest())
         return keys_of(b"".join(sums + shared))
@@ -285,7 +284,7 @@ class ReferenceLogps:
         unknown = self._unknown(sums)
         computed: Callable[[], Columns] | None = None
         if unknown.any():
-            computed = self._run(batches, unknown, shared="shared" in self.stored)
+            computed = self._run(batches, unknown, shared="shared" in self.needed)
         answer = partial(self._answer, slots, sums, is_stored, computed)
         return partial(self._count, unknown, answer)
 
@@ -312,7 +311,7 @@ class ReferenceLogps:
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrived.record()  # `keep` waits for it
         self._answers.append((slots, known, kept, host, arrived))
-        return dict(zip(self.needed, values.view(len(self.stored), -1, 2), strict=False))
+        return dict(zip(self.needed, values.view(len(self.needed), -1, 2), strict=True))
 
     def _run(
         self, batches: Batches, wanted: Flags, *, shared: bool = False
@@ -327,7 +326,7 @@ class ReferenceLogps:
         A response that occurs twice has one value: that of the first pair.
         """
         sums = sums.to(self.device, non_blocking=True)
-        values = sums.view(-1, len(self.stored), 2).transpose(0, 1).reshape(-1)
+        values = sums.view(-1, len(self.needed), 2).transpose(0, 1).reshape(-1)
         first = first_places(slots)
         return values if first is None else values[self._to_device(first)]
 
@@ -388,29 +387,6 @@ class ReferenceLogps:
         self._write_waiting()
         if self._own:
             self._own.sync()
-
-    # --- checks and numbers ---
-
-    def recheck(self, batches: Batches, tolerance: float) -> None:
-        """Compare known values with the model; raise if one differs by more than `tolerance`."""
-        assert self._table is not None
-        pairs = batches.pairs
-        slots = self._slots(self._table, pairs)
-        cached = torch.from_numpy(self._table.get(slots)[0]).view(-1, 2)
-        lengths = torch.from_numpy(scored_lengths(pairs))
-        computed = self._run(batches, np.ones(len(pairs), bool))()["sum"].cpu()
-        self.counts.forwards += 1
-        worst = float(((cached - computed).abs() / lengths.clamp(min=1)).max())
-        if not worst <= tolerance:
-            raise ConfigError(
-                f"reference.cache.recheck: of {len(pairs)} cached pairs, one differs from the "
-                f"reference by {worst:.2g} per token. The cache holds values of something else: "
-                f"delete {self.folder} and start again."
-            )
-        log.info(
-            "reference.cache.recheck: %d cached pairs are as the reference computes them",
-            len(pairs),
-        )
 
     def report(self) -> dict[str, Any]:
         return {"cache": str(self.folder) if self.folder else None, **asdict(self.counts)}

@@ -129,7 +129,7 @@ def two_drivers(
     return sent, streams, seen, follows
 
 
-@pytest.mark.parametrize("cache", [{}, {"per_token": True}, {"enabled": False}])
+@pytest.mark.parametrize("cache", [{}, {"enabled": False}])
 def test_under_torchrun_a_step_is_named_by_the_numbers_of_its_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: dict[str, bool]
 ) -> None:

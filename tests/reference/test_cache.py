@@ -28,7 +28,7 @@ from rather.model import files
 from rather.pipeline.pipeline import DPOPipeline
 from rather.reference.logprob_cache import BlockFile, block_of
 from rather.reference.logps import ReferenceLogps
-from tests.tiny import in_child, make_config, make_model, make_pairs, metrics
+from tests.tiny import in_child, make_config, make_pairs, metrics
 
 TOKENS = {"pref_loss": "sigmoid", "ld_alpha": 0.4}
 EPOCHS = "actor_train__training_args__num_train_epochs"
@@ -178,12 +178,6 @@ def test_a_loss_that_reads_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert lines(folder, "known") == lines(folder, "off")
 
 
-def test_tokens_on_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(folder, "plain", reference__cache__per_token=True)
-    unloadable(monkeypatch)
-    assert run(folder, "tokens", **TOKENS)["forwards"] == 0
-
-
 # --- what is computed again ---
 
 
@@ -264,23 +258,6 @@ def test_step_zero_finds_a_forged_value(folder: Path) -> None:
     assert not (folder / "output" / "second" / "model").exists()
 
 
-def test_a_recheck_finds_a_forged_value(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    other = make_model(folder / "other", seed=5)  # so that step 0 has nothing to compare with
-    changes = {"reference__model_args__model_name_or_path": str(other), "max_steps": 3}
-    run(folder, "first", **changes)
-    with caplog.at_level(logging.INFO, "rather"):
-        told = run(folder, "checked", **changes, reference__cache__recheck=7)
-    assert "7 cached pairs are as the reference computes them" in caplog.text
-    assert counters(told) == (33, 0, 1)
-    assert run(folder, "unchecked", **changes)["forwards"] == 0
-    cache = forge(folder)
-    with pytest.raises(
-        ConfigError, match=rf"of 7 cached pairs, one differs .* per token\..*delete {cache}"
-    ):
-        run(folder, "second", **changes, reference__cache__recheck=7)
-    run(folder, "believed", **changes)
-
-
 # --- where there is none ---
 
 
@@ -310,22 +287,18 @@ def test_a_custom_worker_class_is_not_cached(folder: Path) -> None:
     ("changes", "sentence"),
     [
         (
-            {"reference__cache__enabled": False, "reference__cache__recheck": 3},
-            "recheck: cannot be combined with .*enabled",
+            {"reference__cache__enabled": False, "reference__cache__path": "x"},
+            "path: cannot be combined with .*enabled",
         ),
         (
             {"sync_ref_model": True, "reference__cache__path": "x"},
             "path: cannot be combined with sync_ref_model",
         ),
         (
-            {"reference__worker_cls": "a.B", "reference__cache__per_token": True},
-            "per_token: cannot be .*worker_cls",
+            {"reference__worker_cls": "a.B", "reference__cache__path": "x"},
+            "path: cannot be .*worker_cls",
         ),
-        (
-            {"reference__cache__per_token": False, "ld_alpha": 0.5},
-            "per_token: ld_alpha needs the log-probs of tokens",
-        ),
-        ({"reference__cache__recheck": -1}, "recheck"),
+        ({"reference__cache__recheck": 3}, "recheck: was removed; .* delete reference.cache.path"),
     ],
 )
 def test_settings_without_effect_are_refused(

@@ -60,7 +60,7 @@ NOT_READ = """
     reference.strategy_args.ep_size reference.strategy_args.gpu_memory_utilization
     reference.device_mapping reference.infer_batch_size
     reference.max_tokens_per_microbatch_in_infer reference.system_envs reference.cache.path
-    reference.cache.recheck reference.offload validation.data_args.dataset_dir
+    reference.offload validation.data_args.dataset_dir
     validation.data_args.preprocessing_num_workers validation.data_args.cache_dir
     spike.window spike.sigma spike.action
 """.split()  # noqa: SIM905 - a table of names; spike is kept as a whole
