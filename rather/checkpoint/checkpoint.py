@@ -51,7 +51,7 @@ from rather.checkpoint.sharded_tensors import (
     split_by_size,
 )
 from rather.errors import CheckpointError, DiskError
-from rather.files import own, read_bytes, read_json, replace_own, sync
+from rather.files import own, read_bytes, read_json, read_object, replace_own, sync
 
 log = logging.getLogger(__name__)
 
@@ -322,11 +322,9 @@ def reopen(path: Path) -> Checkpoint:
 def read_state(path: Path, step: int, files: Written) -> Checkpoint:
     """Read state.json and return the checkpoint that a verified manifest describes."""
     try:
-        state = read_json(path / STATE, own)
+        state = read_object(path / STATE, own)
     except ValueError as error:
-        raise CheckpointError(f"{path / STATE}: is not JSON ({error}).") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path / STATE}: holds a {type(state).__name__}, not an object.")
+        raise CheckpointError(f"{path / STATE}: cannot be used ({error}).") from error
     groups: dict[str, list[Path]] = {}
     for name in sorted(files):
         if match := SHARD.fullmatch(name):

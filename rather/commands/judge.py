@@ -26,7 +26,7 @@ from rather.commands.terminal import echo
 from rather.config.found import NO_TRUST, Trust
 from rather.config.schema import AnswerJudge
 from rather.data.json_rows import DropReason
-from rather.data.read import chunks, find_sources, parsed_rows
+from rather.data.read import find_sources, rows_of
 from rather.errors import ConfigError, DataError, RatherError, counted
 from rather.files import JsonObject
 from rather.tracking.json_lines import strict_json
@@ -58,12 +58,11 @@ def read_answers(path: Path) -> list[AnswerRow]:
     """Return the rows of a file that `rather generate` wrote, or of one like it."""
     rows = []
     for source in find_sources(path):
-        for chunk in chunks(source, 0):
-            for number, row in parsed_rows(chunk):
-                line = f"{source.path}:{number}"
-                if isinstance(row, DropReason):
-                    raise DataError(f"{line}: {row.detail}")
-                rows.append(_answer_row(row, line))
+        for number, row in rows_of(source):
+            line = f"{source.path}:{number}"
+            if isinstance(row, DropReason):
+                raise DataError(f"{line}: {row.detail}")
+            rows.append(_answer_row(row, line))
     if not rows:
         raise DataError(f"{path}: has no answers in it.")
     return rows

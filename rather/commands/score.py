@@ -24,7 +24,7 @@ from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS
 from rather.data.batch import Columns, PairFacts, PairLogps, TokenPair
 from rather.data.pairs import PairDataset
 from rather.data.prepare import prepare
-from rather.data.read import chunks, find_sources, parsed_rows
+from rather.data.read import find_sources, rows_of
 from rather.data.show import print_report
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.files import JsonObject, own
@@ -182,12 +182,11 @@ def _values(config: DPOConfig, places: Sequence[tuple[int, int]], column: str) -
     cells: dict[tuple[int, int], str] = {}
     names: set[str] = set()
     for index, source in enumerate(sources):
-        for chunk in chunks(source, index, data_args.encoding):
-            for number, row in parsed_rows(chunk):
-                row = row if isinstance(row, dict) else {}
-                names.update(row)
-                if (cell := row.get(column)) is not None:
-                    cells[index, number] = cell if isinstance(cell, str) else json.dumps(cell)
+        for number, row in rows_of(source, data_args.encoding):
+            row = row if isinstance(row, dict) else {}
+            names.update(row)
+            if (cell := row.get(column)) is not None:
+                cells[index, number] = cell if isinstance(cell, str) else json.dumps(cell)
     if not cells:
         raise DataError(
             f"--by {column}: no row has this column; columns: {', '.join(sorted(names)[:20])}."

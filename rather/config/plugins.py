@@ -131,13 +131,16 @@ def load_requested() -> None:
 def load(paths: Iterable[Path]) -> None:
     """Run each file once, as a module of its own."""
     for path in paths:
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ConfigError(f"--import {path}: cannot be read: {reason}.") from None
-        name = "rather_import_" + re.sub(r"\W", "_", path.stem)
-        _run(ImportedFile(name, source), str(path))
+        _run(_read(path, "rather_import_", "--import"), str(path))
+
+
+def _read(path: Path, prefix: str, option: str) -> ImportedFile:
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"{option} {path}: cannot be read: {reason}.") from None
+    return ImportedFile(prefix + re.sub(r"\W", "_", path.stem), source)
 
 
 def loaded(kind: str | None = None) -> list[ImportedFile]:
@@ -157,13 +160,8 @@ def load_sources(files: Iterable[Iterable[str]]) -> None:
 
 def load_function(path: Path, name: str, option: str) -> Any:
     """Run a file that the user names, and return one of its functions or classes."""
-    try:
-        source = path.expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"{option} {path}: cannot be read: {reason}.") from None
-    module_name = "rather_rule_" + re.sub(r"\W", "_", path.stem)
-    module = _execute(ImportedFile(module_name, source), str(path), option)
+    file = _read(path.expanduser(), "rather_rule_", option)
+    module = _execute(file, str(path), option)
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(

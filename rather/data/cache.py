@@ -25,6 +25,7 @@ from rather.files import (
     memory_limit,
     own,
     read_json,
+    read_object,
     replace_own,
     sync,
     text_sha,
@@ -117,16 +118,12 @@ class Cache:
 def _remembered(memory: Path) -> Json:
     """Return the hashes of files that were read before; none if the file of them is damaged."""
     try:
-        shas = read_json(memory, own)
-        if isinstance(shas, dict):
-            return shas
-        reason = f"holds a {type(shas).__name__}"
+        return read_object(memory, own)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        reason = str(error)
-    log.warning("%s: is damaged (%s); hashing the data files again", memory, reason)
-    return {}
+        log.warning("%s: is damaged (%s); hashing the data files again", memory, error)
+        return {}
 
 
 def _find(path: Path) -> tuple[PairFile, Json] | None:

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rather.arithmetic import ceil_div
 from rather.data.images import (
     MOST_IMAGES,
     MOST_PIXELS_OF_A_ROW,
@@ -22,7 +23,7 @@ from rather.data.images import (
     read_image,
 )
 from rather.errors import DataError
-from rather.files import parse_json, read_json, text_sha
+from rather.files import parse_json, read_object, text_sha
 
 Json = dict[str, Any]
 Grid = tuple[int, ...]
@@ -198,20 +199,16 @@ def _smolvlm_grid(height: int, width: int, settings: Json) -> Grid:
     width, height = _below_largest_side(max(width, 1), max(height, 1))
     ratio = width / height
     if width >= height:
-        width = _tiles(width, tile) * tile
-        height = _tiles(int(width / ratio), tile) * tile
+        width = ceil_div(width, tile) * tile
+        height = ceil_div(int(width / ratio), tile) * tile
     else:
-        height = _tiles(height, tile) * tile
-        width = _tiles(int(height * ratio), tile) * tile
+        height = ceil_div(height, tile) * tile
+        width = ceil_div(int(height * ratio), tile) * tile
     return (height // tile, width // tile) if max(height, width) > tile else (0, 0)
 
 
 def _even(side: int) -> int:
     return side + side % 2
-
-
-def _tiles(side: int, tile: int) -> int:
-    return math.ceil(side / tile)
 
 
 def _below_largest_side(width: int, height: int) -> tuple[int, int]:
@@ -328,9 +325,8 @@ def _counts(family: str, whole: Json, config: Json) -> Json:
 
 def _read(path: Path) -> Json:
     try:
-        content = read_json(path)
+        return read_object(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error}).") from error
-    return content if isinstance(content, dict) else {}

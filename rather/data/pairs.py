@@ -17,16 +17,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from rather.data.json_rows import DropReason
 from rather.data.messages import Json
+from rather.data.read import Row, find_sources, rows_of
 from rather.data.sampler import Part, PicklesFields
 from rather.errors import DataError
-from rather.files import file_sha, parse_json, regular, text_sha
+from rather.files import file_sha, text_sha
 
 if TYPE_CHECKING:
     from rather.data.batch import PromptImage, TokenPair
     from rather.data.formats import TextPair
 
-LONGEST_LINE = 1000  # bytes of a correction
 ROWS_OF_A_FILE = 1 << 36  # at most; 2^17 files are then exact in float64
 Ints = NDArray[np.int64]
 IDS = ("prompt", "chosen", "rejected")
@@ -423,30 +424,25 @@ def corrected(train: PairDataset, files: Sequence[Path]) -> tuple[PairDataset, J
 
 def _corrections(file: Path) -> Iterator[tuple[int, Correction]]:
     """Yield the digest and the correction of each line."""
-    try:
-        with open(file, "rb", opener=regular) as lines:
-            for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), 1):
-                if line.strip():
-                    try:
-                        yield _correction(line)
-                    except (ValueError, KeyError, TypeError) as error:
-                        raise DataError(
-                            f"{file}:{number}: expected an object with id (16 hex digits), and "
-                            f"weight (0 or more) or flip (true or false): {error}"
-                        ) from None
-    except OSError as error:
-        raise DataError(
-            f"actor_train.data_args.corrections: {file} cannot be read ({error.strerror})."
-        ) from error
+    for source in find_sources(file):
+        for number, row in rows_of(source):
+            try:
+                yield _correction(row)
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{file}:{number}: expected an object with id (16 hex digits), and weight (0 or "
+                    f"more) or flip (true or false): {error}"
+                ) from None
 
 
-def _correction(line: bytes) -> tuple[int, Correction]:
-    row = parse_json(line)
+def _correction(row: Row | DropReason) -> tuple[int, Correction]:
+    if isinstance(row, DropReason):
+        raise ValueError(row.detail)
     digest = row["id"]
     weight = row.get("weight", 1.0)
     flip = row.get("flip", False)
     if len(digest) != 16 or not isinstance(flip, bool) or not 0 <= weight < float("inf"):
-        raise ValueError(f"got {line.decode('utf-8', 'replace').strip()[:100]}")
+        raise ValueError(f"got {str(row)[:100]}")
     if not {"weight", "flip"} & row.keys():
         raise ValueError("neither weight nor flip")
     return int(digest, 16), Correction(float(weight), flip)

@@ -31,7 +31,7 @@ from rather.data.formats import FORMATS, IMAGES, IMAGES_REFUSED, RowLayout, has_
 from rather.data.image_tokens import FAMILIES, ImageRecipe, family_of, image_recipe
 from rather.data.pairs import IMAGE_SCHEMA, IMAGE_TOKEN, SCHEMA, PairDataset, PairFile, corrected
 from rather.data.pool import encode_chunks
-from rather.data.read import DataFile, chunks, chunks_of, find_sources, parsed_rows
+from rather.data.read import CHUNK_ROWS, DataFile, chunks_of, find_sources, rows_of
 from rather.data.report import TOO_LONG, Json, RowCounts, add_paths, as_lines, share_dropped
 from rather.data.show import bar
 from rather.data.template import (
@@ -294,10 +294,8 @@ def _begins_with_images(source: DataFile, encoding: str) -> bool:
 
     Text of a vision model is prepared as it always was; only the start of a file is read for that.
     """
-    first = next(chunks(source, 0, encoding), None)
-    return first is not None and any(
-        isinstance(row, dict) and has_images(row) for _, row in parsed_rows(first)
-    )
+    first_rows = islice(rows_of(source, encoding), CHUNK_ROWS)
+    return any(isinstance(row, dict) and has_images(row) for _, row in first_rows)
 
 
 def local_files(file: Path, cache: Cache, commits: dict[str, str]) -> list[Path]:

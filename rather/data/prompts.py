@@ -20,7 +20,7 @@ from rather.data.formats import (
 from rather.data.formats.standard import bare_prompt, ends_with_question
 from rather.data.json_rows import DropReason
 from rather.data.messages import Content, as_turns, text_or_turns
-from rather.data.read import chunks, find_sources, parsed_rows
+from rather.data.read import find_sources, rows_of
 from rather.errors import DataError, counted
 
 SHOWN = 5  # bad rows that an error lists
@@ -66,14 +66,13 @@ def read_prompts(path: Path, refuse_images: str = TEXT_ONLY) -> list[PromptRow]:
     prompts: list[PromptRow] = []
     problems: list[str] = []
     for source in find_sources(path):
-        for chunk in chunks(source, 0):
-            for number, row in parsed_rows(chunk):
-                try:
-                    if isinstance(row, DropReason):
-                        raise row
-                    prompts.append(prompt_row(row, refuse_images))
-                except DropReason as reason:
-                    problems.append(f"{source.path}:{number}: {reason.detail}")
+        for number, row in rows_of(source):
+            try:
+                if isinstance(row, DropReason):
+                    raise row
+                prompts.append(prompt_row(row, refuse_images))
+            except DropReason as reason:
+                problems.append(f"{source.path}:{number}: {reason.detail}")
     if problems:
         more = len(problems) - SHOWN
         end = [f"... and {counted(more, 'rows')} more"] if more > 0 else []

@@ -18,6 +18,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -290,36 +291,32 @@ def _table_parts(source: DataFile) -> Iterator[tuple[pa.RecordBatch | DropReason
         for batch in batches:
             batch.validate()
             for start in range(0, batch.num_rows, CHUNK_ROWS):
-                for valid_batch in _validated(batch.slice(start, CHUNK_ROWS)):
-                    yield valid_batch, rows
+                for part in _readable(batch.slice(start, CHUNK_ROWS)):
+                    yield part, rows
 
 
-def _validated(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | DropReason]:
-    """Yield rows whose offsets and texts are good; other offsets are followed into any memory."""
+def _readable(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | DropReason]:
+    """Yield the rows in parts that Python can hold, or why a row cannot be read.
+
+    Offsets and texts are checked: bad offsets would be followed into any memory.
+    """
+    fault: DropReason | None = None
     try:
         batch.validate(full=True)
+        if sum(map(_extent, batch.columns)) > MAX_ROW_BYTES:
+            fault = row_too_large()
     except pa.ArrowInvalid as error:
-        if batch.num_rows > 1:  # text that is not UTF-8 costs its row only
-            for i in range(batch.num_rows):
-                yield from _validated(batch.slice(i, 1))
-        elif "UTF8" in str(error):
-            yield DropReason("bad_encoding", f"a text of the table is not UTF-8 ({error})")
-        else:
+        if batch.num_rows == 1 and "UTF8" not in str(error):
             raise
-    else:
-        yield from _bounded(batch)
-
-
-def _bounded(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | DropReason]:
-    """Yield the rows in parts that Python can hold; a row that is larger alone is dropped."""
-    if sum(map(_extent, batch.columns)) <= MAX_ROW_BYTES:
+        fault = DropReason("bad_encoding", f"a text of the table is not UTF-8 ({error})")
+    if fault is None:
         yield batch
     elif batch.num_rows == 1:
-        yield row_too_large()
+        yield fault
     else:
         half = batch.num_rows // 2
-        yield from _bounded(batch.slice(0, half))
-        yield from _bounded(batch.slice(half))
+        yield from _readable(batch.slice(0, half))
+        yield from _readable(batch.slice(half))
 
 
 def _extent(array: pa.Array) -> int:
@@ -398,6 +395,11 @@ def parsed_rows(chunk: Chunk) -> Iterator[tuple[int, Row | DropReason]]:
         yield from enumerate(_table_rows(batch), chunk.first)
     for number, raw in chunk.rows:
         yield number, _parse(raw) if isinstance(raw, bytes) else raw
+
+
+def rows_of(source: DataFile, encoding: str = "utf-8") -> Iterator[tuple[int, Row | DropReason]]:
+    """Yield all rows of a file with their numbers."""
+    return chain.from_iterable(map(parsed_rows, chunks(source, 0, encoding)))
 
 
 def _table_rows(batch: pa.RecordBatch) -> list[Row | DropReason]:

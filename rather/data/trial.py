@@ -9,7 +9,7 @@ from rather.config.schema import PairKeys, TrainDataArgs, ValidationDataArgs
 from rather.data.formats import FORMATS, FormatError, RowLayout, read_row
 from rather.data.json_rows import DropReason
 from rather.data.prepare import layout_of
-from rather.data.read import chunks, find_sources, parsed_rows
+from rather.data.read import find_sources, rows_of
 from rather.errors import DataError
 
 
@@ -31,12 +31,11 @@ def try_own_formats(
 
 def _try_first_row(file: Path, encoding: str, layout: RowLayout) -> None:
     source = find_sources(file)[0]
-    for chunk in chunks(source, 0, encoding):
-        for number, row in parsed_rows(chunk):
-            if isinstance(row, DropReason):
-                continue
-            try:
-                read_row(row, layout)
-            except FormatError as error:
-                raise DataError(f"{file}, {source.unit} {number}: {error}.") from error
-            return
+    for number, row in rows_of(source, encoding):
+        if isinstance(row, DropReason):
+            continue
+        try:
+            read_row(row, layout)
+        except FormatError as error:
+            raise DataError(f"{file}, {source.unit} {number}: {error}.") from error
+        return

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rather.errors import ConfigError
-from rather.files import own
+from rather.files import append_whole, own
 
 MAGIC = b"RATHRLP1"
 # Magic, number of records, 0, size and checksum of the payload; then the checksum of these.
@@ -118,14 +118,7 @@ class BlockFile:
 
     def append(self, block: bytes) -> None:
         """Write one block, or several."""
-        size = os.fstat(self._descriptor).st_size
-        done = 0
-        try:
-            while done < len(block):
-                done += os.write(self._descriptor, block[done:])
-        except OSError:
-            os.ftruncate(self._descriptor, size)  # a full disk took the first half
-            raise
+        append_whole(self._descriptor, block)
 
     def read(self, *, kept: bool = False) -> tuple[Entries, int]:
         """Return all records, and the number of bytes that belong to no whole block."""

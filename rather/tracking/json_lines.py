@@ -16,9 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rather import files
 from rather.config.values import FORGETTING
 from rather.errors import DiskError
-from rather.files import JsonObject, own, parse_json, read_bytes
+from rather.files import JsonObject, append_whole, own, parse_json
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def parse_object(text: bytes) -> JsonObject | None:
 def read_object(file: Path) -> JsonObject:
     """Return the object in a JSON file; {} if there is none."""
     with suppress(OSError, ValueError):
-        return parse_object(read_bytes(file, opener=own)) or {}
+        return files.read_object(file, own)
     return {}
 
 
@@ -228,16 +229,9 @@ class AppendedFile:
         os.close(self._descriptor)
 
     def _write(self) -> None:
-        """Write all or nothing: if a full disk takes half a line, that half is cut off again."""
-        done = 0
-        try:
-            while done < len(self._unwritten):
-                done += os.write(self._descriptor, self._unwritten[done:])
-        except OSError:
-            os.ftruncate(self._descriptor, self._size)
-            raise
+        append_whole(self._descriptor, self._unwritten)
         self._digest.update(self._unwritten)
-        self._size += done
+        self._size += len(self._unwritten)
         self._unwritten = b""
 
 

@@ -285,7 +285,7 @@ def test_a_foreign_state_is_refused(tmp_path: Path, text: str) -> None:
     (path / "state.json").write_text(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     seal(path, files={"state.json": {"size": len(text), "sha256": digest}})
-    with pytest.raises(CheckpointError, match=r"state\.json: (is not JSON|holds a list)"):
+    with pytest.raises(CheckpointError, match=r"state\.json: cannot be used"):
         checkpoint.open_checkpoint(path)
 
 

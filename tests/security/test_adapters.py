@@ -178,7 +178,5 @@ def test_a_value_of_another_kind_is_refused(adapter: Path, key: str, value: Any)
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
 def test_an_invalid_adapter_config_is_refused(good: Path, adapter: Path, text: str) -> None:
     (adapter / CONFIG).write_text(text)
-    with pytest.raises(
-        ConfigError, match=r"adapter_config\.json: (cannot be read|expected a JSON object)"
-    ):
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: cannot be read"):
         load_policy(str(good / "base"), ModelArgs(adapter_name_or_path=str(adapter)), "cpu")
