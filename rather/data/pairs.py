@@ -72,6 +72,8 @@ class Correction(NamedTuple):
     flip: bool = False  # the rejected answer is the better one
 
     def apply(self, pair: TokenPair) -> TokenPair:
+        if self == NO_CORRECTION:
+            return pair
         pair = replace(pair, weight=pair.weight * self.weight)
         if not self.flip:
             return pair
@@ -84,6 +86,9 @@ class Correction(NamedTuple):
             margin=-pair.margin,
             soft_label=1 - pair.soft_label,
         )
+
+
+NO_CORRECTION = Correction()
 
 
 def spans_of(scored: Any) -> tuple[tuple[int, int], ...]:
@@ -213,7 +218,7 @@ def _joined(pair: TokenPair, other: TokenPair, limit: int) -> TokenPair:
 class PairDataset(PicklesFields):
     """Some or all pairs of a file, in the order of the data files.
 
-    `corrections` belong to rows of the file. `take` applies them, columns do not have them.
+    `corrections` have the digest of a pair. `take` applies them, columns do not have them.
     `partners` are, for each single answer, the one whose answer follows its prompt as `partner`,
     and the longest sequence.
     """
@@ -275,9 +280,11 @@ class PairDataset(PicklesFields):
     def scored(self) -> Ints:
         """The number of scored tokens of both answers of each pair of a file, [pairs, 2]."""
         counts = np.concatenate([batch.scored for batch in self.file.batches])
-        flipped = [row for row, correction in self.corrections.items() if correction.flip]
-        counts[flipped] = counts[flipped, ::-1]
-        return self._own(counts)
+        counts = self._own(counts)
+        flipped = [digest for digest, correction in self.corrections.items() if correction.flip]
+        is_flipped = np.isin(self.digests, np.array(flipped, np.uint64))
+        counts[is_flipped] = counts[is_flipped, ::-1]
+        return counts
 
     @cached_property
     def groups(self) -> Ints | None:
@@ -309,11 +316,7 @@ class PairDataset(PicklesFields):
             self.file.batches[batch].pair(i)
             for batch, i in zip(batches.tolist(), rows_in_batch.tolist(), strict=True)
         ]
-        if self.corrections:
-            for i, row in enumerate(rows.tolist()):
-                if row in self.corrections:
-                    pairs[i] = self.corrections[row].apply(pairs[i])
-        return pairs
+        return [self.corrections.get(pair.digest, NO_CORRECTION).apply(pair) for pair in pairs]
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a column of numbers; `label` and `score` are those of single answers."""
@@ -389,7 +392,7 @@ def corrected(train: PairDataset, files: Sequence[Path]) -> tuple[PairDataset, J
     corrections: dict[int, Correction] = {}  # digest of a pair -> all its corrections in one
     for file in files:
         for digest, correction in _corrections(file):
-            before = corrections.get(digest, Correction())
+            before = corrections.get(digest, NO_CORRECTION)
             weight = before.weight * correction.weight
             corrections[digest] = Correction(weight, before.flip != correction.flip)
     digests = train.column("pair_hash").tolist()
@@ -399,8 +402,8 @@ def corrected(train: PairDataset, files: Sequence[Path]) -> tuple[PairDataset, J
             f"actor_train.data_args.corrections: {names}: no id belongs to a training pair; were "
             "they written for other data files?"
         )
-    dropped = {digest for digest, correction in corrections.items() if correction.weight == 0}
-    remaining = [i for i, digest in enumerate(digests) if digest not in dropped]
+    correction_of_pair = [corrections.get(digest, NO_CORRECTION) for digest in digests]
+    remaining = [i for i, correction in enumerate(correction_of_pair) if correction.weight != 0]
     if not remaining:
         raise DataError(
             "actor_train.data_args.corrections: they drop all training pairs "
@@ -408,11 +411,8 @@ def corrected(train: PairDataset, files: Sequence[Path]) -> tuple[PairDataset, J
         )
     shas = "".join(map(file_sha, files))
     name = text_sha(f"{train.fingerprint}:corrections={shas}")
-    pairs = train.subset(np.array(remaining, np.int64), name)
-    assert pairs.rows is not None
-    rows = zip(pairs.rows.tolist(), (digests[i] for i in remaining), strict=True)
-    pairs.corrections = {row: corrections[digest] for row, digest in rows if digest in corrections}
-    applied = pairs.corrections.values()
+    pairs = replace(train.subset(np.array(remaining, np.int64), name), corrections=corrections)
+    applied = [correction_of_pair[i] for i in remaining]
     return pairs, {
         "files": [str(file) for file in files],
         "dropped": len(digests) - len(remaining),

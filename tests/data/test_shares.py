@@ -73,9 +73,8 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, PreparedSteps]
 
 def test_what_the_ledger_needs_of_pairs_is_known_without_reading_them(steps: Any) -> None:
     train = steps[1].data.train
-    some = PairDataset(
-        train.file, "flipped", train.parts, np.arange(2, 20), {5: Correction(1, True)}
-    )
+    flips = {int(train.digests[5]): Correction(1, True)}
+    some = PairDataset(train.file, "flipped", train.parts, np.arange(2, 20), flips)
     for dataset in (train, some):
         pairs, rows = dataset.take(range(len(dataset))), np.arange(len(dataset))[::-1]
         named = PairRows("train", rows, RunPairs({"train": dataset}, steps[1].order))
@@ -120,9 +119,8 @@ def test_a_machine_without_the_tokenised_data_is_named(steps: Any, tmp_path: Pat
 
 def test_corrections_and_partners_travel_with_the_pairs(steps: Any) -> None:
     dataset = steps[1].pairs.sets["train"]
-    corrected = PairDataset(
-        dataset.file, "own", dataset.parts, dataset.rows, {0: Correction(flip=True)}
-    )
+    flips = {int(dataset.digests[0]): Correction(flip=True)}
+    corrected = PairDataset(dataset.file, "own", dataset.parts, dataset.rows, flips)
     joined = dataset.with_partners(seed=0, limit=1000)
     for here, changed in ((corrected, [0]), (joined, [0, 1])):
         there = pickle.loads(pickle.dumps(here))
