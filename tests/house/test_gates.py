@@ -28,10 +28,10 @@ MOST = {
     # links of results, parts and cards in a stranger's folder (220);
     # degrees in the alias table; label, score and partner of single answers (310);
     # right answers before and after, waits for servers (205); trials of layers in float32 (54).
-    "tokens of the core": 318_520,
+    "tokens of the core": 318_130,
     # Rounds, finalists of tune, GGUF files, init, push, images; scripts of users behind a command
     # line, the card that is pushed (940); a child that writes pages (300).
-    "tokens of the tools": 77_600,
+    "tokens of the tools": 77_650,
     # push_to_hub; masks of rows of tokens, the reference that a name loads, refusals of models and
     # adapters, the token that a reward model scores (670); partners of single
     # answers (50).
