@@ -444,7 +444,7 @@ def test_an_empty_key_that_no_list_has_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["shared", *(name.replace("-", "_") for name in NAMES)])
 def test_every_key_in_a_table_exists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables are texts: a typing error in one of Rather's keys must not wait for a user."""
-    paths = []
+    paths: list[str] = []
     translate = rules._same
 
     def record(text: str, note: str) -> rules.Rule:
