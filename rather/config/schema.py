@@ -560,8 +560,6 @@ class StepKeys(Section):
     forgetting_limit: NotNegative = 0.05
     """Share that a model may lose at most to be the best: of the answers it knew, and by which its
     loss per token on the texts may rise."""
-    drift_limit: Positive = 1.0
-    """Largest drift on held-out pairs, in nats per token, of a model that may be the best."""
     save_steps: Interval = 100
     """Steps between checkpoints, or a fraction of the run's steps, in addition to the final one;
     null: only the final one."""
@@ -636,6 +634,9 @@ class LossKeys(Section):
     """States whether there is a reference model; must agree with the loss."""
     disable_reference_model: bool | None = None
     """ColossalChat's opposite of use_ref_model."""
+    drift_limit: Positive = 1.0
+    """Largest drift from the reference on held-out pairs, in nats per token, of a model that may be
+    the best."""
     sync_ref_model: bool = False
     """Update the reference towards the policy during training (TR-DPO)."""
     ref_model_mixup_alpha: Share = 0.6

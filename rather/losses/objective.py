@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rather.config.schema import RunConfig
+from rather.config.schema import LossConfig
 from rather.data.batch import Columns, PairLogps
 from rather.errors import ConfigError
 from rather.losses.losses import (
@@ -257,7 +257,7 @@ def own_loss(function: Callable[[PairLogps], Tensor]) -> PairLoss:
     return PairLoss((Term(getattr(function, "__name__", "own"), LossRule(function), {}),))
 
 
-def from_config(config: RunConfig) -> PairLoss:
+def from_config(config: LossConfig) -> PairLoss:
     """Return the objective of a config; its reference settings must agree with the loss."""
     objective = configure(
         config.loss_names, config.loss_numbers, config.loss_weights, config.loss_modifiers
@@ -269,7 +269,7 @@ def from_config(config: RunConfig) -> PairLoss:
     stated = {
         "disable_reference_model" if is_opposite else "use_ref_model": config.use_ref_model,
         "sync_ref_model": config.sync_ref_model or None,
-        "drift_limit": config.drift_limit != RunConfig.model_fields["drift_limit"].default or None,
+        "drift_limit": config.drift_limit != LossConfig().drift_limit or None,
     }
     for key, has_reference in stated.items():
         if has_reference and not objective.needs_reference:

@@ -16,11 +16,6 @@ from rather.run_folder.names import ANSWERS, DATA_REPORT
 from rather.tracking.json_lines import held_out_prefix, read_lines, read_object, read_records
 
 LINES = 4  # of the result, before the answers
-UNMEASURED = "was not measured"
-NOTHING_MEASURED = (
-    "Nothing was measured: set validation.data_args for accuracy and drift, eval_prompts.judge for a "
-    "win rate, and forgetting for what the model forgets."
-)
 MOST_ANSWERS, MOST_CHARACTERS = 2, 200
 Values = Mapping[str, Sequence[float]]  # of each metric, one per line of metrics.jsonl
 
@@ -126,10 +121,9 @@ def run_result(run_dir: Path) -> list[str]:
 
 
 def shown_lines(lines: Sequence[str]) -> list[str]:
-    """Return the result as a run prints it: one line if nothing was measured."""
-    if lines and all(UNMEASURED in line for line in lines):
-        return [NOTHING_MEASURED]
-    return list(lines)
+    """Return the result as a run prints it: only the first line if nothing was measured."""
+    is_measured = any("was not measured" not in line for line in lines)
+    return list(lines if is_measured else lines[:1])
 
 
 def answer_lines(answers: Sequence[Mapping[str, Any]]) -> list[str]:

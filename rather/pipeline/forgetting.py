@@ -176,7 +176,7 @@ class Limits:
             before, now = (metrics.get(f"{FORGETTING}{n}") for n in ("right_before", "right"))
             shares = "" if before is None else f" (right: {before:.0%} before, {now:.0%} now)"
             return (
-                f"only {kept:.0%} of the answers that the base knew are still right{shares}, beyond "
-                f"forgetting_limit ({self.forgetting:g}) by more than chance."
+                f"only {kept:.0%} of the answers that the base knew are still right{shares}, "
+                f"beyond forgetting_limit ({self.forgetting:g}) by more than chance."
             )
         return ""

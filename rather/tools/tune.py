@@ -99,6 +99,8 @@ def read_state(file: Path) -> JsonObject:
             # JSON has no NaN: it is stored as text.
             run |= {name: float(run[name]) for name in MEASURED if name in run}
             run |= {name: str(run[name]) for name in TEXTS if name in run}
+            if "forgetting_kept" in run:
+                kept_answers(run)
         for name, setting in state["rounds"].items():
             number = _number(setting if name != "rate" else float(setting))
             if number <= 0:
@@ -708,15 +710,11 @@ def facts(found: JsonObject, name: str) -> str:
 
 def kept_answers(run: JsonObject) -> str:
     """Return `kept 19 of the 20 answers that the base knew (right: 90 of 150 before, 92 after)`."""
-    kept_share = run["forgetting_kept"]
-    if "forgetting_known" not in run:  # measured by an older version
-        return f"kept {kept_share:.0%} of the base's right answers"
-    known, before, after = (
-        run[f"forgetting_{name}"] for name in ("known", "right_before", "right")
-    )
+    names = ("kept", "known", "right_before", "right", "asked")
+    kept_share, known, before, after, asked = (run[f"forgetting_{name}"] for name in names)
     return (
         f"kept {round(kept_share * known)} of the {known} answers that the base knew (right: "
-        f"{before} of {run['forgetting_asked']} before, {after} after)"
+        f"{before} of {asked} before, {after} after)"
     )
 
 

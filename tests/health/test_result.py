@@ -9,7 +9,13 @@ import pytest
 
 from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError, RatherError
-from rather.outcome.result import LINES, answer_lines, result_lines, run_result
+from rather.outcome.result import (
+    LINES,
+    answer_lines,
+    result_lines,
+    run_result,
+    shown_lines,
+)
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.board.runs import RESULT_LINES
 from tests.commands.conftest import told
@@ -110,6 +116,9 @@ def test_a_server_judges_the_end_of_a_run_once(tiny_runs: TinyRuns) -> None:
 
 def test_what_was_not_measured_is_said() -> None:
     lines = result_lines({}, {})
+    assert shown_lines(lines) == lines[:1]  # a training of rounds measures nothing
+    drifted = result_lines({"eval/drift": [0.0, 0.2]}, {})
+    assert shown_lines(drifted) == drifted
     assert len(lines) == LINES
     assert all("not measured" in line for line in lines)
     assert answer_lines([]) == []

@@ -373,18 +373,16 @@ def test_without_a_judge_the_last_round_is_the_best() -> None:
 
 
 def test_a_round_beyond_a_limit_is_never_the_best() -> None:
-    known = {"loss": 3.0, "right": [*range(60)], "replies": 150}
-    first = {"score": 0.1, "drift": 0.0, "forgetting": known}
-    good = {"score": 0.4, "drift": 0.3, "forgetting": known}
-    forgot = {**good, "score": 0.9, "forgetting": {**known, "right": [*range(30)]}}
+    first = {"score": 0.1, "drift": 0.0}
+    good = {"score": 0.4, "drift": 0.3, "forgetting_kept": 1.0, "forgetting_chance": 0.5}
+    forgot = {**good, "score": 0.9, "forgetting_kept": 0.5, "forgetting_chance": 0.01}
     assert best_round([first, good, {**good, "score": 0.9, "drift": 1.2}], Limits()) == 1
     assert best_round([first, good, forgot], Limits()) == 1
     assert best_round([first, good, forgot], Limits(forgetting=math.inf)) == 2
     assert best_round([first, {**good, "drift": math.nan}], Limits()) == 0
-    # A first model that knows too little is not judged, nor is drift that was not measured.
-    unread = {"loss": 9.0, "right": [], "replies": 150}
-    other = {"score": 0.9, "drift": None, "forgetting": {**unread, "loss": 12.0}}
-    assert best_round([{**first, "forgetting": unread}, other], Limits()) == 1
+    # What was not measured limits nothing.
+    unknown = {"score": 0.9, "drift": None, "forgetting_kept": None, "forgetting_chance": 0.5}
+    assert best_round([first, unknown], Limits()) == 1
     # Without a judge, the last of those within the limits.
     assert best_round([{"drift": 0.0}, {"drift": 0.5}, {"drift": 2.0}], Limits()) == 1
 

@@ -52,7 +52,7 @@ def evaluate(model: str, first_model: str, answers: Path, base: Evaluated | None
     if base:
         change = Forgotten.between(base.figures["forgetting"], forgotten)
         figures["forgetting_loss"] = change.loss - change.loss_before
-        figures["forgetting_kept"] = change.kept_share
+        figures |= {"forgetting_kept": change.kept_share, "forgetting_chance": change.chance}
     figures["diversity"] = diversity(rows)
     return figures
 

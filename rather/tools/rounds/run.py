@@ -95,7 +95,7 @@ class RoundsRun:
             model = self.plan.model(number)
             with AnswerSource(model, self.rounds.server, folder, number) as source:
                 self._evaluate(number, source)
-                if problem := limit_problem(self.evaluated, number, self.plan.limits):
+                if problem := limit_problem(self.evaluated[-1], self.plan.limits):
                     reason = f"round {number} exceeds a limit: {problem.rstrip('.')}"
                     break
                 if self._best() != number and is_worse(*self._this_and_best()):

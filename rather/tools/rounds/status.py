@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from rather.commands.terminal import echo, print_table
 from rather.config.values import FORGETTING
 from rather.files import JsonObject, own, read_json
-from rather.outcome.forgetting import Forgotten
 from rather.pipeline.forgetting import Limits
 from rather.run_folder import control
 from rather.tools.rounds.settings import Plan
@@ -20,25 +19,15 @@ FIGURES = (
 )  # fmt: skip
 
 
-def limit_problem(evaluated: Sequence[JsonObject], number: int, limits: Limits) -> str:
-    """Return which limit a round exceeds, compared with the first model; "" if none.
-
-    Forgetting counts if the first model knows answers: another tokenizer cannot read the texts.
-    """
-    before, after = evaluated[0].get("forgetting"), evaluated[number].get("forgetting")
-    metrics: JsonObject = {}
-    base: JsonObject = {}
-    if (drift := evaluated[number].get("drift")) is not None:
-        metrics["rounds/drift"] = abs(drift)
-    if before and after and (forgotten := Forgotten.between(before, after)).known:
-        base["forgetting"] = {"loss": forgotten.loss_before}
-        named = {
-            "loss": forgotten.loss,
-            "kept": forgotten.kept_share,
-            "chance": forgotten.chance,
-        }
-        metrics |= {f"{FORGETTING}{name}": figure for name, figure in named.items()}
-    return limits.problem(metrics, base)
+def limit_problem(figures: JsonObject, limits: Limits) -> str:
+    """Return which limit a round exceeds, compared with the first model; "" if none."""
+    names = {
+        "rounds/drift": "drift",
+        f"{FORGETTING}kept": "forgetting_kept",
+        f"{FORGETTING}chance": "forgetting_chance",
+    }
+    known = {metric: figures.get(name) for metric, name in names.items()}
+    return limits.problem({name: each for name, each in known.items() if each is not None}, {})
 
 
 def best_round(evaluated: Sequence[JsonObject], limits: Limits) -> int:
@@ -47,11 +36,14 @@ def best_round(evaluated: Sequence[JsonObject], limits: Limits) -> int:
     Without a judge there are no scores, and it is the last. A round beyond a limit is never the
     best.
     """
-    allowed = [i for i in range(len(evaluated)) if not limit_problem(evaluated, i, limits)]
-    scores = {i: evaluated[i].get("score") for i in allowed}
-    if any(score is None for score in scores.values()):
-        return allowed[-1]
-    return max(allowed, key=lambda i: (scores[i] or 0.0, -i))
+    scores = {
+        number: figures.get("score")
+        for number, figures in enumerate(evaluated)
+        if not limit_problem(figures, limits)
+    }
+    if None in scores.values():
+        return max(scores)
+    return max(scores, key=lambda number: (scores[number] or 0.0, -number))
 
 
 def without_lists(figures: JsonObject) -> JsonObject:
