@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ def csv_rows(blocks: Iterable[bytes], path: Path, kind: str) -> Iterator[RawRow]
         if not all(names) or len(set(names)) < len(names):
             raise DataError(
                 f"{path}: the first line of a {kind.upper()} file must name its columns, each once."
+            )
+        if len(names) == 1 and (found := re.search(r"[,;\t|]", names[0])):
+            raise DataError(
+                f"{path}: its columns seem to be separated by {found[0]!r}; separate those of a "
+                f"{kind.upper()} file by {DELIMITERS[kind]!r}."
             )
         for cells in reader:
             number += 1

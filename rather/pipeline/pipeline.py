@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -483,7 +484,7 @@ class DPOPipeline(Run):
         self.summary.report(self.outcome(), self.parts.timeline, self.reference_stream)
 
     def _log_next_commands(self) -> None:
-        run = self.config.run_dir
+        run = shlex.quote(str(self.config.run_dir))
         questions = {
             "problems that were found": f"rather health {run}",
             "charts of the run": f"rather report {run}",

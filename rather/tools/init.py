@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -112,8 +113,9 @@ def init_command(
     echo(text)
     if start.needs_quantization:
         echo("4-bit weights need a package: pip install 'rather[quantization]'")
-    echo(f"Written: {out}. Look at the rows with `rather data {out} --show 3`, then run "
-         f"`rather train {out}`.")  # fmt: skip
+    name = shlex.quote(str(out))
+    echo(f"Written: {out}. Look at the rows with `rather data {name} --show 3`, then run "
+         f"`rather train {name}`.")  # fmt: skip
 
 
 def _is_terminal() -> bool:
@@ -138,7 +140,9 @@ def task_of(data: str) -> TaskName:
             return "regression" if row.get("score") is not None else "sft"
         else:
             reason = f"{line}: {read_row(row, pairs).dropped[0].detail}"
-    raise DataError(f"{data}: no row can be trained on; {reason}.")
+    raise DataError(
+        f"{data}: no row can be trained on; {reason}. docs/data.md shows the columns that are read."
+    )
 
 
 def _rows(data: str) -> Iterator[tuple[str, Row | str]]:
@@ -222,10 +226,10 @@ def choose_start(data: str, model: str, name: TaskName) -> ChosenSettings:
             "actor_train": {"data_args": data_args},
         }  # fmt: skip
         config = config_from_dict(sample)
+        sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
         prepared = prepare(config)
         rows = len(prepared.train)
         lengths = _row_lengths(prepared.train)
-        sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
         device = device_here(kind)
         for length in _lengths(_longest(lengths, _positions(model))):
             config = config_from_dict(

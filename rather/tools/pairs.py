@@ -65,8 +65,10 @@ def pairs_command(
     shown: Pairs that are printed with their texts, the most suspicious first.
     """
     from rather.config.found import Trust
+    from rather.run_folder.names import refuse_other_folder
     from rather.tools.report.pairs import Doctor
 
+    refuse_other_folder(run)
     trust = Trust(paths=trust_paths)
     texts = _pair_texts(run, trust)
     pairs = texts.pairs if texts else None

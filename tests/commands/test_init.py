@@ -41,6 +41,7 @@ def test_rather_train_runs_the_file_as_written(place: Path) -> None:
     assert done.exit_code == 0, done.output
     text = (place / "my run.yaml").read_text()
     assert text.strip() in done.output
+    assert "rather train 'my run.yaml'" in done.output, "as a shell reads it"
     assert max(map(len, text.splitlines())) <= 120
     config = load_config(place / "my run.yaml")
     assert config.exp_name == "my-run"
@@ -136,6 +137,7 @@ def test_nothing_is_overwritten_unless_asked(place: Path, monkeypatch: pytest.Mo
         ("", ["--model", "base"], 3, "it has no rows"),
         ('{"prompt": "w1", "completion": "w2"}', [], 2, "--model: name the model to train"),
         ('{"prompt": "w1", "completion": "w2"}', ["--model", "./no"], 2, "./no: no such folder"),
+        ('{"prompt": "w1", "completion": "w2"}', ["--model", "."], 2, ".: found no config.json"),
     ],
 )
 def test_bad_input_is_one_line(

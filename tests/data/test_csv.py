@@ -79,6 +79,7 @@ def test_a_bad_row_does_not_hide_the_others(tmp_path: Path) -> None:
         (b'prompt,chosen\na,"never closed\n', "row 1 is not CSV .*quote"),
         (b"prompt,prompt\na,b\n", "must name its columns, each once"),
         (b"prompt,,x\na,b,c\n", "must name its columns, each once"),
+        (b"prompt;chosen;rejected\na;b;c\n", "seem to be separated by ';'; .* CSV file by ','"),
     ],
 )
 def test_a_file_that_is_not_csv_is_refused(tmp_path: Path, content: bytes, text: str) -> None:

@@ -33,10 +33,31 @@ NOT_CLONED = (
 )
 
 
-def section() -> list[tuple[str, str]]:
-    """The blocks of "Five minutes": language and text."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return BLOCK.findall(readme.split("\n## Five minutes\n")[1].split("\n## ")[0])
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NEEDS_GPUS = re.compile(r"^.*device_mapping=0-7.*\n", re.MULTILINE)
+
+
+def section(title: str = "Five minutes") -> list[tuple[str, str]]:
+    """The blocks of a section: language and text."""
+    return BLOCK.findall(README.split(f"\n## {title}\n")[1].split("\n## ")[0])
+
+
+def run_block(folder: Path, kind: str, text: str) -> str:
+    """Run a block as a reader would, in a shell with the environment, and return what it printed."""
+    script = text if kind == "bash" else f"python - <<'PYTHON'\n{text}PYTHON\n"
+    if "make demo" not in script:
+        script = f"source .venv/bin/activate\n{script}"
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", script],
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
 
 
 def clone(folder: Path) -> Path:
@@ -84,30 +105,11 @@ def environment() -> dict[str, str]:
 def path(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The folder after all blocks, the board left out, and what each block printed."""
     folder = clone(tmp_path_factory.mktemp("newcomer"))
-    start = "source .venv/bin/activate\n"
-    said: list[str] = []
-    for kind, text in section():
-        if kind not in ("bash", "python"):
-            continue
-        written = text.replace(BOARD, f": {BOARD}")
-        script = written if kind == "bash" else f"python - <<'PYTHON'\n{text}PYTHON\n"
-        done = subprocess.run(
-            [
-                "bash",
-                "-e",
-                "-o",
-                "pipefail",
-                "-c",
-                script if "make demo" in script else start + script,
-            ],
-            cwd=folder,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        said.append(done.stdout)
+    said = [
+        run_block(folder, kind, text.replace(BOARD, f": {BOARD}"))
+        for kind, text in section()
+        if kind in ("bash", "python")
+    ]
     return folder, said
 
 
@@ -173,6 +175,21 @@ def test_the_answers_are_those_of_the_readme(path: tuple[Path, list[str]]) -> No
         == [manner_of(line) for line in answers]
     )
     assert all("cheese" in line and "window" in line for line in answers)
+
+
+@pytest.mark.slow
+def test_the_commands_of_your_own_model_run_in_this_order(path: tuple[Path, list[str]]) -> None:
+    """The first block of the README writes the YAML and the run that "With your model" uses."""
+    folder, _ = path
+    first = BLOCK.findall(README)[0]
+    for kind, text in [first, *section("With your model")]:
+        if kind in ("bash", "python"):
+            run_block(folder, kind, NEEDS_GPUS.sub("", text.replace("make demo", ": demo")))
+    assert {"dpo", "softer", "from-python"} <= {run.name for run in (folder / "output").iterdir()}
+    shown = next(text for kind, text in section("With your model") if kind == "yaml")
+    written = (folder / "dpo.yaml").read_text(encoding="utf-8")
+    memory = re.compile(r"weights are trained, .* of memory")
+    assert memory.sub("", written) == memory.sub("", shown)
 
 
 @pytest.mark.slow

@@ -90,3 +90,33 @@ def test_every_loss_has_its_section() -> None:
         section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
         assert all(part in section for part in ("```text\n", "**When.**", "```yaml\n")), name
         assert f"losses/{rule.task}.md" in site
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|\n ").split("|")]
+
+
+def test_speeds_of_the_readme_are_those_of_the_measurements() -> None:
+    """Its table rounds the one that bench/page.py writes into docs/speed.md."""
+    measured = {
+        (row[0], row[1]): (float(row[2]), float(row[6]))
+        for line in (DOCS / "speed.md").read_text("utf-8").splitlines()
+        if len(row := cells(line)) == 7 and row[1] in ("online", "cached")
+    }
+    rows = [
+        cells(line)
+        for line in (ROOT / "README.md").read_text("utf-8").splitlines()
+        if re.match(r"\| [\d.]+B \|", line)
+    ]
+    assert len(rows) == 4
+    for size, *numbers in rows:
+        shown = [float(number) for number in numbers]
+        expected = [*measured[size, "online"], *measured[size, "cached"]]
+        assert shown == pytest.approx(expected, abs=0.05, rel=0.005), size
+
+
+def test_the_readme_counts_the_losses_on_pairs() -> None:
+    index = (DOCS / "losses" / "index.md").read_text("utf-8")
+    on_pairs = index.partition("### Losses on pairs")[2].partition("### Losses on thumbs")[0]
+    others = len(re.findall(r"^\| \[`", on_pairs, re.MULTILINE)) - 1
+    assert f"DPO and {others} related losses" in (ROOT / "README.md").read_text("utf-8")

@@ -309,6 +309,15 @@ def test_the_command_writes_no_doubtful_correction(run: DPOConfig, tmp_path: Pat
     assert "Held-out accuracy of the model: " in text
 
 
+def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["pairs", str(tmp_path)])
+    assert result.exit_code == 2
+    assert result.output.splitlines() == [
+        f"rather: {tmp_path}: not a run folder (metrics.jsonl is missing); "
+        "give <output_dir>/<exp_name>."
+    ]
+
+
 @pytest.mark.defect("U25")
 def test_the_command_shows_texts_and_row_ids(run: DPOConfig) -> None:
     rows = [json.loads(line) for line in invoke_pairs(run, "--json").splitlines()]
