@@ -84,9 +84,9 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class Shard:
-    """A block of a tensor, as one rank holds it."""
+    """A block of a tensor, as one rank holds it, or makes it when it is written."""
 
-    tensor: Tensor
+    tensor: Any  # a Tensor or a TensorStream
     spec: ShardSpec
 
 
@@ -183,6 +183,11 @@ class TensorStream:
     def of(tensor: Tensor) -> TensorStream:
         return TensorStream(tensor.dtype, tuple(tensor.shape), lambda: iter([tensor]))
 
+    @staticmethod
+    def late(dtype: torch.dtype, shape: Numbers, make: Callable[[], Tensor]) -> TensorStream:
+        """Return a tensor of one part, made each time it is read."""
+        return TensorStream(dtype, shape, lambda: iter([make()]))
+
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
@@ -245,11 +250,15 @@ def shards_file(shards: Mapping[str, Tensor | Shard]) -> Iterator[bytes | memory
         for name, shard in shards.items()
         if isinstance(shard, Shard) and shard.spec.sizes != shard.spec.whole
     }
-    streams = {name: TensorStream.of(tensor_of(shard)) for name, shard in shards.items()}
+    streams: dict[str, TensorStream] = {}
+    for name, shard in shards.items():
+        tensor = tensor_of(shard)
+        streams[name] = tensor if isinstance(tensor, TensorStream) else TensorStream.of(tensor)
     return safetensors_file(streams, {HEADER_KEY: json.dumps(cut)} if cut else {})
 
 
-def tensor_of(shard: Shard | Tensor) -> Tensor:
+def tensor_of(shard: Shard | Tensor) -> Any:
+    """Return what is to be written: a Tensor or a TensorStream."""
     return shard.tensor if isinstance(shard, Shard) else shard
 
 

@@ -590,7 +590,7 @@ class ActorWorker:
     def write_state(self, folder: Path) -> None:
         """Add this rank's state to a checkpoint, or the weights of a moving reference."""
         if self.trainer.optimizer:
-            self.writer.write(folder, self.trainer.state()[0])
+            self.writer.write(folder, self.trainer.state(late=True)[0])
         else:
             self.writer.write(folder, {"reference": self.trainer.weight_pieces()})
 

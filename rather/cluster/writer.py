@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rather.checkpoint import checkpoint
-from rather.checkpoint.sharded_tensors import Shard, tensor_of
+from rather.checkpoint.sharded_tensors import Shard, TensorStream, tensor_of
 from rather.cluster.memory import GIB, free_memory
 
 State = dict[str, dict[str, Tensor | Shard]]
@@ -75,7 +75,10 @@ def _copy(tensors: dict[str, Tensor | Shard]) -> dict[str, Tensor | Shard]:
     found: dict[str, Tensor | Shard] = {}
     for name in list(tensors):
         shard = tensors.pop(name)
-        tensor = tensor_of(shard).detach()
+        tensor = tensor_of(shard)
+        if isinstance(tensor, TensorStream):
+            (tensor,) = tensor.parts()
+        tensor = tensor.detach()
         copy = tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
         found[name] = Shard(copy, shard.spec) if isinstance(shard, Shard) else copy
     return found

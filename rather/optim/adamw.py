@@ -187,6 +187,10 @@ class ParameterState:
         weight = self.local
         return self.rounding.exact(self.name, weight, self.rest.to(weight.device))
 
+    @property
+    def master_dtype(self) -> torch.dtype:
+        return torch.float32 if self.rest is not None or self.form == "lean" else self.local.dtype
+
     def load(self, master: Tensor, moments: Mapping[str, Tensor], steps: int) -> None:
         """Load master and moments; a weight that never had a gradient has no moments."""
         if self.form == "split":

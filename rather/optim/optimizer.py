@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rather.checkpoint.sharded_tensors import TensorStream
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
 from rather.optim.adamw import GradientSums, ParameterState, Update, local, update_parameters
@@ -84,7 +85,7 @@ class Optimizer:
             for name, p in self.parameters.items()
         }  # fmt: skip
         self._host = HostState(self._states.values(), on_host)
-        self.masters: Mapping[str, Tensor] = _Masters(self._states, self._host.settle)
+        self.masters: Mapping[str, Tensor] = Masters(self._states, self._host.settle)
         self.updates = 0
         self._prepared: Callable[[float], None] | None = None
         self._totals: Totals | None = None  # of linear layers that sum their gradients
@@ -280,7 +281,7 @@ class Optimizer:
             state.load(masters[name], moments_of_state, steps)
 
 
-class _Masters(UserDict[str, Any]):
+class Masters(UserDict[str, Any]):
     """Float32 weights by name, each made on access: all at once may not fit next to the model."""
 
     def __init__(self, states: Mapping[str, ParameterState], settle: Callable[[], None]) -> None:
@@ -290,6 +291,15 @@ class _Masters(UserDict[str, Any]):
     def __getitem__(self, name: str) -> Tensor:
         self.settle()
         return self.data[name].master()  # type: ignore[no-any-return]
+
+    def late(self) -> dict[str, TensorStream]:
+        """Return all weights to be made when they are written, one after another."""
+
+        def stream(name: str, state: ParameterState) -> TensorStream:
+            shape = tuple(state.local.shape)
+            return TensorStream.late(state.master_dtype, shape, lambda: self[name])
+
+        return {name: stream(name, state) for name, state in self.data.items()}
 
 
 def warmup_of(args: TrainingArgs, total_steps: int) -> int:

@@ -27,6 +27,7 @@ from rather.model.layers import HostOffloaded
 from rather.model.policy import START, PolicyModel, pair_columns
 from rather.model.vision import part_of
 from rather.optim.adamw import local
+from rather.optim.optimizer import Masters
 from rather.parallel.mesh import Mesh, max_over_ranks
 from rather.parallel.routers import balance_of
 from rather.parallel.shard import Stage, announce, counted, places, settle
@@ -475,14 +476,23 @@ class RankTrainer:
                 else:
                     shard.copy_(mixed)
 
-    def state(self) -> tuple[dict[str, dict[str, Tensor | Shard]], dict[str, Any]]:
-        """Return everything a later step depends on: this rank's shards by group, and numbers."""
+    def state(
+        self, *, late: bool = False
+    ) -> tuple[dict[str, dict[str, Tensor | Shard]], dict[str, Any]]:
+        """Return everything a later step depends on: this rank's shards by group, and numbers.
+
+        `late`: masters are made one after another when they are written, before the next step.
+        """
         optimizer, rng = self._trained, dict[str, Tensor | Shard]()
         if self._is_first:  # a step draws nothing, but a user's loss may
             rng["cpu"] = torch.get_rng_state()
             if torch.cuda.is_available():
                 rng["cuda"] = torch.cuda.get_rng_state()
-        masters = {name: master.cpu() for name, master in optimizer.masters.items()}
+        masters: Mapping[str, Any]
+        if late and isinstance(optimizer.masters, Masters):
+            masters = optimizer.masters.late()
+        else:
+            masters = {name: master.cpu() for name, master in optimizer.masters.items()}
         groups = {
             "model": self._pieces(masters),
             "optimizer": self._pieces(optimizer.moments()),
@@ -510,8 +520,8 @@ class RankTrainer:
         if torch.cuda.is_available() and "cuda" in groups["rng"]:
             torch.cuda.set_rng_state(groups["rng"]["cuda"])
 
-    def _pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Shard]:
-        """Return what this rank stores."""
+    def _pieces(self, tensors: Mapping[str, Any]) -> dict[str, Tensor | Shard]:
+        """Return what this rank stores of tensors, or of streams of them."""
         pieces: dict[str, Tensor | Shard] = {}
         if self._stores_whole:
             pieces.update(tensors)  # every rank reads them, because an engine gathers them
@@ -519,8 +529,8 @@ class RankTrainer:
         specs = places(self.policy, self.mesh)
         for key, tensor in tensors.items():
             name = key if key in specs else key.rpartition(".")[0]
-            has_parameter_shape = tensor.ndim == len(specs[name].whole)
-            if name in self._counted and tensor.numel():
+            has_parameter_shape = len(tensor.shape) == len(specs[name].whole)
+            if name in self._counted and tensor.nbytes:
                 spec = specs[name] if has_parameter_shape else ShardSpec.full(tensor.shape)
                 pieces[key] = Shard(tensor, spec)
         return pieces

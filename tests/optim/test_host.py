@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor
 
+from rather.checkpoint import checkpoint
+from rather.cluster.writer import Writer
 from rather.config.schema import TrainingArgs
 from rather.data.pack import pack
 from rather.losses.objective import configure
 from rather.model.check import random_pairs
 from rather.model.layers import arrange_layers
+from rather.optim.adamw import ParameterState
 from rather.optim.host import SLOTS
 from rather.optim.optimizer import Optimizer
 from rather.train.linear_layers import use_fewer_kernels
@@ -93,6 +99,38 @@ def test_the_large_parameters_are_on_the_host(device: str) -> None:
     assert optimizer._host.slots is not None
     assert optimizer._host.slots.shape[0] == SLOTS
     assert optimizer.gradient_bytes() < resident.gradient_bytes()
+
+
+@pytest.mark.parametrize("way", ["on", "off"])
+def test_a_save_makes_one_master_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Its files have the bytes of masters that are made all at once."""
+    trainer = trainer_of("cpu", SMALLEST)
+    trainer.train_step(batches(0), reference())
+    (tmp_path / "whole").mkdir()
+    checkpoint.write_groups(tmp_path / "whole", trainer.state()[0])
+    make, masters, most = ParameterState.master, WeakSet[Tensor](), 0
+
+    def count(state: ParameterState) -> Tensor:
+        nonlocal most
+        master = make(state)
+        if state.form == "split":
+            masters.add(master)
+        most = max(most, len(masters))
+        return master
+
+    monkeypatch.setattr(ParameterState, "master", count)
+    (tmp_path / "late").mkdir()
+    writer = Writer("actor_train", 0, 1, way, logging.getLogger("test"))
+    writer.write(tmp_path / "late", trainer.state(late=True)[0])
+    writer.wait()
+    assert most in (1, 2)  # the last one is freed after the next is made
+    (tmp_path / "late" / "actor_train-00000.note").unlink()
+    whole, late = (sorted((tmp_path / name).iterdir()) for name in ("whole", "late"))
+    assert [file.name for file in whole] == [file.name for file in late]
+    for first, second in zip(whole, late, strict=True):
+        assert first.read_bytes() == second.read_bytes(), first.name
 
 
 @pytest.mark.parametrize("device", DEVICES)
