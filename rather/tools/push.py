@@ -234,5 +234,9 @@ def upload(
     except ConfigError:
         raise
     except Exception as error:  # of the hub, of its HTTP library, or of the network
-        raise ServerError(f"{repo}: not uploaded: {redact(why_not_from_hub(error))}.") from error
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        hint = " HF_TOKEN must be a token that may write there." if status in (401, 403) else ""
+        raise ServerError(
+            f"{repo}: not uploaded: {redact(why_not_from_hub(error))}.{hint}"
+        ) from error
     return str(commit.repo_url)

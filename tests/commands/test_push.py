@@ -87,6 +87,7 @@ def test_a_refused_token_is_not_shown(
     done = rather("push", run.run_dir, "shop/kind")
     assert done.exit_code == 5
     assert "shop/kind: not uploaded: " in done.output
+    assert done.output.strip().endswith("HF_TOKEN must be a token that may write there.")
     assert "secret-of-another-form" not in done.output
     assert hub.tokens == {"secret-of-another-form"}
     monkeypatch.delenv("HF_TOKEN")
