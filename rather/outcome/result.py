@@ -67,18 +67,20 @@ def judged_prefix(metrics: Values) -> str | None:
 
 def result_lines(metrics: Values, data: JsonObject) -> list[str]:
     """Return the four lines; each says so if it was not measured."""
-    prefix = judged_prefix(metrics)
-    lines = ["Held-out accuracy was not measured; it needs held-out data (validation.data_args)."]
+    prefix, loss = judged_prefix(metrics), metrics.get("eval/loss")
+    accuracy = "Held-out accuracy was not measured; it needs held-out data (validation.data_args)."
     if prefix:
-        lines = [judge_accuracy(metrics, data, prefix)[1]]
-    lines.append(_win_rate(metrics))
-    lines.append(_forgetting(metrics))
+        accuracy = judge_accuracy(metrics, data, prefix)[1]
+    elif loss:  # of single answers without labels
+        accuracy = f"Held-out loss went from {loss[0]:.4g} to {loss[-1]:.4g}."
     drifts = [values[-1] - values[0] for name, values in metrics.items() if name.endswith("/drift")]
+    drift = "Drift was not measured; it needs held-out data and a reference."
     if drifts:
-        lines.append(f"Drift from the base: {max(drifts):.3g} nats per held-out token.")
-    else:
-        lines.append("Drift was not measured; it needs held-out data and a reference.")
-    return lines
+        drift = f"Drift from the base: {max(drifts):.3g} nats per held-out token."
+    if "loss" in metrics and "sft_loss" not in metrics:
+        no_text = "was not measured: a reward model writes no text."
+        return [accuracy, f"Win rate {no_text}", f"Forgetting {no_text}", drift]
+    return [accuracy, _win_rate(metrics), _forgetting(metrics), drift]
 
 
 def _win_rate(metrics: Values) -> str:

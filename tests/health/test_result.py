@@ -116,6 +116,12 @@ def test_a_server_judges_the_end_of_a_run_once(tiny_runs: TinyRuns) -> None:
 
 def test_what_was_not_measured_is_said() -> None:
     lines = result_lines({}, {})
+    # Answers to learn have a loss only; a reward model writes no text.
+    learned = result_lines({"eval/loss": [1.75, 1.5], "sft_loss": [1.7], "loss": [1.7]}, {})
+    assert learned[0] == "Held-out loss went from 1.75 to 1.5."
+    assert "eval_prompts.judge" in learned[1]
+    scored = result_lines({"eval/loss": [0.7, 0.6], "loss": [0.7]}, {})
+    assert scored[1] == "Win rate was not measured: a reward model writes no text."
     assert shown_lines(lines) == lines[:1]  # a training of rounds measures nothing
     drifted = result_lines({"eval/drift": [0.0, 0.2]}, {})
     assert shown_lines(drifted) == drifted
