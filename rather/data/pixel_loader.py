@@ -1,8 +1,7 @@
 """Child processes that make the pixels of images before a step needs them.
 
-They are started with `subprocess`, so that they neither run the user's main module again nor
-inherit threads. Questions are JSON, answers safetensors: nothing is pickled. A child ends when its
-parent does, however that happens.
+Questions are JSON, answers safetensors: nothing is pickled. A child ends when its parent does,
+however that happens.
 
 An answer lies in a file in memory and is read by one call. Through a pipe it takes dozens, between
 which the thread that reads takes the interpreter from the thread that trains.
@@ -12,8 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
@@ -27,18 +24,13 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rather.config.redaction import looks_secret
 from rather.data.batch import PromptImage
+from rather.data.child import start_child
 from rather.data.image_tokens import ImageRecipe
 from rather.data.pixels import PixelMaker
 from rather.errors import DataError
 
 MOST_AHEAD = 256  # images whose pixels wait; one of 448 x 448 has 5 MB
-_START = (
-    "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    "sys.path[:] = json.loads(sys.argv[1]); from rather.data.pixel_loader import main; "
-    "main(int(sys.argv[2]), int(sys.argv[3]))"
-)
 
 Pixels = Mapping[str, Tensor]
 
@@ -100,14 +92,9 @@ class _Child:
         self.connection, theirs = Pipe()
         self.answers = _file_in_memory()
         handles = [theirs.fileno(), self.answers.fileno()]
-        environment = {name: text for name, text in os.environ.items() if not looks_secret(name)}
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(sys.path), *map(str, handles)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=handles,
-                env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            self.process = start_child(
+                __name__, handles, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
             )
         self.connection.send_bytes(json.dumps(asdict(recipe)).encode())
 

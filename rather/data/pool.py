@@ -1,9 +1,7 @@
 """Child processes that read rows, render templates and tokenise, within limits of time and memory.
 
 They are children because a template is data: one that loops forever or fills the memory must die
-alone. They are started with `subprocess` rather than `multiprocessing`, so that they neither run
-the user's main module again nor inherit threads, and they import neither torch nor transformers:
-a child is ready in half a second.
+alone. They import neither torch nor transformers: a child is ready in half a second.
 
 A message is a JSON head and the Arrow table that belongs to it; nothing is pickled. A small shared
 file holds the number of the current row, so that the parent can name a row that killed its child.
@@ -16,7 +14,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import unicodedata
@@ -33,7 +30,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from rather.config import plugins
-from rather.config.redaction import looks_secret
+from rather.data.child import start_child
 from rather.data.formats import EXTRAS, FormatError, RowLayout, TextPair, read_row
 from rather.data.image_tokens import ImageFacts, ImageRecipe
 from rather.data.images import content_of
@@ -58,15 +55,13 @@ from rather.errors import DataError
 ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
 ROW_SECONDS = 30.0  # of computing, for one row
 MEMORY = 2 << 30  # bytes of a child on top of what it needs to start
+ENVIRONMENT = {
+    "RAYON_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 EXAMPLES = 5  # details kept per chunk and kind; numbers of rows are kept for all
-
-# The child finds the same modules as its parent, wherever either was started. Ctrl-C is the
-# parent's to answer.
-_START = (
-    "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    "sys.path[:] = json.loads(sys.argv[1]); from rather.data.pool import main; "
-    "main(int(sys.argv[2]), int(sys.argv[3]))"
-)
 
 # ---- in the parent
 
@@ -95,19 +90,8 @@ class Child:
         self.progress = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the child
         self.connection, theirs = Pipe()
         handles = theirs.fileno(), self.progress.fileno()
-        threads = ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(sys.path), *map(str, handles)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a library prints is not output of the command
-                pass_fds=handles,
-                env={
-                    **{name: text for name, text in os.environ.items() if not looks_secret(name)},
-                    **dict.fromkeys(threads, "1"),
-                    "TOKENIZERS_PARALLELISM": "false",
-                },
-            )
+            self.process = start_child(__name__, handles, **ENVIRONMENT)
 
     def send(self, head: Json, table: bytes = b"") -> None:
         """Send a question. If the child has died, `receive` reports it."""

@@ -247,10 +247,10 @@ def _run_child(case: Case, folder: Path) -> None:
         for what, most in ((resource.RLIMIT_CPU, SECONDS), (resource.RLIMIT_AS, used + ADDRESSES)):
             resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
         if case.forks:
-            from rather.data import pool
+            from rather.data import child
 
             standing_in = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
-            pool.subprocess = standing_in  # type: ignore[attr-defined]
+            child.subprocess = standing_in  # type: ignore[attr-defined]
         code = case.work() if callable(case.work) else command(case.work)
         sys.stdout.flush()
         sys.stderr.flush()
