@@ -2,6 +2,7 @@
 
     python bench/driver.py                     # about 2 minutes
     python bench/driver.py --ranks 1024
+    python bench/driver.py --starters 4        # step time of 4 real ranks on Ray and under torchrun: 5 runs each
 
 The loop, the cache of the reference, metrics and the ledger of pairs are the real ones. Ranks answer at once, with
 numbers of the right size, so that what remains is the host work of one process. Time is the processor time of the
@@ -11,6 +12,9 @@ In the first epoch, other threads hash the keys of the cache, a step ahead.
 Every rank runs the program, under torchrun and on Ray alike; this is rank 0 of a process group whose collectives return
 at once. Collectives are counted, without those of the model and its optimizer: one per step that sums the step's
 numbers, and those of sharding. Nothing of Ray is called in a step: the loop runs without it (`ray_calls`).
+
+`--starters` trains a tiny model with one thread per rank, in turn on Ray and under torchrun, and compares the medians
+of the runs' median step times. The machine must be idle.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +35,7 @@ from typing import Any
 import growth
 import numpy as np
 import torch
+import yaml
 from common import RESULTS, machine, table, told, write_facts
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -51,11 +58,12 @@ from rather.pipeline.loop import RunParts, TrainingLoop
 from rather.pipeline.progress import RunState
 from rather.pipeline.steps import PreparedSteps
 from rather.run_folder.control import StopRequest
-from rather.tracking.json_lines import MetricsPosition
+from rather.tracking.json_lines import MetricsPosition, read_records
 from rather.tracking.run import RunTracker
 from rather.tracking.trackers import TrackedRun
 from rather.train.rank_trainer import StepResult
 
+ROOT = Path(__file__).parents[1]
 PAIRS = 4  # of a rank, in a step
 STEPS = 8  # of an epoch
 growth.MEANS = {"prompt": 180, "chosen": 320, "rejected": 290}  # UltraFeedback's
@@ -66,14 +74,87 @@ def main() -> None:
     ranks = [8, 32, 128, 512, 1024]
     parser.add_argument("--ranks", nargs="+", type=int, default=ranks)
     parser.add_argument("--json", type=Path, default=RESULTS / "driver.json")
+    parser.add_argument("--starters", type=int, metavar="RANKS", help="only compare the starters")
+    parser.add_argument("--runs", type=int, default=5, help="of each starter")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     print(told(machine()), flush=True)
+    if args.starters:
+        compare_starters(args.starters, args.runs)
+        return
     results = [measure(count) for count in args.ranks]
     write_facts(args.json, "driver", results=results)
     names = ("ranks", "unknown_ms", "known_ms", "collectives", "ray_calls")
     headings = ("ranks", "ms, unknown", "ms, known", "collectives", "Ray calls")
     table("host work, per step", headings, [[row[name] for name in names] for row in results])
+
+
+# --- the same run, started in two ways ---
+
+WARM_UP, TIMED = 10, 60  # steps
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+
+
+def compare_starters(ranks: int, runs: int) -> None:
+    """Print the median step time of runs on Ray and under torchrun, which take turns."""
+    starters = {"ray": [sys.executable], "torchrun": [*TORCHRUN, str(ranks)]}
+    seconds: dict[str, list[float]] = {name: [] for name in starters}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_run(folder, ranks)
+        for number in range(runs):
+            for starter, command in starters.items():
+                seconds[starter].append(step_seconds(folder, f"{starter}-{number}", command))
+                print(f"{starter} {number + 1}: {1e3 * seconds[starter][-1]:.1f} ms", flush=True)
+    medians = {starter: statistics.median(found) for starter, found in seconds.items()}
+    rows = [[starter, f"{1e3 * medians[starter]:.2f}"] for starter in starters]
+    table(f"step of {ranks} ranks, median of {runs} runs", ["starter", "ms"], rows)
+    difference = medians["ray"] / medians["torchrun"] - 1
+    print(f"a step on Ray takes {100 * difference:+.1f} % compared with torchrun")
+
+
+def write_run(folder: Path, ranks: int) -> None:
+    """Write a model, pairs and the YAML of a run of both roles on the same devices."""
+    sys.path.insert(0, str(ROOT))
+    from tests.tiny import make_model, make_pairs
+
+    make_model(folder / "base", hidden_size=128, intermediate_size=256, num_hidden_layers=4)
+    pairs = make_pairs(folder / "pairs.jsonl", PAIRS * ranks * STEPS)
+    devices = {"device_mapping": list(range(ranks))}
+    values = {
+        "pretrain": str(folder / "base"),
+        "output_dir": str(folder / "output"),
+        "logging_dir": str(folder / "logs"),
+        "platform": "cpu",
+        "sequence_length": 64,
+        "max_steps": WARM_UP + TIMED,
+        "logging_steps": 1,
+        "train_batch_size": PAIRS * ranks,
+        "track_with": None,
+        "report_html": False,
+        "actor_train": {**devices, "data_args": {"file_name": str(pairs)}},
+        "reference": {**devices, "cache": {"path": None}},
+    }
+    values["actor_train"]["training_args"] = {"num_train_epochs": 100}
+    (folder / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+
+
+def step_seconds(folder: Path, name: str, starter: list[str]) -> float:
+    """Train, and return the median time of a step."""
+    command = [*starter, "-m", "rather", "train", str(folder / "run.yaml"), f"exp_name={name}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{name} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+    records = list(read_records(folder / "output" / name / "metrics.jsonl"))
+    steps = [each for each in records if "pairs_per_second" in each][WARM_UP:]
+    assert len(steps) == TIMED, name
+    return statistics.median(each["pairs"] / each["pairs_per_second"] for each in steps)
+
+
+# --- rank 0 with stub ranks ---
 
 
 class Counts:
