@@ -394,12 +394,11 @@ class Encoder:
             detail = f"the rendered prompt {prompt[-80:]!r} does not contain {lost[0][:80]!r}"
             self._note("prompt_lost", detail)
         for answer, sequence in zip(pair.answers, sequences, strict=True):
-            parts = () if self.is_escaped else _parts_of_answer(answer)
-            for text in parts:
-                if not _contains(sequence, text):
-                    end = sequence[-80:]
-                    detail = f"the rendered answer {end!r} does not contain all of {text[:80]!r}"
-                    self._note("answer_lost", detail)
+            lost_parts = [] if self.is_escaped else _lost_parts(answer, prompt, sequence)
+            for text in lost_parts:
+                end = sequence[-80:]
+                detail = f"the rendered answer {end!r} does not contain all of {text[:80]!r}"
+                self._note("answer_lost", detail)
         end = self.tokenizer.decode(self.tail, skip_special_tokens=False).strip()
         if end and self.end_of_turn in (None, self.unknown):
             detail = f"the template ends answers with {end!r}, which is not a token of its own"
@@ -679,19 +678,44 @@ def _start_after_change(prompt: str, sequence: str, question: str) -> int:
     return begin + len(prompt) - end + len(question) if begin >= 0 else 0
 
 
-def _parts_of_answer(answer: Content) -> Iterator[str]:
-    """Yield what a template must write of an answer: its text, its thoughts, the tools it calls."""
-    yield _last_text(answer)
-    if isinstance(answer, str):
-        return
-    last = answer[-1]
-    thoughts = [last[name] for name in THOUGHTS if isinstance(last.get(name), str)]
-    yield from thoughts
-    calls = last.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            yield function["name"]
+def _lost_parts(answer: Content, prompt: str, sequence: str) -> Iterator[str]:
+    """Yield what a template left out of an answer: its text, its thoughts, calls of tools."""
+    parts = [_last_text(answer)]
+    turns = () if isinstance(answer, str) else answer
+    parts += [turn[name] for turn in turns[-1:] for name in THOUGHTS if name in turn]
+    for text in parts:
+        if isinstance(text, str) and not _contains(sequence, text):
+            yield text
+    # Calls are written in their order: a second call of a tool is looked for behind the first.
+    written = "".join(sequence[common_length(prompt, sequence) :].split())
+    for name, arguments in _tool_calls(turns):
+        _, found, behind = written.partition("".join(name.split()))
+        for text in _texts_within(arguments) if found else ():
+            if "".join(text.split()) not in written:
+                yield text
+        if not found:
+            yield name
+        written = behind
+
+
+def _tool_calls(turns: Turns) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the arguments of each tool that is called."""
+    for turn in turns:
+        calls = turn.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("name"), str):
+                yield function["name"], function.get("arguments")
+
+
+def _texts_within(arguments: Any) -> Iterator[str]:
+    """Yield the texts in the arguments of a call that every template writes alike, not escaped."""
+    if isinstance(arguments, dict | list):
+        values = arguments.values() if isinstance(arguments, dict) else arguments
+        for value in values:
+            yield from _texts_within(value)
+    elif isinstance(arguments, str) and json.dumps(arguments) == f'"{arguments}"':
+        yield arguments
 
 
 def _last_text(answer: Content) -> str:

@@ -41,13 +41,21 @@ AFTER_THOUGHTS = "m.content.split('</think>')[-1]"
 LAST_THOUGHTS = f"(m.content if loop.last else {AFTER_THOUGHTS})"
 CALLS = """m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>\
 {% endfor %}{{ ''"""
+ONE_CALL = CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+REASONS = "('<think>' ~ m.reasoning_content ~ '</think>' if m.reasoning_content) ~ m.content"
+ONLY_THINKING = REASONS.replace("if m.", f"if not ({OFF}) and m.")
 QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
 THOUGHTS = {"chosen": "<think>far</think>Here.", "rejected": "<think>near</think>There."}
+REASONED = {
+    side: [{"role": "assistant", "content": text, "reasoning_content": thought}]
+    for side, text, thought in (("chosen", "Here.", "far"), ("rejected", "There.", "near"))
+}
 EARLIER = [
     {"role": "user", "content": "Bread?"},
     {"role": "assistant", "content": "<think>old</think>Yes."},
     {"role": "user", "content": "Where?"},
 ]
+LOOK = {"function": {"name": "look", "arguments": {"at": "shelf"}}}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]}
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 NO_SYSTEM = (
@@ -81,6 +89,16 @@ HABITS = [
     Habit("begins answers with `<think>`, and so do the rows", template(start="<think>"), THOUGHTS),
     Habit("begins answers with `<think>`, the rows do not", template(start="<think>")),
     Habit(
+        "begins answers with `<think>` and writes `reasoning_content` behind it",
+        template(REASONS, "<think>"),
+        REASONED,
+    ),
+    Habit(
+        "`enable_thinking: false` leaves `reasoning_content` out",
+        template(ONLY_THINKING),
+        {**QUIET, **REASONED},
+    ),
+    Habit(
         "removes thoughts of earlier answers",
         template(LAST_THOUGHTS),
         {"prompt": EARLIER, **THOUGHTS},
@@ -90,6 +108,16 @@ HABITS = [
         "writes tool calls",
         template(CALLS) + "{{ tools and '' }}",
         {"chosen": [CALL], "tools": TOOLS},
+    ),
+    Habit(
+        "writes the first of two tool calls",
+        template(ONE_CALL) + "{{ tools and '' }}",
+        {"chosen": [{**CALL, "tool_calls": CALL["tool_calls"] * 2}], "tools": TOOLS},
+    ),
+    Habit(
+        "writes tool calls without arguments",
+        template(CALLS) + "{{ tools and '' }}",
+        {"chosen": [{**CALL, "tool_calls": [LOOK]}], "tools": TOOLS},
     ),
     Habit("has no place for tools", template(), {"tools": TOOLS}),
     Habit("refuses system turns", NO_SYSTEM + template(), {"prompt": SYSTEM}),
@@ -139,10 +167,16 @@ def test_the_page_has_the_table() -> None:
 def test_rows_that_lose_text_are_reported_and_others_are_not() -> None:
     tokenizer = _tokenizer(adds_bos=False)
     lost = {habit.what for habit in HABITS if "_lost" in outcome(habit, tokenizer)[1]}
-    assert lost == {"removes thoughts of every answer", "writes answers only"}
+    assert lost == {
+        "`enable_thinking: false` leaves `reasoning_content` out",
+        "removes thoughts of every answer",
+        "writes the first of two tool calls",
+        "writes tool calls without arguments",
+        "writes answers only",
+    }
 
 
-@pytest.mark.parametrize("number", [2, 8])
+@pytest.mark.parametrize("number", [2, 6, 10])
 def test_what_is_shown_as_scored_is_scored(
     number: int, config: Callable[..., DPOConfig], write: Callable[..., Path]
 ) -> None:
