@@ -76,7 +76,7 @@ def try_layers(
     return _try_layers(name, type(args), args.model_dump_json(), kind, itemsize, tuple(lengths))
 
 
-@lru_cache(8)  # forecasts of several settings need the same
+@lru_cache(16)  # forecasts of several settings need the same
 def _try_layers(
     name: str,
     kind_of_args: type[ModelArgs],
@@ -91,12 +91,11 @@ def _try_layers(
     count = 1 + max(kinds.index(layer_kind) for layer_kind in set(kinds))
     batch = pack(random_pairs(sizes.vocabulary, lengths), TOKENS, ladder=LADDER[kind])[0]
     tokens, lengths_known = len(batch.ids_N), _lengths(batch)
-    # On fake tensors, products of experts take bfloat16 only. Layers that can be tried in their own
-    # precision are: a conversion of float32 to float32 makes no copy.
-    is_exact = itemsize == 4 and not sizes.experts
-    dtype = torch.float32 if is_exact else torch.bfloat16
-    live = _LiveBytes(itemsize / dtype.itemsize)
+    # In the precision of the run: a conversion of float32 to float32 makes no copy.
+    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
+    live = _LiveBytes()
     kept: list[int] = []
+    inputs: list[weakref.ref[Any]] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         policy = PolicyModel(few_layers(name, args, count, "cpu", dtype))
         if kind == "cuda":
@@ -108,16 +107,24 @@ def _try_layers(
         for layer in layers_of(policy):
             layer.register_forward_pre_hook(lambda *_: kept.append(live.now))
             layer.register_forward_hook(lambda *_: kept.append(live.now - kept.pop()))
+            layer.register_forward_pre_hook(lambda _layer, given: inputs.append(_storage(given[0])))
+        live.leave_out([*policy.parameters(), *policy.buffers()])
         fake_batch = batch.to("cpu")
         fake_batch.segments.__dict__.update(lengths_known)  # fake tensors have no numbers
         with live:
             hidden = policy.hidden(fake_batch)
             forward = live.now
+            for layer_number, storage in enumerate(inputs):
+                if storage() is None:  # it lived until the layer returned
+                    kept[layer_number] -= sizes.hidden * itemsize * tokens
             hidden.sum().backward()
     by_kind = dict(zip(kinds, kept, strict=False))
     mean = sum(by_kind[layer_kind] for layer_kind in kinds) / len(kinds)
-    its_input = sizes.hidden * itemsize  # lives until the layer returns
-    return LayerTrial(mean / tokens - its_input, (live.most - forward) / tokens)
+    return LayerTrial(mean / tokens, (live.most - forward) / tokens)
+
+
+def _storage(tensor: Tensor) -> weakref.ref[Any]:
+    return weakref.ref(tensor.untyped_storage())
 
 
 def _forget_gradient(parameter: Tensor) -> None:
@@ -155,18 +162,26 @@ AttentionMaskInterface.register(ON_GPU, lambda *_args, **_kwargs: None)
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that live; those of bfloat16 `factor` times."""
+    """Counts the bytes of all tensors that live."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.now = self.most = 0
-        self._factor = factor
         self._counted: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def leave_out(self, tensors: Sequence[Tensor]) -> None:
+        """Do not count what lives anyway; autograd keeps views of the weights."""
+        self._counted.update(tensor.untyped_storage() for tensor in tensors)
 
     def __torch_dispatch__(
         self, operator: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        output = operator(*args, **(kwargs or {}))
+        if operator is torch.ops.aten._grouped_mm.default:  # fake tensors must be bfloat16
+            left, right, *more = args
+            output = operator(left.bfloat16(), right.bfloat16(), *more, **(kwargs or {}))
+            output = output.to(left.dtype)
+        else:
+            output = operator(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self._count(tensor)
@@ -176,9 +191,8 @@ class _LiveBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage in self._counted:
             return
-        is_compute = tensor.dtype == torch.bfloat16
-        size = int(storage.nbytes() * (self._factor if is_compute else 1))
         self._counted.add(storage)
+        size = storage.nbytes()
         weakref.finalize(storage, self._free, size)
         self.now += size
         self.most = max(self.most, self.now)

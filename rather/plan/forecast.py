@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ class Forecast:
             reference=reference,
             compiled=self.compiled,
             images=any(pair.images for step in pairs.sample for pair in step),
-            layers=_tried_layers(config.actor_train, sizes, device.kind, pairs.sample[0]),
+            layers=_tried_layers(config.actor_train, sizes, device.kind, pairs.sample),
         )
         self.layout, step = memory.layout, pairs.sample[0]
         self.chosen = memory.chosen(pairs.sample, pairs.largest)
@@ -202,14 +203,20 @@ class Forecast:
 
 
 def _tried_layers(
-    actor: ActorConfig, sizes: Sizes, kind: str, pairs: Sequence[TokenPair]
+    actor: ActorConfig, sizes: Sizes, kind: str, steps: Sequence[Sequence[TokenPair]]
 ) -> LayerTrial | None:
-    """Return what layers keep that the formulas do not know; None for those of plain decoders."""
+    """Return what layers keep that the formulas do not know; None for those of plain decoders.
+
+    Scans keep more or less of a token, depending on the lengths of a step: the most counts.
+    """
     if is_plain(sizes):
         return None
     itemsize = stored_dtype(actor.model_args, kind).itemsize
     try:
-        return try_layers(actor.model_path, actor.model_args, kind, itemsize, pairs)
+        trials = [
+            try_layers(actor.model_path, actor.model_args, kind, itemsize, step) for step in steps
+        ]
+        return max(trials, key=attrgetter("kept"))
     except Exception as error:  # a forecast must not end a run that could train
         log.warning(
             "%s: its layers cannot be tried without memory (%s); the forecast of memory is that of "

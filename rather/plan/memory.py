@@ -56,7 +56,7 @@ FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a weight, with its scales
 ONE_RANK = Layout(1)
 KEYS_GATHERED = 1.25  # on a CPU keys and values are copied for each answer, the prompt's again
 # Of the libraries: products, random numbers, pinned batches.
-WORKSPACE = {"cuda": 64 << 20, "cpu": 32 << 20}
+WORKSPACE = {"cuda": 64 << 20, "cpu": 40 << 20}
 
 
 # --- weights, gradients and optimizer of one rank ---
