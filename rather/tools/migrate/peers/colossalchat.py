@@ -13,7 +13,6 @@ from rather.tools.migrate.peers.shared import (
     HELD_OUT,
     SAMPLES,
     length,
-    recompute,
     run_folder,
     switches,
 )
@@ -58,11 +57,6 @@ def files(path: str) -> Rule:
     return when(all_of(["set"]), as_list)
 
 
-def accumulation(value: Any, given: Given) -> Outcome:
-    note = "the loss is a mean over the step; ColossalChat sums micro-batches and so clips harder"
-    return gives({"training.gradient_accumulation_steps": value}, note if value > 1 else "")
-
-
 RULES: Rules = facts("""
     pretrain = pretrain
     plugin = actor_train.strategy_args.strategy_name: ddp=ddp zero2=zero2 zero2_cpu=zero2_cpu \
@@ -88,6 +82,10 @@ RULES: Rules = facts("""
     weight_decay = training.weight_decay
     batch_size = training.per_device_train_batch_size
     grad_clip = max_grad_norm
+    grad_checkpoint = model.disable_gradient_checkpointing: true=false false=true
+    accumulation_steps = training.gradient_accumulation_steps if >1; the loss is a mean over the \
+        step; ColossalChat sums micro-batches and so clips harder
+    accumulation_steps = training.gradient_accumulation_steps
     log_dir = logging_dir
     (adam_beta2) = training.adam_beta2
     checkpoint_path ! its checkpoints are of another kind; name its folder modeling as pretrain
@@ -101,12 +99,10 @@ RULES: Rules = facts("""
     "eval_dataset": files(HELD_OUT),
     "max_length": length,
     "warmup_steps": warmup,
-    "accumulation_steps": accumulation,
     "mixed_precision": to("model.dtype", DTYPES),
     "lora_config": lambda value, given: gives(
         {"model.lora_config" if value else "model.lora_rank": value or None}
     ),
-    "grad_checkpoint": recompute,
     "save_dir": run_folder,
     "save_interval": to(
         "save_steps",

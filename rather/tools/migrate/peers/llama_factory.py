@@ -202,6 +202,8 @@ RULES: Rules = {
         dpo_label_smoothing = label_smoothing
         ld_alpha = ld_alpha
         max_samples = data.max_samples if set
+        mask_history = data.score: true=last false=assistant if stage=sft
+        mask_history = data.score: true=last false=last
         disable_gradient_checkpointing = model.disable_gradient_checkpointing
         model_revision = model.revision
         ref_model_adapters ! merge it into the reference model first
@@ -247,9 +249,6 @@ RULES: Rules = {
     "dataset_dir": dataset_dir,
     "adapter_name_or_path": resumed,
     "ray_num_workers": processes,
-    "mask_history": lambda value, given: gives(
-        {"data.score": "assistant" if given.get("stage") == "sft" and not value else "last"}
-    ),
 }
 
 PEER = Peer(

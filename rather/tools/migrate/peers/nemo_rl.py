@@ -26,7 +26,6 @@ from rather.tools.migrate.peers.shared import (
     dataset,
     devices,
     length,
-    recompute,
     run_folder,
     switches,
 )
@@ -257,10 +256,10 @@ def same_as(key: str) -> Rule:
 
 
 IS_ADAMW = only(*ADAMW, why="the optimizer is AdamW")
-PARALLEL = {
-    "activation_checkpointing": recompute,
-    **facts("context_parallel_size = strategy.cp_size if >1"),
-}
+PARALLEL = facts("""
+    activation_checkpointing = model.disable_gradient_checkpointing: true=false false=true
+    context_parallel_size = strategy.cp_size if >1
+""")
 RULES: Rules = {
     "(section)": algorithm({"dpo": "sigmoid"}),
     **of(

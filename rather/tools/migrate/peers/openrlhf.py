@@ -18,7 +18,6 @@ from rather.tools.migrate.peers.shared import (
     bf16,
     dataset,
     length,
-    recompute,
     run_folder,
     switches,
 )
@@ -154,6 +153,9 @@ RULES: Rules = {
         lr_warmup_ratio = training.warmup_ratio
         l2 = training.weight_decay
         max_norm = max_grad_norm
+    gradient_checkpointing = model.disable_gradient_checkpointing: true=false false=true
+    lora_rank = model.lora_rank: 0=none if lora_rank=0
+    lora_rank = model.lora_rank
         train_batch_size = train_batch_size
         ds_tensor_parallel_size = strategy.tp_size
         ring_attn_size = strategy.cp_size
@@ -184,7 +186,6 @@ RULES: Rules = {
         experts_implementation dataloader_num_workers ~
     """),
     **switches("use_wandb use_tensorboard"),
-    "lora_rank": lambda value, given: gives({"model.lora_rank": value or None}),
     "apply_chat_template": to("global_template", {True: "native", False: "none"}),
     "input_key": column("prompt"),
     "output_key": column("completion"),
@@ -200,7 +201,6 @@ RULES: Rules = {
     "lr_scheduler": schedule,
     "adam_betas": betas,
     "bf16": bf16,
-    "gradient_checkpointing": recompute,
     "save_path": run_folder,
     "save_steps": lambda value, given: gives(
         {"save_steps": value if value and value > 0 else None}

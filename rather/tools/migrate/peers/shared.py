@@ -178,10 +178,6 @@ def bf16(value: Any, given: Given) -> Outcome:
     )
 
 
-def recompute(value: Any, given: Given) -> Outcome:
-    return gives({"model.disable_gradient_checkpointing": not value})
-
-
 def devices(count: int) -> JsonObject:
     return {"actor_train.device_mapping": f"0-{count - 1}"} if count > 1 else {}
 
@@ -296,6 +292,7 @@ HF: Rules = facts(f"""
     gradient_accumulation_steps = training.gradient_accumulation_steps
     data_seed = training.data_seed
     max_grad_norm = max_grad_norm
+    gradient_checkpointing = model.disable_gradient_checkpointing: true=false false=true
     seed = seed
     full_determinism = deterministic
     logging_dir = logging_dir
@@ -336,7 +333,6 @@ HF: Rules = facts(f"""
     "warmup_steps": warmup,
     "optim": optimizer,
     "bf16": bf16,
-    "gradient_checkpointing": recompute,
     "logging_steps": lambda value, given: interval("logging_steps", value),
     "eval_strategy": evaluated,
     "evaluation_strategy": evaluated,
