@@ -22,6 +22,7 @@ from torch import Tensor
 from rather.model.collectives import Group, gather_ranks
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits that are in work at a time
+STATISTICS_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}  # of logits in float32 at a time
 KEEP_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # budget of logits kept for backward
 
 
@@ -204,15 +205,22 @@ class _Treatment(NamedTuple):
 
 
 def _fill_statistics(statistics: Tensor, logits: Tensor, targets: Tensor) -> None:
-    """Fill in entropy, mean logit, and whether the target is the most likely word."""
-    size = max(1, CHUNK_BYTES["cpu"] // (4 * logits.shape[1]))
+    """Fill in entropy, mean logit, and whether the target is the most likely word.
+
+    A few rows at a time, on a CPU as many as stay in its cache.
+    """
+    size = max(1, STATISTICS_BYTES[logits.device.type] // (4 * logits.shape[1]))
     for first in range(0, len(logits), size):
         rows = slice(first, first + size)
         part = logits[rows].float()
-        logps = part.log_softmax(dim=-1)
-        statistics[0, rows] = -(logps.exp() * logps).sum(dim=-1)
+        largest, likeliest = part.max(dim=-1)
+        difference = part - largest[:, None]
+        exponentials = difference.exp()
+        total = exponentials.sum(dim=-1)
+        mean_difference = torch.linalg.vecdot(exponentials, difference) / total
+        statistics[0, rows] = total.log() - mean_difference
         statistics[1, rows] = part.mean(dim=-1)
-        statistics[2, rows] = (part.argmax(dim=-1) == targets[rows]).float()
+        statistics[2, rows] = (likeliest == targets[rows]).float()
 
 
 def _add_weight_gradient(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -145,6 +146,7 @@ def public_name(name: str) -> str:
     return Path(name).name if is_local(name) else name
 
 
+@cache  # a trainer of rather.trl writes a card with each checkpoint
 def licence_of(base: str, revision: str | None = None) -> JsonObject:
     """Return what the card of a model says about its licence; unknown if it says nothing."""
     from huggingface_hub import hf_hub_download

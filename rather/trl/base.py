@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 
 from rather.config.redaction import looks_secret
 from rather.data.batch import PairBatch, PairFacts, PairLogps, TokenPair
-from rather.errors import ConfigError
+from rather.errors import ConfigError, DataError
 from rather.files import yaml_text
 from rather.losses.objective import PairLoss
 from rather.model.check import check_length
@@ -88,6 +88,7 @@ class PackedTrainer(Trainer):
             "train": defaultdict(list),
             "eval": defaultdict(list),
         }
+        self._noted = self._metrics["train"]  # or those of evaluation, while it runs
         self._tokens_seen = 0
         self._numbered_rows = 0  # of all data sets
         model = self._load(model, args, arguments.get("quantization_config"))
@@ -149,7 +150,7 @@ class PackedTrainer(Trainer):
     def _add_reference(self, ref_model: Any) -> None:
         """Keep the reference, if there is one, before the model learns to take pairs."""
 
-    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return the loss of a micro-batch; store its metrics."""
         raise NotImplementedError
 
@@ -315,6 +316,11 @@ class PackedTrainer(Trainer):
             )
         with self.args.main_process_first(desc=f"tokenising {name}"):
             dataset = self._rows(dataset, name)
+        if next(iter(dataset), None) is None:
+            raise DataError(
+                f"{name} data: no row is left after tokenising: all are longer than max_length "
+                f"({self.args.max_length}), or nothing in them is scored."
+            )
         if self.has_reference and hasattr(dataset, "num_rows"):
             first_row, self._numbered_rows = self._numbered_rows, self._numbered_rows + len(dataset)
             dataset = dataset.add_column("row", list(range(first_row, self._numbered_rows)))
@@ -333,10 +339,11 @@ class PackedTrainer(Trainer):
         mode = "train" if self.model.training else "eval"
         if mode == "train":
             self._tokens_seen += int(self.accelerator.gather(inputs["tokens"]).sum())
+        self._noted = self._metrics[mode]
         if self.counts_tokens:
-            self._metrics[mode]["num_tokens"] = [self._tokens_seen]
+            self._noted["num_tokens"] = [self._tokens_seen]
         self._items = num_items_in_batch
-        loss = self._micro_batch_loss(model, inputs, mode)
+        loss = self._micro_batch_loss(model, inputs)
         return (loss, {}) if return_outputs else loss
 
     def training_step(self, *args: Any, **named: Any) -> Tensor:
@@ -355,17 +362,17 @@ class PackedTrainer(Trainer):
         facts = PairFacts.of(batch)
         return facts.with_logps(policy, reference, facts.mean_chosen_length)
 
-    def note(self, mode: str, **metrics: Tensor | float) -> None:
+    def note(self, **metrics: Tensor | float) -> None:
         """Add metrics of a micro-batch: means over the ranks, as log_history shows them."""
         for name, metric in metrics.items():
             mean = torch.as_tensor(metric, device=self.args.device).double().detach()
-            self._metrics[mode][name].append(float(self.accelerator.gather(mean).mean()))
+            self._noted[name].append(float(self.accelerator.gather(mean).mean()))
 
-    def note_ratio(self, mode: str, name: str, total: Tensor, count: Tensor) -> None:
+    def note_ratio(self, name: str, total: Tensor, count: Tensor) -> None:
         """Add a mean over the tokens of all ranks."""
         total_and_count = torch.stack([total.detach().double(), count.double()])
         total, count = self.accelerator.gather(total_and_count).view(-1, 2).sum(0)
-        self._metrics[mode][name].append(float(total / count) if count else 0.0)
+        self._noted[name].append(float(total / count) if count else 0.0)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the means of the micro-batches since the last time, with TRL's names."""
@@ -394,6 +401,11 @@ class PackedTrainer(Trainer):
 
     # --- the hub ---
 
+    def _save_checkpoint(self, *args: Any, **named: Any) -> None:
+        """Save a checkpoint; as in TRL, the model card next to it is of this step."""
+        self.create_model_card()
+        super()._save_checkpoint(*args, **named)
+
     def create_model_card(  # type: ignore[override]  # the arguments are TRL's
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None
     ) -> None:
@@ -406,7 +418,7 @@ class PackedTrainer(Trainer):
         top = {"library_name": "transformers", "tags": ["rather", self.name.lower(), *more_tags]}
         data_names = ", ".join(map(str, datasets)) or "not named"
         lines = [
-            f"# {model_name or Path(self.args.output_dir).name}",
+            f"# {model_name or Path(self.args.hub_model_id or self.args.output_dir).absolute().name}",
             f"Trained by rather.trl.{self.name}Trainer for {self.state.global_step} steps.",
             f"Data: {data_names}.",
             _table("setting", _public_settings(self.args)),
@@ -434,7 +446,6 @@ class PackedTrainer(Trainer):
         if not self.is_world_process_zero():
             return None
         repo = args.hub_model_id or Path(args.output_dir).absolute().name
-        card.setdefault("model_name", repo.split("/")[-1])
         self.create_model_card(**card)
         folder = Path(args.output_dir)
         files = {

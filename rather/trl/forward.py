@@ -23,6 +23,7 @@ class PackedForward:
     """Lets a model, bare or inside PEFT and DistributedDataParallel, take `pairs=` in its forward.
 
     Without that argument the model's own forward runs, so it still generates and is saved as usual.
+    `statistics=False` leaves out the columns that only log_history needs.
     """
 
     def __init__(self, model: Any, wanted: Collection[str] = ()) -> None:
@@ -42,7 +43,7 @@ class PackedForward:
         return packed_attention(self.base)
 
     def _forward(self, own: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        batch = named.pop("pairs", None)
+        batch, with_statistics = named.pop("pairs", None), named.pop("statistics", True)
         if batch is None:
             return own(*args, **named)
         hidden_ND = self.policy.hidden(batch)[0]
@@ -50,10 +51,14 @@ class PackedForward:
         kind = hidden_ND.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with torch.autocast(kind, enabled=False):
-            return self._columns(hidden_ND, batch, dtype)
+            return self._columns(hidden_ND, batch, dtype, with_statistics)
 
     def _columns(
-        self, hidden_ND: Tensor, batch: PairBatch, dtype: torch.dtype | None
+        self,
+        hidden_ND: Tensor,
+        batch: PairBatch,
+        dtype: torch.dtype | None,
+        with_statistics: bool,
     ) -> dict[str, Tensor]:
         policy, nothing = self.policy, hidden_ND.new_empty(0)
         if policy.is_reward:
@@ -63,7 +68,9 @@ class PackedForward:
         if dtype is not None:
             rows_UD, weight = rows_UD.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        statistics = torch.empty(3, len(rows_UD), device=rows_UD.device)
+        statistics = None
+        if with_statistics:
+            statistics = torch.empty(len(STATISTICS), len(rows_UD), device=rows_UD.device)
         logps_U, squared_U = token_logps(
             rows_UD,
             weight,
@@ -75,6 +82,8 @@ class PackedForward:
             statistics=statistics,
         )
         columns = policy.pair_sums(logps_U, squared_U, batch, self.wanted)
+        if statistics is None:
+            return columns
         for name, values_U in zip(STATISTICS, statistics, strict=True):
             columns[name] = policy.pair_sums(values_U, nothing, batch)["sum"]
         return columns

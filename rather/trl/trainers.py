@@ -57,13 +57,13 @@ class ReferenceMover(TrainerCallback):
 class Pairwise(PackedTrainer):
     """Metrics of chosen and rejected answers."""
 
-    def _note_logits(self, mode: str, policy: Mapping[str, Tensor], length: Tensor) -> None:
+    def _note_logits(self, policy: Mapping[str, Tensor], length: Tensor) -> None:
         for side, name in enumerate(("logits/chosen", "logits/rejected")):
-            self.note_ratio(mode, name, policy["logits"][:, side].sum(), length[:, side].sum())
+            self.note_ratio(name, policy["logits"][:, side].sum(), length[:, side].sum())
 
-    def _note_rewards(self, mode: str, rewards: Tensor, logps: Tensor) -> None:
+    def _note_rewards(self, rewards: Tensor, logps: Tensor) -> None:
         chosen, rejected = rewards.unbind(1)
-        self.note(mode, **{
+        self.note(**{
             "rewards/chosen": chosen.mean(),
             "rewards/rejected": rejected.mean(),
             "rewards/accuracies": (chosen > rejected).double().mean(),
@@ -164,7 +164,7 @@ class WithReference(PackedTrainer):
         with self.accelerator.autocast():
             if self.ref_model is not None:
                 with self.packed_reference.attention():
-                    columns: Reference = self.ref_model(pairs=batch)
+                    columns: Reference = self.ref_model(pairs=batch, statistics=False)
                 return columns
             with self.packed.attention():
                 if not hasattr(self.model, "peft_config"):
@@ -173,9 +173,9 @@ class WithReference(PackedTrainer):
                             "precompute_ref_log_probs: rows that are new after training began have "
                             "no reference; give them as eval_dataset."
                         )
-                    return dict(self.model(pairs=batch))
+                    return dict(self.model(pairs=batch, statistics=False))
                 with as_reference(self.accelerator.unwrap_model(self.model)):
-                    return dict(self.model(pairs=batch))
+                    return dict(self.model(pairs=batch, statistics=False))
 
 
 def dpo_loss(args: Any) -> PairLoss:
@@ -218,7 +218,7 @@ class DPOTrainer(WithReference, Pairwise):
         ]
         return [token_pair(sides, len(prompt))]
 
-    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         batch = inputs["pairs"]
         policy = model(pairs=batch)
         reference = None
@@ -230,12 +230,10 @@ class DPOTrainer(WithReference, Pairwise):
         rewards = (
             self.args.beta * (log_ratios(effective) if reference else effective.policy).detach()
         )
-        self.note_ratio(mode, "entropy", policy["entropy"].sum(), x.length.sum())
-        self._note_logits(mode, policy, x.length)
-        self.note_ratio(
-            mode, "mean_token_accuracy", policy["top1"][:, 0].sum(), x.length[:, 0].sum()
-        )
-        self._note_rewards(mode, rewards, effective.policy)
+        self.note_ratio("entropy", policy["entropy"].sum(), x.length.sum())
+        self._note_logits(policy, x.length)
+        self.note_ratio("mean_token_accuracy", policy["top1"][:, 0].sum(), x.length[:, 0].sum())
+        self._note_rewards(rewards, effective.policy)
         return loss
 
 
@@ -268,37 +266,37 @@ class KTOTrainer(WithReference):
         sides = [cut_answer(prompt, row[name], kept_tokens) for name in names]
         return [as_partner(token_pair(sides, len(prompt), label=float(row["label"])))]
 
-    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         reference = self.reference(inputs["pairs"], inputs["rows"].tolist())
         kl = torch.zeros((), dtype=torch.float64, device=self.args.device)
         if self.with_kl:
             with torch.no_grad():
-                neighbours = model(pairs=inputs["rejected"])["sum"][:, 1]
+                neighbours = model(pairs=inputs["rejected"], statistics=False)["sum"][:, 1]
             kl = (neighbours - reference["sum"][:, 1]).mean()
             kl = self.accelerator.gather(kl).mean().clamp(min=0)
         batch = inputs["chosen"]
         policy = model(pairs=batch)
         baseline = kl.expand_as(reference["sum"])
         x = self.logps(batch, policy, {**reference, "baseline": baseline})
-        self._note(mode, x, policy, kl)
+        self._note(x, policy, kl)
         return self.loss(x).mean()
 
-    def _note(self, mode: str, x: Any, policy: Mapping[str, Tensor], kl: Tensor) -> None:
-        self.note(mode, kl=kl)
+    def _note(self, x: Any, policy: Mapping[str, Tensor], kl: Tensor) -> None:
+        self.note(kl=kl)
         length, label = x.length[:, 0], x.extra["label"]
-        self.note_ratio(mode, "entropy", policy["entropy"][:, 0].sum(), length.sum())
+        self.note_ratio("entropy", policy["entropy"][:, 0].sum(), length.sum())
         rewards = self.args.beta * log_ratios(x)[:, 0]
         mean_rewards = []
         for side, mask in (("chosen", label), ("rejected", 1 - label)):
             if not self.accelerator.gather(mask.sum()).any():
                 continue
             logits = (policy["logits"][:, 0] * mask).sum()
-            self.note_ratio(mode, f"logits/{side}", logits, (length * mask).sum())
-            self.note_ratio(mode, f"logps/{side}", (x.policy[:, 0] * mask).sum(), mask.sum())
-            self.note_ratio(mode, f"rewards/{side}", (rewards * mask).sum(), mask.sum())
-            mean_rewards.append(self._metrics[mode][f"rewards/{side}"][-1])
+            self.note_ratio(f"logits/{side}", logits, (length * mask).sum())
+            self.note_ratio(f"logps/{side}", (x.policy[:, 0] * mask).sum(), mask.sum())
+            self.note_ratio(f"rewards/{side}", (rewards * mask).sum(), mask.sum())
+            mean_rewards.append(self._noted[f"rewards/{side}"][-1])
         if len(mean_rewards) == 2:
-            self._metrics[mode]["rewards/margins"].append(mean_rewards[0] - mean_rewards[1])
+            self._noted["rewards/margins"].append(mean_rewards[0] - mean_rewards[1])
 
 
 class RewardTrainer(PackedTrainer):
@@ -346,12 +344,11 @@ class RewardTrainer(PackedTrainer):
         facts = {"margin": float(row["margin"])} if row.get("margin") is not None else {}
         return [token_pair(sides, shorter, **facts)]
 
-    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         x = self.logps(inputs["pairs"], model(pairs=inputs["pairs"]))
         scores = self.accelerator.gather(x.policy.detach())
         margin = gap(x.policy)
-        self.note(
-            mode, min_reward=scores.min(), mean_reward=scores.mean(), max_reward=scores.max(),
+        self.note(min_reward=scores.min(), mean_reward=scores.mean(), max_reward=scores.max(),
             accuracy=(margin > 0).double().mean(), margin=margin.mean(),
         )  # fmt: skip
         return self.loss(x).mean()
@@ -405,7 +402,7 @@ class SFTTrainer(PackedTrainer):
             count = self.accelerator.gather(count).sum()
         return count
 
-    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         batch = inputs["pairs"]
         policy = model(pairs=batch)
         tokens = batch.length_P2[:, 0].sum()
@@ -413,8 +410,8 @@ class SFTTrainer(PackedTrainer):
         loss: Tensor = -policy["sum"][:, 0].sum() / items
         if self.args.average_tokens_across_devices and self._items is not None:
             loss = loss * self.accelerator.num_processes
-        self.note_ratio(mode, "entropy", policy["entropy"].sum(), tokens)
-        self.note_ratio(mode, "mean_token_accuracy", policy["top1"].sum(), tokens)
+        self.note_ratio("entropy", policy["entropy"].sum(), tokens)
+        self.note_ratio("mean_token_accuracy", policy["top1"].sum(), tokens)
         return loss
 
 
@@ -439,13 +436,13 @@ class WithoutReference(Pairwise):
         shared = min(scored.index(1) for _, scored in sides)
         return [token_pair(sides, shared)]
 
-    def _note_pairs(self, mode: str, x: Any, policy: Mapping[str, Tensor], averages: bool) -> None:
+    def _note_pairs(self, x: Any, policy: Mapping[str, Tensor], averages: bool) -> None:
         """Add TRL's metrics; its logits are means over padding, too, here over scored tokens."""
         logps = (x.policy / x.length if averages else x.policy).detach()
         # Like TRL's, it leaves out rows of the last micro-batches of an epoch.
         logps = self.accelerator.gather_for_metrics(logps)
-        self._note_rewards(mode, self.args.beta * logps, logps)
-        self._note_logits(mode, policy, x.length)
+        self._note_rewards(self.args.beta * logps, logps)
+        self._note_logits(policy, x.length)
 
 
 class ORPOTrainer(WithoutReference):
@@ -462,7 +459,7 @@ class ORPOTrainer(WithoutReference):
         ids = row["chosen_input_ids"]
         return [pair, token_pair([(ids, [1] * len(ids))], len(pair.prompt))]
 
-    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         batch = inputs["pairs"]
         columns = model(pairs=batch)
         every = self.logps(batch, columns)
@@ -473,8 +470,8 @@ class ORPOTrainer(WithoutReference):
         policy = {name: column[is_pair] for name, column in columns.items()}
         log_odds = log_odds_ratio(x)
         ratio = logsigmoid(log_odds).mean()
-        self._note_pairs(mode, x, policy, averages=True)
-        self.note(mode, nll_loss=nll, log_odds_ratio=ratio, log_odds_chosen=log_odds.mean())
+        self._note_pairs(x, policy, averages=True)
+        self.note(nll_loss=nll, log_odds_ratio=ratio, log_odds_chosen=log_odds.mean())
         loss: Tensor = nll - self.args.beta * ratio
         return loss
 
@@ -498,12 +495,12 @@ class CPOTrainer(WithoutReference):
             return configure([args.loss_type], numbers, None, {**modifiers, "reference_free": True})
         raise ConfigError(f"loss_type: '{args.loss_type}' is not sigmoid, hinge, ipo or simpo.")
 
-    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any], mode: str) -> Tensor:
+    def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         batch = inputs["pairs"]
         policy = model(pairs=batch)
         x = self.logps(batch, policy)
-        self._note_pairs(mode, x, policy, averages=self.args.loss_type in ("ipo", "simpo"))
+        self._note_pairs(x, policy, averages=self.args.loss_type in ("ipo", "simpo"))
         tokens = x.length[:, 0].sum()
         nll = -x.policy[:, 0].sum() / tokens if self.args.cpo_alpha else 0.0
-        self.note(mode, nll_loss=nll)
+        self.note(nll_loss=nll)
         return self.loss(x).mean()

@@ -97,6 +97,37 @@ def test_gradcheck(treatment: str, keep_bytes: int, chunk_rows: int) -> None:
     assert gradcheck(work, tensors)
 
 
+@pytest.mark.parametrize("cached_rows", [1, 2, ROWS])
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_statistics_leave_log_probs_and_gradients_as_they_are(
+    treatment: str, cached_rows: int, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, bias, targets = inputs(torch.float32)
+    options = TREATMENTS[treatment]
+    monkeypatch.setattr(head, "CACHED_BYTES", cached_rows * VOCAB * 4)
+    logits = torch.nn.functional.linear(hidden, weight, bias).detach() * options.get("scale", 1.0)
+    if cap := options.get("softcap"):
+        logits = cap * torch.tanh(logits / cap)
+    targets[1:4] = logits[1:4].argmax(-1)
+    filled = torch.empty(3, ROWS)
+    tensors = (hidden, weight, bias, targets)
+    with_statistics = token_logps(*tensors, statistics=filled, **options)
+    without = token_logps(*tensors, **options)
+
+    entropy, mean_logit, is_largest = filled
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    assert torch.allclose(entropy, expected, atol=1e-6)
+    assert torch.allclose(mean_logit, logits.mean(-1), atol=1e-6)
+    assert is_largest.tolist() == (logits.argmax(-1) == targets).float().tolist()
+    assert torch.equal(with_statistics, without)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            gradients(with_statistics, tensors), gradients(without, tensors), strict=True
+        )
+    )
+
+
 @KEPT_OR_NOT
 @pytest.mark.parametrize("treatment", TREATMENTS)
 def test_squares_on_request(treatment: str, keep_bytes: int, chunk_rows: int) -> None:
