@@ -2,17 +2,17 @@
 
     python bench/trl_fields.py TRL [--match NAME] [--json FILE]
 
-TRL is a folder with the package `trl` of version 1.16. A tiny model trains two epochs in float32 with
-each value. The outcome of a field is one of
+TRL is a folder with the package `trl` of version 1.16. A tiny model trains two epochs in float32
+with each value. The outcome of a field is one of
 
-- same: log_history, the sum of each weight and the names of the files are those of TRL; "and differs
-  from the default" if the value changes them,
+- same: log_history, the sum of each weight and the names of the files are those of TRL; "and
+  differs from the default" if the value changes them,
 - refused: rather.trl names the field,
 - both refuse: TRL or transformers raises an error, and rather.trl does, too,
 - only TRL refuses: there are no numbers to compare,
 - DIFFERENT: anything else. The exit code is then 1.
 
-Fields of transformers' TrainingArguments are tried with DPO only, because all trainers inherit them.
+Fields of transformers' TrainingArguments are tried with DPO only: all trainers inherit them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ VALUES: dict[str, Any] = {
     "hub_revision": "branch",
     "metric_for_best_model": "eval_runtime",
     "greater_is_better": True,
-    "accelerator_config": ({"even_batches": False}, {"split_batches": True}, {"use_seedable_sampler": False}),
+    "accelerator_config": (
+        {"even_batches": False}, {"split_batches": True}, {"use_seedable_sampler": False},
+    ),
     "dataloader_num_workers": 1,
     "dataloader_prefetch_factor": 2,
     "dataloader_multiprocessing_context": "spawn",
@@ -132,9 +134,11 @@ VALUES: dict[str, Any] = {
     "truncation_mode": "keep_end",
     "pad_to_multiple_of": 8,
     "precompute_ref_batch_size": 2,
-    "loss_type": ("hinge", "ipo", ["sigmoid", "sft"], "sigmoid_norm", "apo_zero_unpaired", "simpo", "dft",
-                  "chunked_nll", "discopop", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
-                  "aot_unpaired", "apo_zero", "apo_down"),
+    "loss_type": (
+        "hinge", "ipo", ["sigmoid", "sft"], "sigmoid_norm", "apo_zero_unpaired", "simpo", "dft",
+        "chunked_nll", "discopop", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
+        "aot", "aot_unpaired", "apo_zero", "apo_down",
+    ),
     "loss_weights": [0.5],
     "ld_alpha": 0.5,
     "f_divergence_type": ("forward_kl", "js_divergence", "alpha_divergence"),

@@ -201,9 +201,7 @@ class PackedTrainer(Trainer):
                 )
             return model
         options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
-        dtype = options.pop("dtype", self.default_dtype)
-        is_named = isinstance(dtype, str) and dtype != "auto"
-        options["dtype"] = getattr(torch, dtype) if is_named else dtype
+        options.setdefault("dtype", self.default_dtype)
         if quantization_config is not None:
             options["quantization_config"] = quantization_config
         if args.device.type == "cuda":
@@ -220,10 +218,10 @@ class PackedTrainer(Trainer):
 
     def _tokenizer(self, model: Any, args: Any, tokenizer: Any) -> Any:
         if tokenizer is None:
-            loading_options = {"revision": (args.model_init_kwargs or {}).get("revision")}
-            name, trusts = model.config._name_or_path, args.trust_remote_code
-            tokenizer = AutoTokenizer.from_pretrained(  # with a revision  # nosec B615
-                name, trust_remote_code=trusts, **loading_options
+            tokenizer = AutoTokenizer.from_pretrained(
+                model.config._name_or_path,
+                revision=(args.model_init_kwargs or {}).get("revision"),
+                trust_remote_code=args.trust_remote_code,
             )
         if hasattr(tokenizer, "image_processor") or not hasattr(tokenizer, "eos_token"):
             raise ConfigError(
@@ -417,8 +415,9 @@ class PackedTrainer(Trainer):
         more_tags = [tags] if isinstance(tags, str) else tags or []
         top = {"library_name": "transformers", "tags": ["rather", self.name.lower(), *more_tags]}
         data_names = ", ".join(map(str, datasets)) or "not named"
+        place = Path(self.args.hub_model_id or self.args.output_dir)
         lines = [
-            f"# {model_name or Path(self.args.hub_model_id or self.args.output_dir).absolute().name}",
+            f"# {model_name or place.absolute().name}",
             f"Trained by rather.trl.{self.name}Trainer for {self.state.global_step} steps.",
             f"Data: {data_names}.",
             _table("setting", _public_settings(self.args)),

@@ -144,7 +144,7 @@ class TrlConfig(TrainingArguments):
                 needed, needed_value = NEEDS[name]
                 values = getattr(self, needed)
                 if needed_value not in (values if isinstance(values, list) else [values]):
-                    yield f"{name}: has an effect only with {needed}: {needed_value}; remove it."
+                    yield f"{name}: is read only with {needed}: {needed_value}; remove it."
 
 
 @dataclass

@@ -441,7 +441,9 @@ class WithoutReference(Pairwise):
         logps = (x.policy / x.length if averages else x.policy).detach()
         # Like TRL's, it leaves out rows of the last micro-batches of an epoch.
         logps = self.accelerator.gather_for_metrics(logps)
-        self._note_rewards(self.args.beta * logps, logps)
+        alpha = getattr(self.args, "alpha", 0.0)  # of AlphaPO
+        rewards = -torch.expm1(-alpha * logps) / alpha if alpha else logps
+        self._note_rewards(self.args.beta * rewards, logps)
         self._note_logits(policy, x.length)
 
 

@@ -77,6 +77,7 @@ CASES = {
     "orpo": Case("ORPO"),
     "cpo": Case("CPO", "plain"),
     "cpo simpo": Case("CPO", settings={"loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.5}),
+    "cpo alphapo": Case("CPO", settings={"loss_type": "simpo", "alpha": 0.25}),
 }
 
 

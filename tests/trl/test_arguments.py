@@ -106,7 +106,7 @@ def test_an_argument_of_the_loss_changes_the_objective(name: str, tmp_path: Path
 @pytest.mark.parametrize(("trainer", "name"), [c for c in CELLS if c[1] in NEEDS])
 def test_an_argument_without_effect_is_refused(trainer: str, name: str, tmp_path: Path) -> None:
     value = another(name, ARGUMENTS[trainer][name])
-    with pytest.raises(ConfigError, match=f"{name}: has an effect only with {NEEDS[name][0]}"):
+    with pytest.raises(ConfigError, match=f"{name}: is read only with {NEEDS[name][0]}"):
         config_of(trainer)(output_dir=str(tmp_path), **{name: value})
 
 
