@@ -58,8 +58,11 @@ def length_controlled(scores: Sequence[float], differences: Sequence[float]) -> 
 
 
 def repetition(text: str) -> float:
-    """Return the share of runs of four words that came before in the same answer."""
-    words = text.split()
+    """Return the share of runs of four words that came before in the same answer.
+
+    Longer words are cut: a broken model writes `omomomom`, and some languages have no spaces.
+    """
+    words = re.findall(r"\S{1,12}", text)
     runs = [tuple(words[first : first + RUN]) for first in range(len(words) - RUN + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 

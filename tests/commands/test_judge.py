@@ -232,6 +232,8 @@ def test_the_interval_covers_and_the_numbers_of_answers_are_right() -> None:
     assert length_controlled([1.0] * 40, list(range(-20, 20))) > 0.9
     assert length_controlled([1.0] * 40, list(range(20, 60))) < 0.6, "length explains all of it"
     assert repetition("it for in it for in it for in") == pytest.approx(1 - 3 / 6)
+    assert repetition("om" * 60) == pytest.approx(1 - 1 / 7)
+    assert repetition("An extraordinarily uncharacteristic counterexample.") == 0
     assert is_refusal("I\u2019m sorry, but no.")
     assert not is_refusal("The sugar costs two coins.")
 
