@@ -221,9 +221,7 @@ def in_4_bits(args: argparse.Namespace, model: str, row: dict[str, Any]) -> None
 
     shape = SHAPES[model]
     steps = steps_of(args, shape)
-    adapter = "actor_train.model_args"
-    change = {f"{adapter}.lora_rank": args.lora, f"{adapter}.quantization": "4bit"}
-    row |= forecast(args, model, steps, change, gpu_gib())
+    row |= forecast(args, model, steps, adapter_settings(args), gpu_gib())
     began = time.perf_counter()
     policy = PolicyModel(quantised(shape, args.device))
     _adapt(policy.causal_lm, args.lora)
@@ -242,6 +240,11 @@ def in_4_bits(args: argparse.Namespace, model: str, row: dict[str, Any]) -> None
     row["seconds_to_plan"] = time.perf_counter() - began
     free()
     measure(engine, shape, steps, row, None)
+
+
+def adapter_settings(args: argparse.Namespace) -> dict[str, Any]:
+    adapter = "actor_train.model_args"
+    return {f"{adapter}.lora_rank": args.lora, f"{adapter}.quantization": "4bit"}
 
 
 def quantised(shape: Shape, device: str) -> Any:

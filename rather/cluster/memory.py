@@ -265,7 +265,7 @@ def _per_tokens(worker: LoadedRank, kind: str) -> dict[str, float]:
     level: Recompute = planned.recompute if planned else "none"
     layer = LayerBytes(
         sizes_of(*worker.source), kind, stored_dtype(args, kind).itemsize, level, worker.compiled,
-        args.has_adapter, worker.layout,
+        args.has_adapter, worker.layout, quantized=bool(args.quantization),
     )  # fmt: skip
     return {
         f"activations of {UNIT} tokens, computed": layer.kept_by_rank(UNIT, 1) if planned else 0.0,

@@ -321,6 +321,7 @@ class LayerBytes:
     layout: Layout = ONE_RANK
     factor: float = 1.0  # of a family that is not a plain decoder: see layer_trial.py
     passing: float = 0.0  # beyond what is kept, that trial needed so much for a moment
+    quantized: bool = False  # the base has weights of 4 bits
 
     @cached_property
     def part(self) -> Sizes:
@@ -357,8 +358,9 @@ class LayerBytes:
         sizes = self.part
         numbers = float(sizes.hidden)  # the input of the layer
         if self.recompute != "full":
-            # Products and attention.
-            numbers += 2 * sizes.query + 2 * sizes.key + (1 if self.compiled else 2) * sizes.hidden
+            numbers += sizes.query  # attention
+            if not self.quantized:  # products of 4-bit weights are always computed again
+                numbers += sizes.query + 2 * sizes.key + (1 if self.compiled else 2) * sizes.hidden
         if self.recompute == "half" and not sizes.experts:  # grouped products are not kept
             numbers += sizes.inner
             # Every second wide product. Those inside an adapter are wide as well.
@@ -600,7 +602,7 @@ class MemoryForecast:
     def layer(self, recompute: Recompute = "none", **options: Any) -> LayerBytes:
         return LayerBytes(
             self.sizes, self.kind, self.compute, recompute, adapter=self.args.has_adapter,
-            layout=self.layout, **options,
+            layout=self.layout, quantized=bool(self.args.quantization), **options,
         )  # fmt: skip
 
     @property
@@ -659,6 +661,8 @@ class MemoryForecast:
         few, many = REHEARSED
         works = [Work(n, n, batches=2, seen=0) for n in REHEARSED]
         first, second = (self._training_peak(trial, work).total for work in works)
+        if second > self.device.memory:
+            return 0  # a rehearsal runs out of memory
         each = max(1.0, (second - first) / (many - few))
         resting = self.resting(narrow=trial.narrow, parked=trial.parked)
         held = replace(resting, gradients=0.0).total

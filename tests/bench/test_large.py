@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "bench"))  # a script's own folder is where it fin
 
 import large_gpu
 import long_gpu
-from common import pairs_of
+from common import RESULTS, SHAPES, pairs_of
 
 
 def test_lengths_of_another_command_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,3 +58,14 @@ def test_models_of_another_command_stay(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(large_gpu, "in_4_bits", measure)
     assert run("32B") == {"32B, 4bit": None}
     assert run("70B") == {"32B, 4bit": None, "70B, 4bit": "ValueError: no room"}
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["32B", "70B"])
+def test_the_forecast_is_what_an_h200_measured(number: int) -> None:
+    cell = json.loads((RESULTS / "large_gpu_4bit.json").read_text("utf-8"))["cells"][number]
+    model = cell["what"].partition(",")[0]
+    args = Namespace(pairs=cell["pairs"], lora=16, device="cuda")
+    steps = large_gpu.steps_of(args, SHAPES[model])
+    plan = large_gpu.forecast(args, model, steps, large_gpu.adapter_settings(args), 139.8)
+    assert cell["settings"].endswith(f"recompute {plan['forecast_recompute']}")
+    assert plan["forecast_gib"] == pytest.approx(cell["peak_gib"], rel=0.02)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
+from torch.utils.checkpoint import CheckpointPolicy as Choice
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import AutoConfig, LlamaForCausalLM
 
 from rather.cluster.worker import ActorWorker, RankInfo
 from rather.config.load import changed, config_from_dict
@@ -20,8 +22,10 @@ from rather.config.strategies import layout
 from rather.data.batch import TokenPair
 from rather.data.pack import pack
 from rather.errors import ConfigError
+from rather.model import layers
 from rather.model.policy import PolicyModel, pair_columns
 from rather.model.sizes import Sizes, few_layers, sizes_of
+from rather.parallel.load import load_policy
 from rather.plan.forecast import (
     Forecast,
     OtherSettings,
@@ -242,6 +246,45 @@ def test_activations_are_what_autograd_saves(folder: Path, rank: int | None, fam
     measured = (saved(4) - saved(2)) / 2 / len(batch.ids_N)
     layer = LayerBytes(sizes, "cpu", 4, adapter=bool(rank))
     assert layer.kept == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.parametrize("level", ["half", "selective"])
+def test_what_recomputing_layers_of_4_bit_weights_keep(
+    folder: Path, level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of 4-bit weights are operators of bitsandbytes, which are computed again."""
+    pytest.importorskip("bitsandbytes")
+    rank = 4
+    own = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
+    place = str(model(folder, **own))
+    changes = {"lora_rank": rank, "quantization": "4bit"}
+    args = config(
+        folder, Path(place), **{f"actor_train.model_args.{key}": v for key, v in changes.items()}
+    ).actor_train.model_args
+    LlamaForCausalLM(AutoConfig.from_pretrained(place)).save_pretrained(place)
+    policy = load_policy(place, args, "cpu")
+    (batch,) = pack(steps(4, 64, 96)[0], 10**6)
+    kept = 0
+
+    def contexts(choose: Any) -> Any:
+        def count(context: Any, operator: Any, *values: Any, **options: Any) -> Any:
+            nonlocal kept
+            choice = choose(context, operator, *values, **options)
+            if choice == Choice.MUST_SAVE and not context.is_recompute:
+                kept += values[-2].shape[0] * values[-1].shape[-1]
+            return choice
+
+        return create_selective_checkpoint_contexts(count)
+
+    monkeypatch.setattr(layers, "create_selective_checkpoint_contexts", contexts)
+    layers._run.cache_clear()
+    layers.arrange_layers(policy, recompute=level)
+    pair_columns(policy, batch)["sum"].sum().backward()
+    layers._run.cache_clear()
+    sizes = sizes_of(place, args)
+    of_token = kept / 2 / len(batch.ids_N) - 7 * rank  # what the first matrices give
+    layer = LayerBytes(sizes, "cuda", 2, level, adapter=True, quantized=True)
+    assert layer.kept / 2 == of_token + sizes.hidden + sizes.query  # the input, and attention
 
 
 # --- against an H200 (bench/results/gpu_vs_trl_*.json, LOG.md) ---
