@@ -4,7 +4,8 @@
 
 TRL is a folder with the package `trl` of version 1.16 (a checkout, or site-packages). Its own
 scripts trl/scripts/dpo.py, kto.py, reward.py and sft.py train a tiny model in float32 (losses of
-each step, keys of log_history) and a Llama of 15M parameters (CPU seconds of a step). With
+each step, keys of log_history) and a Llama of 15M parameters on pairs of the CPU bench's lengths, at
+TRL's default batch of 8 (CPU seconds and floating-point operations of a step). With
 `--scripts`, the public scripts of bench/trl_door_scripts.txt (repository@commit:path) run, too,
 from git directories MIRROR/owner+name/repo. None of these scripts is part of this repository.
 
@@ -38,12 +39,15 @@ HERE = Path(__file__).parent
 LIST = HERE / "trl_door_scripts.txt"
 RESULTS = HERE / "results" / "trl_door.json"
 OWN = ("dpo", "kto", "reward", "sft")
+SYSTEMS = ("trl", "rather.trl")
 OURS = {
     f"{name}{kind}"
     for name in ("DPO", "KTO", "Reward", "SFT", "ORPO", "CPO")
     for kind in ("Config", "Trainer")
 }
-SECONDS = 200  # a script may take
+SECONDS = 200  # a public script may take
+PAIRS = 8  # of a step that is timed: TRL's default batch
+TIMED_STEPS = 2  # the first one warms up, and its floating-point operations are counted
 LARGEST_FILE = 5_000_000  # bytes that are copied from a repository
 # Packages that scripts import and that are not installed here. None of them trains anything.
 STAND_INS = (
@@ -128,27 +132,29 @@ def rows_of(name: str, count: int) -> list[dict[str, Any]]:
 
 
 def long_rows(name: str, count: int) -> list[dict[str, Any]]:
-    """Return rows about as long as UltraFeedback's, scaled to a CPU: 90 tokens and two times 150.
+    """Return rows as long as those of the CPU bench: UltraFeedback-like, the same in each step.
 
     Capybara has whole conversations instead of pairs.
     """
     import random
 
+    from common import make_steps, pairs_of
+
     draw = random.Random(3)
+
+    def turn(role: str, tokens: Any) -> list[dict[str, str]]:
+        return [{"role": role, "content": " ".join(draw.choices(WORDS, k=len(tokens)))}]
+
+    (step,) = make_steps("ultrafeedback", 32000, steps=1, pairs=PAIRS)
     rows = []
-    for _ in range(count):
-        sizes = draw.randint(40, 140), draw.randint(60, 240), draw.randint(60, 240)
-        prompt, yes, no = (" ".join(draw.choices(WORDS, k=size)) for size in sizes)
-        user = [{"role": "user", "content": prompt}]
+    for pair in pairs_of(step):
+        user = turn("user", pair.prompt)
+        yes, no = (turn("assistant", answer) for answer in (pair.chosen, pair.rejected))
         if "Capybara" in name:
-            rows.append({"messages": [*user, {"role": "assistant", "content": yes}]})
-            continue
-        rows.append({
-            "prompt": user,
-            "chosen": [{"role": "assistant", "content": yes}],
-            "rejected": [{"role": "assistant", "content": no}],
-        })  # fmt: skip
-    return rows
+            rows.append({"messages": user + yes})
+        else:
+            rows.append({"prompt": user, "chosen": yes, "rejected": no})
+    return rows * count
 
 
 def make_model(folder: Path, *, large: bool = False) -> Path:
@@ -219,7 +225,7 @@ def answer_data_sets() -> None:
         files = named.get("data_files")
         if isinstance(files, str) and Path(files).is_file():
             return read_files(path, *args, split=split, **named)
-        found = long_rows(str(path), 16) if LARGE[0] else rows_of(str(path), 24)
+        found = long_rows(str(path), TIMED_STEPS) if LARGE[0] else rows_of(str(path), 24)
         whole = datasets.Dataset.from_list(found)
         if named.get("streaming"):
             whole = whole.to_iterable_dataset()
@@ -320,12 +326,20 @@ def record_training() -> list[Any]:
     own = transformers.Trainer.train
 
     class Times(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if LARGE[0] and state.global_step == 0:
+                trained[-1].counter = operation_counter()
+                trained[-1].counter.__enter__()
+
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if LARGE[0] and state.global_step == 1:
+                trained[-1].counter.__exit__(None, None, None)
+                trained[-1].operations = trained[-1].counter.get_total_flops()
             trained[-1].seconds.append(time.process_time())
 
     def train(self: Any, *args: Any, **named: Any) -> Any:
         if not trained or trained[-1] is not self:
-            self.seconds = [time.process_time()]
+            self.seconds, self.operations = [time.process_time()], 0
             trained.append(self)
             self.add_callback(Times())
         self.remove_callback(transformers.PrinterCallback)
@@ -333,6 +347,24 @@ def record_training() -> list[Any]:
 
     transformers.Trainer.train = train
     return trained
+
+
+def operation_counter() -> Any:
+    """Return torch's counter of the operations of matrix products and attention, on CPUs, too."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_backward_flop_count(grad, query, key, value)
+
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward_of_it = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return FlopCounterMode(
+        display=False, custom_mapping={attention: forward, backward_of_it: backward}
+    )
 
 
 class Runner:
@@ -375,7 +407,7 @@ class Runner:
         checkout = Path(before)
         paths, modules, streams = list(sys.path), set(sys.modules), (sys.stdout, sys.stderr)
         sys.path[:0] = [str(script.parent), str(checkout), str(checkout / "src")]
-        signal.alarm(SECONDS)
+        signal.alarm(0 if large else SECONDS)
         try:
             transformers.set_seed(7)  # a new head of a reward model is drawn
             source = script.read_text(encoding="utf-8")
@@ -397,6 +429,7 @@ class Runner:
         if self.trained:
             found["history"] = self.trained[-1].state.log_history
             found["seconds"] = self.trained[-1].seconds
+            found["operations"] = self.trained[-1].operations
         return found
 
 
@@ -426,7 +459,7 @@ def seconds(found: dict[str, Any]) -> float:
     return (marks[-1] - marks[1]) / (len(marks) - 2)
 
 
-def own_scripts(args: Any, folder: Path) -> dict[str, Any]:
+def own_scripts(args: Any, folder: Path, content: dict[str, Any]) -> None:
     """TRL's own scripts: numbers on a tiny model, seconds on a larger one."""
     runner = Runner(args.trl, folder, public=False)
     out = f"--output_dir {folder / 'out'}"
@@ -435,16 +468,18 @@ def own_scripts(args: Any, folder: Path) -> dict[str, Any]:
         f"{out} --bf16 False --report_to none --use_cpu --logging_steps 1 --disable_tqdm True"
     )
     short = f"{line} --max_steps 6 --learning_rate 1e-3 --eval_strategy steps --eval_steps 3"
-    timed = f"{line} --per_device_train_batch_size 2 --max_steps 3 --save_strategy no"
-    table: dict[str, Any] = {}
+    timed = (
+        f"{line} --per_device_train_batch_size {PAIRS} --max_steps {TIMED_STEPS} --save_strategy no "
+        "--train_sampling_strategy sequential"
+    )
+    table: dict[str, Any] = {} if not args.only_speed else content["TRL's own scripts"]
     scripts = {}
     for name in OWN:
         scripts[name] = folder / f"{name}.py"
         source = (args.trl / "trl" / "scripts" / f"{name}.py").read_text(encoding="utf-8")
         scripts[name].write_text(source, encoding="utf-8")
-    packages = ("trl", "rather.trl")
-    for name in OWN:
-        theirs, ours = (runner.run(scripts[name], each, short.split()) for each in packages)
+    for name in () if args.only_speed else OWN:
+        theirs, ours = (runner.run(scripts[name], each, short.split()) for each in SYSTEMS)
         for found in (theirs, ours):
             if "error" in found:
                 raise SystemExit(f"{name}: {found['error']}")
@@ -455,24 +490,27 @@ def own_scripts(args: Any, folder: Path) -> dict[str, Any]:
             "same keys of log_history": keys(theirs) == keys(ours),
         }
         print(name, json.dumps(table[name]), flush=True)
-        write(args.json, {"TRL's own scripts": table})
+        content["TRL's own scripts"] = table
+        write(args.json, content)
     for name in OWN:
         arguments = timed.replace("ultrafeedback_binarized", "Capybara") if name == "sft" else timed
-        theirs, ours = (
-            runner.run(scripts[name], each, arguments.split(), large=True) for each in packages
-        )
-        if "error" in theirs or "error" in ours:
-            print(name, theirs.get("error"), ours.get("error"))
-            continue
-        table[name] |= {
-            "CPU seconds of a step, TRL": round(seconds(theirs), 2),
-            "CPU seconds of a step, Rather": round(seconds(ours), 2),
-            "times as fast": round(seconds(theirs) / seconds(ours), 2),
-            "largest difference of a loss, 15M": difference(theirs, ours),
-        }
+        speeds = table[name].setdefault("speed", {})
+        for package in args.systems:
+            found = runner.run(scripts[name], package, arguments.split(), large=True)
+            if "error" in found:
+                raise SystemExit(f"{name}: {found['error']}")
+            speeds[package] = {
+                "CPU seconds of a step": round(seconds(found), 2),
+                "operations of a step": found["operations"],
+            }
+        if len(speeds) == len(SYSTEMS):
+            theirs, ours = (speeds[package] for package in SYSTEMS)
+            table[name]["times as fast"], table[name]["times the operations"] = (
+                round(theirs[key] / ours[key], 2)
+                for key in ("CPU seconds of a step", "operations of a step")
+            )
         print(name, json.dumps(table[name]), flush=True)
-        write(args.json, {"TRL's own scripts": table})
-    return table
+        write(args.json, content)
 
 
 def outcome(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[str, str]:
@@ -538,6 +576,8 @@ def main() -> None:
     parser.add_argument("trl", type=Path)
     parser.add_argument("--scripts", type=Path, help="folder of git directories")
     parser.add_argument("--only-scripts", action="store_true")
+    parser.add_argument("--only-speed", action="store_true", help="of TRL's own scripts")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--match", default="", help="only public scripts whose address has this")
     parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -546,8 +586,7 @@ def main() -> None:
         content = json.loads(args.json.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as name:
         if not args.only_scripts:
-            content["TRL's own scripts"] = own_scripts(args, Path(name))
-            write(args.json, content)
+            own_scripts(args, Path(name), content)
         if args.scripts:
             public_scripts(args, Path(name), content)
 

@@ -91,7 +91,9 @@ MERGE_HEAD = (
     "training | learning rate | rounding | share kept | log-probs: change by training | "
     "log-probs: error of the file | margin in float32 | margin of the file"
 )
-DOOR_HEAD = "script | outcome | CPU seconds of a step, TRL | Rather | times as fast"
+DOOR_HEAD = (
+    "script | outcome | CPU seconds of a step, TRL | Rather | times as fast | times the operations"
+)
 FLIPS_HEAD = (
     "dtype | scale of the router | choices | choices that flip | log-prob per token, at most | "
     "margin of a pair (rms)"

@@ -218,7 +218,7 @@ class PackedTrainer(Trainer):
 
     def _tokenizer(self, model: Any, args: Any, tokenizer: Any) -> Any:
         if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(  # with a revision  # nosec B615
                 model.config._name_or_path,
                 revision=(args.model_init_kwargs or {}).get("revision"),
                 trust_remote_code=args.trust_remote_code,
