@@ -13,7 +13,8 @@ NO_MEMORY = (  # by torch, Arrow, the dynamic linker, and threads without room f
     "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory",
     "bad_alloc", "failed to map segment", "can't start new thread",
 )  # fmt: skip
-# Bytes for PyTorch, its libraries and a tiny model. With less, OpenBLAS may call exit(1) at any time.
+# Bytes for PyTorch, its libraries and a tiny model. With less, OpenBLAS may call exit(1) at any
+# time.
 LEAST_ADDRESSES = 3 << 30
 LIMITS = "see 'What Rather does not do' (docs/limits.md)"  # ends messages about missing features
 

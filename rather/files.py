@@ -302,7 +302,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def real_path(path: Path) -> Path:
-    """Follow links like Path.resolve, which fails at a link to itself; opening that one reports it."""
+    """Follow links like Path.resolve, which fails at a link to itself; opening it reports it."""
     return Path(os.path.realpath(path))
 
 

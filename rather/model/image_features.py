@@ -27,7 +27,8 @@ MOST_WAITING = 64  # images whose features are not yet on the disk
 class FeatureStore:
     """Features of a frozen tower, one file for each image; processes may share the folder.
 
-    A thread writes them, so that the device is not waited for. Until then they are read from memory.
+    A thread writes them, so that the device is not waited for. Until then they are read from
+    memory.
     """
 
     def __init__(self, folder: Path, limit: float) -> None:

@@ -1,4 +1,4 @@
-"""Requests to stop or to save: signals to any process of a run, `rather stop`, `rather save-now`."""
+"""Requests to stop or save: signals to any process of a run, `rather stop`, `rather save-now`."""
 
 from __future__ import annotations
 

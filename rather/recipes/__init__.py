@@ -1,4 +1,4 @@
-"""Ready-made configs with the settings of papers and their authors: the YAML files in this folder."""
+"""Ready-made configs, the YAML files of this folder: settings of papers and their authors."""
 
 from __future__ import annotations
 

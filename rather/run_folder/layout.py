@@ -1,4 +1,4 @@
-"""The run folder: who may use it, its files, which checkpoint to resume, what --overwrite deletes."""
+"""The run folder: who may use it, its files, what is resumed, and what --overwrite deletes."""
 
 from __future__ import annotations
 

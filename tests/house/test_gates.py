@@ -38,13 +38,14 @@ MOST = {
     # adapters, the token that a reward model scores (670); partners of single
     # answers (50).
     "tokens of rather.trl": 12_920,
-    "words of long texts": 17_700,  # TRL's arguments and why some are refused
+    # TRL's arguments and why some are refused; tables of migrate that were rules in Python (170).
+    "words of long texts": 17_873,
     "modules in an import circle": 0,
     "functions above complexity 20": 0,
     "functions above complexity 15": 20,
     "generic names, per mille": 38,
     "holders of the whole config": 25,
-    "lines above 100 characters": 70,
+    "lines above 100 characters": 66,
     "files that ruff would format": 0,
 }
 SLACK = 0.08  # a limit may be this much above the measured value

@@ -26,8 +26,10 @@ def limit_problem(figures: JsonObject, limits: Limits) -> str:
         f"{FORGETTING}kept": "forgetting_kept",
         f"{FORGETTING}chance": "forgetting_chance",
     }
-    known = {metric: figures.get(name) for metric, name in names.items()}
-    return limits.problem({name: each for name, each in known.items() if each is not None}, {})
+    known = {
+        metric: figures[name] for metric, name in names.items() if figures.get(name) is not None
+    }
+    return limits.problem(known, {})
 
 
 def best_round(evaluated: Sequence[JsonObject], limits: Limits) -> int:
