@@ -103,16 +103,15 @@ class RayRanks:
             self.manager.refuse_without_ray()
             failures |= watch.failures([rank_of[ref] for ref in pending])
             self._forward(stop, seats, sent)
-            if (failures or any(codes.values())) and deadline == float("inf"):
-                deadline = time.monotonic() + LAST_WORDS
+            if failures or any(codes.values()):
+                deadline = min(deadline, time.monotonic() + LAST_WORDS)
             if failures and _has_cause(store):
                 break
         self._fetch_output(seats[0], stop)
-        if not failures and not pending and not _has_cause(store):
-            # If the run was stopped, ranks of a reference apart end with 0 all the same.
-            agree = set(codes.values()) <= {0, codes[0]}
-            if agree:
-                return codes[0]
+        is_over = not (failures or pending or _has_cause(store))
+        # If the run was stopped, ranks of a reference apart end with 0 all the same.
+        if is_over and set(codes.values()) <= {0, codes[0]}:
+            return codes[0]
         raise self._first_cause(store, failures, seats, watch.killed())
 
     def _fetch_output(self, seat: Seat, stop: StopRequest) -> None:
@@ -147,9 +146,10 @@ class RayRanks:
         failure = Failure(**fields) if fields else None
         if killed and (failure is None or failure.kind == WorkerLost.__name__):
             rank, number = min(killed.items())  # the others could only say that it is gone
-            name = f"rank {rank} of {len(seats)} ({seats[rank]})"
-            return WorkerLost(f"{name} died (signal {number}). {DIED}")
-        if failure:
+            return WorkerLost(
+                f"rank {rank} of {len(seats)} ({seats[rank]}) died (signal {number}). {DIED}"
+            )
+        if failure and not (failure.is_echo and failures):  # an echo names who noticed
             if not failure.is_expected:
                 log.error("%s", failure.trace)
             return failure.error(where)

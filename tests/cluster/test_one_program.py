@@ -118,16 +118,20 @@ def test_ranks_get_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch) 
     assert stub.calls["take_output"] <= 3
 
 
+def agree(environment: dict[str, str], error: Exception, where: str = "") -> None:
+    """Store the first cause, as the ranks do."""
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), wait_for_workers=False
+    )
+    peers = dist.PrefixStore(f"rather/{environment['TORCHELASTIC_RESTART_COUNT']}", store)  # type: ignore[attr-defined]
+    peers.set("cause", json.dumps([asdict(Failure.of(error)), where]))
+
+
 def test_the_first_cause_comes_from_the_store_that_outlives_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def rank(environment: dict[str, str]) -> int:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), wait_for_workers=False
-        )
-        peers = dist.PrefixStore(f"rather/{environment['TORCHELASTIC_RESTART_COUNT']}", store)  # type: ignore[attr-defined]
-        cause = [asdict(Failure.of(HangError("rank 1 sleeps"))), ""]
-        peers.set("cause", json.dumps(cause))
+        agree(environment, HangError("rank 1 sleeps"))
         return 7
 
     stub = Stub(monkeypatch, rank)
@@ -147,6 +151,22 @@ def test_a_rank_that_dies_without_a_word_is_named(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr("rather.cluster.ray_ranks.LAST_WORDS", 0.1)
     with pytest.raises(WorkerLost, match=r"rank 1 of 2 \(device 1 on .+\): its process died"):
+        run(Stub(monkeypatch, rank))
+
+
+def test_the_lost_rank_is_named_and_not_the_one_that_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rank(environment: dict[str, str]) -> int:
+        if environment["RANK"] == "1":
+            raise OSError("its machine is gone")
+        agree(environment, RuntimeError("gloo: Connection reset by peer"), "rank 0 of 2")
+        return 1
+
+    monkeypatch.setattr(
+        "rather.cluster.ray_ranks.failure_of", lambda _: Failure.of(WorkerLost("its process died"))
+    )
+    with pytest.raises(WorkerLost, match=r"^rank 1 of 2 \(device 1 on .+\): its process died"):
         run(Stub(monkeypatch, rank))
 
 

@@ -54,6 +54,7 @@ PORTS = {
     "metrics-export-port": 20001, "dashboard-agent-grpc-port": 20002,
     "dashboard-agent-listen-port": 20003, "runtime-env-agent-port": 20004,
 }  # fmt: skip
+PATIENCE = {"RAY_DASHBOARD_STARTUP_TIMEOUT_S": "400"}
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 WHOLE: dict[str, Any] = {"actor_train__device_mapping": [0, 1, 2, 3]}
 APART: dict[str, Any] = {
@@ -71,7 +72,9 @@ class RayMachines:
         self.address = f"{self.head.address}:6379"
         self.broken: list[Machine] = []
         self.drivers: list[subprocess.Popen[str]] = []
-        for each in made:
+        self.join(self.head)
+        wait_until(self._head_is_there, ANSWERS)
+        for each in self.workers:  # three that start at once may miss Ray's deadlines
             self.join(each)
 
     @property
@@ -88,7 +91,11 @@ class RayMachines:
             given += [f"--address={self.address}", '--resources={"rather_slot": 2}']
         until = ["sh", "-c", 'until "$@"; do :; done', "sh"]  # on a busy machine Ray may give up
         command = [*until, sys.executable, "-c", NODE, *given]
-        machine.start(command, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", **TOKEN)
+        machine.start(command, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", **PATIENCE, **TOKEN)
+
+    def _head_is_there(self) -> bool:
+        raylet_log = f"{self.head.private}/ray/session_latest/logs/raylet.out"
+        return self.head.start(["test", "-s", raylet_log]).wait() == 0
 
     def replace(self, machine: Machine) -> None:
         machine.power_off()
