@@ -94,6 +94,10 @@ MERGE_HEAD = (
 DOOR_HEAD = (
     "script | outcome | CPU seconds of a step, TRL | Rather | times as fast | times the operations"
 )
+FAMILY_HEAD = (
+    "shape | pairs/s | strict MFU | TRL, pairs/s | x TRL | GiB, Rather / TRL | "
+    "packed minus padded, per token | other padding minus padded"
+)
 FLIPS_HEAD = (
     "dtype | scale of the router | choices | choices that flip | log-prob per token, at most | "
     "margin of a pair (rms)"
@@ -430,7 +434,8 @@ def pages() -> dict[Path, str]:
         "vision.md": {"keys": key_table(*VISION)},
         "clusters.md": {"layouts": markdown_table(LAYOUT_HEAD, results.layout_rows())},
         "speed.md": {
-            "large": markdown_table("what | GiB (forecast) | speed", results.large_rows())
+            "families": markdown_table(FAMILY_HEAD, results.family_rows()),
+            "large": markdown_table("what | GiB (forecast) | speed", results.large_rows()),
         },
         "precision.md": {"merge": markdown_table(MERGE_HEAD, results.merge_rows())},
         "coming_from/trl.md": {"door": markdown_table(DOOR_HEAD, results.door_rows())},

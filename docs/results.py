@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 GIB = 2**30
+ADAPTED = ("gpt-oss-20B",)  # rows of bench/models_gpu.py that train adapters
 SHORT = {
     "tp_size": "tp",
     "cp_size": "cp",
@@ -76,6 +78,34 @@ def large_rows() -> Iterator[list[str]]:
             if "host_gib" in cell:
                 row[0] += f", and {cell['host_gib']:.0f} of host memory"
             yield [f"{model}, {how.format(cell['pairs'])}", *row]
+
+
+def family_rows() -> Iterator[list[str]]:
+    """Yield families beyond plain attention on one H200, next to TRL where it was measured."""
+    cells = read("models_gpu")["cells"]
+    peers = {cell["lengths"]: cell for cell in cells if cell["system"] != "ours"}
+    for cell in cells:
+        if cell["system"] != "ours":
+            continue
+        is_adapter = cell["lengths"] in ADAPTED  # an MFU would count gradients of frozen weights
+        peer = peers.get(cell["lengths"])
+        padding, _, packing, largest = cell["more"]["packed minus padded"][:4]
+        yield [
+            cell["lengths"] + (", LoRA" if is_adapter else ""),
+            f"{cell['pairs_per_second']:.1f}",
+            "-" if is_adapter else f"{cell['mfu']:.1%}",
+            f"{peer['pairs_per_second']:.1f}" if peer else "not run",
+            f"{_times_as_fast(cell, peer):.2f}" if peer else "-",
+            f"{cell['peak_gib']:.0f} / " + (f"{peer['peak_gib']:.0f}" if peer else "-"),
+            f"{packing:.2g} (at most {largest:.2g})",
+            f"{padding:.2g}",
+        ]
+
+
+def _times_as_fast(cell: Any, peer: Any) -> float:
+    """Return the median over the steps that both have."""
+    both = zip(cell["seconds"], peer["seconds"], strict=False)
+    return statistics.median(theirs / ours for ours, theirs in both)
 
 
 def _memory_and(cell: Any, speed: str, form: str) -> list[str]:
