@@ -356,8 +356,9 @@ def main() -> int:
                 assert "error" not in plain[trainer], plain[trainer]
             settings = {**others_of(trainer, field), field: value}
             ours = run_with("rather.trl", trainer, settings, model)
-            is_config_error = ours.get("error", "").startswith("ConfigError")
-            theirs = {} if is_config_error else run_with("trl", trainer, settings, model)
+            error = ours.get("error", "")
+            is_named = error.startswith("ConfigError") and field in error
+            theirs = {} if is_named else run_with("trl", trainer, settings, model)
             kind, why = outcome(field, theirs, ours, plain[trainer], trainer)
             table.append(
                 {"field": f"{trainer}.{field}", "value": value, "outcome": kind, "why": why}

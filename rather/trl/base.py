@@ -81,6 +81,7 @@ class PackedTrainer(Trainer):
         model, ref_model = arguments.get("model"), arguments.get("ref_model")
         args = arguments.get("args") or self._default_args(model)
         self._refuse_args(args)
+        args.accelerator_config.dispatch_batches = False  # of a stream: packed batches stay whole
         if arguments.get("train_dataset") is None or model is None:
             raise ConfigError("model, train_dataset: are required.")
         set_seed(args.seed)
@@ -185,7 +186,7 @@ class PackedTrainer(Trainer):
             )
         args.refuse_changes()
         batches = args.accelerator_config
-        if getattr(batches, "split_batches", None) or getattr(batches, "dispatch_batches", None):
+        if batches.split_batches or batches.dispatch_batches:
             raise ConfigError(
                 "accelerator_config: split_batches, dispatch_batches: packed batches are not "
                 "divided; remove them."
@@ -320,7 +321,8 @@ class PackedTrainer(Trainer):
                 f"({self.args.max_length}), or nothing in them is scored."
             )
         if self.has_reference and hasattr(dataset, "num_rows"):
-            first_row, self._numbered_rows = self._numbered_rows, self._numbered_rows + len(dataset)
+            first_row = self._numbered_rows
+            self._numbered_rows += len(dataset)
             dataset = dataset.add_column("row", list(range(first_row, self._numbered_rows)))
         return dataset
 

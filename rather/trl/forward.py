@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -91,9 +91,10 @@ class PackedForward:
 
 @contextmanager
 def as_reference(model: Any) -> Iterator[None]:
-    """Compute as the reference of a PEFT model: its adapter "ref" if it has one, else without."""
-    if "ref" not in model.peft_config:
-        with model.disable_adapter():
+    """Compute as the reference: with the adapter "ref" if the model has one, else without any."""
+    adapters = getattr(model, "peft_config", {})
+    if "ref" not in adapters:
+        with model.disable_adapter() if adapters else nullcontext():
             yield
         return
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}

@@ -50,8 +50,7 @@ class Recipe(NamedTuple):
         """Return the tokens of text or messages."""
         if isinstance(text, str):
             return list(self.tokenizer(text=text)["input_ids"])
-        rendered = self.rendered(text, row, **options)
-        return list(rendered["input_ids"])
+        return list(self.rendered(text, row, **options)["input_ids"])
 
     def rendered(self, messages: Any, row: Row, **options: Any) -> Any:
         tools = row.get("tools")
@@ -95,8 +94,8 @@ class Recipe(NamedTuple):
     def unpaired(self, dataset: Any, kl_batch: int | None) -> Any:
         """Return prompt_ids, completion_ids, label; with `kl_batch` a neighbour's answer."""
         dataset = self._with_prompt(dataset)
-        if "chosen" in next(iter(dataset)):
-            columns = list(next(iter(dataset)))
+        columns = list(next(iter(dataset)))
+        if "chosen" in columns:
             dataset = self.map(dataset, _unpaired, batched=True, remove_columns=columns)
 
         def tokens(row: Row) -> Row:
@@ -119,7 +118,7 @@ class Recipe(NamedTuple):
             }
 
         columns = next(iter(dataset))
-        if "chosen_ids" not in columns and "chosen_input_ids" in columns:  # older names
+        if "chosen_input_ids" in columns:  # older names
             for side in ("chosen", "rejected"):
                 dataset = dataset.rename_column(f"{side}_input_ids", f"{side}_ids")
         elif "chosen_ids" not in columns:
@@ -303,8 +302,7 @@ def as_partner(pair: TokenPair) -> TokenPair:
     """Return a single answer whose partner is the second sequence, if there is one."""
     if not len(pair.rejected):
         return pair
-    answer = pair.only("chosen")
-    return replace(answer, partner=pair.rejected, partner_scored=pair.rejected_scored)
+    return replace(pair.only("chosen"), partner=pair.rejected, partner_scored=pair.rejected_scored)
 
 
 def cut_answer(prompt: Ids, answer: Ids, kept: slice) -> tuple[Ids, Ids]:
@@ -344,5 +342,5 @@ class Packer:
 
 def _padded_tokens(pair: TokenPair) -> int:
     """Return the tokens of both whole sequences, as TRL counts them."""
-    _, (second, _) = pair.answers
-    return pair.tokens + len(pair.prompt) * bool(len(second))
+    _, (_, scored) = pair.answers
+    return pair.tokens + len(pair.prompt) * bool(scored)

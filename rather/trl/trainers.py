@@ -95,6 +95,12 @@ class WithReference(PackedTrainer):
         if self.args.precompute_ref_log_probs:
             self._precompute()
 
+    def train(self, *positional: Any, **named: Any) -> Any:
+        """Train; the reference may move only where its known log-probs are forgotten."""
+        if "SyncRefModelCallback" in self.callback_handler.callback_list:
+            raise ConfigError("SyncRefModelCallback: set sync_ref_model in the config instead.")
+        return super().train(*positional, **named)
+
     def _add_reference(self, ref_model: Any) -> None:
         if ref_model is self.model:
             raise ConfigError("ref_model: is the model itself; leave it out.")
@@ -106,6 +112,7 @@ class WithReference(PackedTrainer):
             return
         self.ref_model = self.ref_model.to(self.args.device).eval().requires_grad_(False)
         self.packed_reference = PackedForward(self.ref_model, self.loss.token_columns)
+        self.accelerator.prepare_model(self.ref_model, evaluation_mode=True)
 
     def _model_as_loaded(self) -> Any:
         """Return the reference of a model that has none: as in TRL, what its name loads."""
@@ -164,18 +171,15 @@ class WithReference(PackedTrainer):
         with self.accelerator.autocast():
             if self.ref_model is not None:
                 with self.packed_reference.attention():
-                    columns: Reference = self.ref_model(pairs=batch, statistics=False)
-                return columns
-            with self.packed.attention():
-                if not hasattr(self.model, "peft_config"):
-                    if self.state.global_step:
-                        raise ConfigError(
-                            "precompute_ref_log_probs: rows that are new after training began have "
-                            "no reference; give them as eval_dataset."
-                        )
-                    return dict(self.model(pairs=batch, statistics=False))
-                with as_reference(self.accelerator.unwrap_model(self.model)):
-                    return dict(self.model(pairs=batch, statistics=False))
+                    return dict(self.ref_model(pairs=batch, statistics=False))
+            if self.state.global_step and not hasattr(self.model, "peft_config"):
+                raise ConfigError(
+                    "precompute_ref_log_probs: rows that are new after training began have no "
+                    "reference; give them as eval_dataset."
+                )
+            model = self.accelerator.unwrap_model(self.model)
+            with self.packed.attention(), as_reference(model):
+                return dict(self.model(pairs=batch, statistics=False))
 
 
 def dpo_loss(args: Any) -> PairLoss:
@@ -185,18 +189,17 @@ def dpo_loss(args: Any) -> PairLoss:
             f"label_smoothing: TRL 1.16 ignores it for {', '.join(args.loss_type)}; remove it, or "
             f"take one of {', '.join(SMOOTHED)}."
         )
-    numbers = {"beta": args.beta, "discopop_tau": args.discopop_tau}
-    numbers["label_smoothing"] = args.label_smoothing
     numbers_of_loss = {
         key for name in args.loss_type for key in LOSSES.find(name, "loss_type").numbers
     }
+    names = {"beta", "discopop_tau", "label_smoothing"} & numbers_of_loss
+    numbers = {name: getattr(args, name) for name in names}
     kind = DIVERGENCES.get(args.f_divergence_type, args.f_divergence_type)
     modifiers = {"ld_alpha": args.ld_alpha, "use_weighting": args.use_weighting or None}
     if kind != "reverse_kl":
         modifiers["f_divergence_type"] = kind
     if kind == "alpha":
         modifiers["f_alpha_divergence_coef"] = args.f_alpha_divergence_coef
-    numbers = {key: number for key, number in numbers.items() if key in numbers_of_loss}
     return configure(args.loss_type, numbers, args.loss_weights, modifiers)
 
 
@@ -221,9 +224,8 @@ class DPOTrainer(WithReference, Pairwise):
     def _micro_batch_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         batch = inputs["pairs"]
         policy = model(pairs=batch)
-        reference = None
-        if self.loss.needs_reference:
-            reference = self.reference(batch, inputs["rows"].tolist())
+        rows = inputs["rows"].tolist()
+        reference = self.reference(batch, rows) if self.loss.needs_reference else None
         x = self.logps(batch, policy, reference)
         loss = self.loss(x).mean()
         effective = self.loss.effective(x)
@@ -338,7 +340,7 @@ class RewardTrainer(PackedTrainer):
         for side in ("chosen", "rejected"):
             ids = list(row[f"{side}_ids"])
             while len(ids) > 1 and ids[-1] == self.tokenizer.pad_token_id:
-                ids.pop()  # as in transformers, the last token that does not pad has the score
+                ids.pop()  # as in transformers, the last token that does not pad is scored
             sides.append((ids, [1] * len(ids)))
         shorter = min(len(ids) for ids, _ in sides) - 1  # each side has a token of its own
         facts = {"margin": float(row["margin"])} if row.get("margin") is not None else {}
@@ -369,6 +371,10 @@ class SFTTrainer(PackedTrainer):
     def _loss(self, args: Any) -> PairLoss:
         if args.loss_type != "nll":
             raise ConfigError(f"loss_type: '{args.loss_type}' is not supported; take nll.")
+        if args.padding_free and args.max_length:
+            raise ConfigError(
+                "padding_free: not with max_length, as in TRL; nothing is padded: remove it."
+            )
         return replace(configure(["sft"], {}), task="sft")
 
     def _rows(self, dataset: Any, name: str) -> Any:
@@ -466,8 +472,7 @@ class ORPOTrainer(WithoutReference):
         columns = model(pairs=batch)
         every = self.logps(batch, columns)
         is_pair = batch.pair_P % 2 == 0
-        sums_of_chosen = every.policy[~is_pair, 0].sum(), every.length[~is_pair, 0].sum()
-        nll = -sums_of_chosen[0] / sums_of_chosen[1]
+        nll = -every.policy[~is_pair, 0].sum() / every.length[~is_pair, 0].sum()
         x = every._replace(policy=every.policy[is_pair], length=every.length[is_pair])
         policy = {name: column[is_pair] for name, column in columns.items()}
         log_odds = log_odds_ratio(x)
@@ -488,11 +493,11 @@ class CPOTrainer(WithoutReference):
         modifiers: dict[str, Any] = {"rpo_alpha": args.cpo_alpha}
         if args.loss_type == "sigmoid":
             return configure(["cpo"], {**numbers, "cpo_alpha": args.cpo_alpha})
-        if args.loss_type == "simpo" and args.alpha:
-            alphapo_numbers = {"gamma": args.simpo_gamma, "alphapo_alpha": args.alpha}
-            return configure(["alphapo"], {**numbers, **alphapo_numbers}, None, modifiers)
         if args.loss_type == "simpo":
-            return configure(["simpo"], {**numbers, "gamma": args.simpo_gamma}, None, modifiers)
+            numbers["gamma"] = args.simpo_gamma
+            if not args.alpha:
+                return configure(["simpo"], numbers, None, modifiers)
+            return configure(["alphapo"], {**numbers, "alphapo_alpha": args.alpha}, None, modifiers)
         if args.loss_type in ("hinge", "ipo"):
             return configure([args.loss_type], numbers, None, {**modifiers, "reference_free": True})
         raise ConfigError(f"loss_type: '{args.loss_type}' is not sigmoid, hinge, ipo or simpo.")
