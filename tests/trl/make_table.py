@@ -46,7 +46,7 @@ OURS = {
     "eos_token": "end token of the tokenizer",
     "pad_token": "padding token of the tokenizer that is saved",
     "shuffle_dataset": "shuffles the rows once",
-    "padding_free": "always: nothing is padded, which changes no number",
+    "padding_free": "always: nothing is padded; with SFT set max_length=None, as TRL asks",
     "pad_to_multiple_of": "nothing is padded, which changes no number",
     "gradient_checkpointing": "recomputes activations on a GPU; changes no number",
     "prediction_loss_only": "evaluation returns the loss and metrics only",
