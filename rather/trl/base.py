@@ -185,7 +185,7 @@ class PackedTrainer(Trainer):
                 f"args: must be a {mine} (got {type(args).__module__}.{type(args).__name__})."
             )
         args.refuse_changes()
-        batches = args.accelerator_config
+        batches: Any = args.accelerator_config
         if batches.split_batches or batches.dispatch_batches:
             raise ConfigError(
                 "accelerator_config: split_batches, dispatch_batches: packed batches are not "
