@@ -34,7 +34,9 @@ WIDE = {
         "one process with its stacks, in the same file; cluster/test_deadlines.py under torchrun"
     ),
     "data/test_data_page.py::test_the_page_in_a_browser": "page/test_page.py, in a browser",
-    r"docs/test_snippets.py::test_commands_run[(?!README).*]": "the README's; every YAML and Python block",
+    "docs/test_snippets.py::test_commands_run": (
+        "the README's, in the same file; every YAML and Python block"
+    ),
     "report/test_report.py::test_in_a_browser": "page/test_page.py in a browser; the report's figures here",
     "same/test_adapters.py::test_a_checkpoint_resumes_under_another_layout": "same/test_elastic.py",
     "same/test_adapters.py::test_roles_share_one_model_and_leave_one_adapter": "adapters/test_run.py",
@@ -91,7 +93,7 @@ WIDE = {
     "health/test_health.py::test_findings_follow_from_the_metrics_alone[(?!few).*]": "its first cell",
     "page/test_page.py::test_the_theme_is_kept_and_colours_the_charts": "test_in_a_browser",
     "train/test_outcome.py": "train/test_trainer.py and demo/test_demo.py train and judge a model",
-    "docs/test_newcomer.py": "docs/test_snippets.py runs every command of the README by itself",
+    "docs/test_newcomer.py": "docs/test_snippets.py runs the README's commands in their order",
     "api/test_script.py": "api/test_coati.py runs the same trainer in this process",
     "bench/test_merge.py": "adapters/test_merge.py: merged files compute what was trained",
     "bench/test_layouts.py": "same/test_load.py: no rank holds more than its shards",

@@ -4,7 +4,8 @@
 
     @metric
     def far_apart(x):
-        return (x.policy[:, 0] - x.policy[:, 1] > 10).double()
+        per_token = x.policy / x.length
+        return (per_token[:, 0] - per_token[:, 1] > 1).double()
 
 It returns one value per pair. Evaluations log the weighted mean as `eval/far_apart`.
 """

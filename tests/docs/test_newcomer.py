@@ -197,7 +197,13 @@ def test_the_board_shows_the_run(path: tuple[Path, list[str]]) -> None:
     folder, _ = path
     command = [folder / ".venv" / "bin" / "rather", *BOARD.split()[1:]]
     board = subprocess.Popen(
-        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True
+        command,
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        # SIGINT is ignored in a script's background jobs, such as these tests, and in children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert board.stdout
@@ -205,6 +211,7 @@ def test_the_board_shows_the_run(path: tuple[Path, list[str]]) -> None:
         assert address
         with urlopen(address[0], timeout=60) as answer:
             assert "<html" in answer.read().decode()
-    finally:
         board.send_signal(signal.SIGINT)
         assert board.wait(timeout=60) == 0
+    finally:
+        board.kill()

@@ -5,10 +5,13 @@ What cannot be executed here is listed in INSTEAD with the reason, and checked a
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +24,16 @@ from rather.config.load import config_from_dict, load_config
 from rather.data.formats import FORMATS
 from rather.losses.losses import LOSSES
 from rather.losses.objective import from_config
+from rather.losses.own import METRICS
+from rather.pipeline.callbacks import CALLBACKS
 from rather.tools.rounds.settings import RoundsKeys
 from tests.docs.workspace import make_base, make_runs, named, run, write_files
 from tests.house.source import ROOT, text_files, where
 
+README = ROOT / "README.md"
 PAGES = [file for file in text_files() if file.suffix == ".md"]
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-ASSIGNMENT = re.compile(r"[A-Z_]+=")
+SHELLS = ("bash", "sh", "console")
 WRITES = ("--out", "--save", "--html")
 
 
@@ -103,6 +109,14 @@ def script(words: list[str]) -> None:
     compile(file.read_text(encoding="utf-8"), str(file), "exec")
 
 
+def extra(words: list[str]) -> None:
+    """The extra exists."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = re.fullmatch(r"rather\[(\w+)\]", words[2])
+    assert asked
+    assert asked[1] in project["optional-dependencies"]
+
+
 def shell(words: list[str]) -> None:
     subprocess.run(["bash", "-n", str(ROOT / words[0])], check=True)
 
@@ -128,6 +142,7 @@ INSTEAD: dict[str, tuple[str, Callable[[list[str]], None]]] = {
         options,
     ),
     r"make ": ("installs, or takes minutes: tests/docs/test_newcomer.py runs the demo", dry_make),
+    r"pip install ": ("needs a package index", extra),
     r"\.ci/run": ("runs this test", shell),
     r"source \.venv/bin/activate": ("the environment of the tests is the one", nothing),
     r"rather --install-completion": (
@@ -165,9 +180,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def only_own_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and data formats that a page registers are gone after its test."""
-    for registry in (LOSSES, FORMATS):
-        assert len(registry), "reading it imports all of its modules"
+    """What a page registers is gone after its test: a callback would stop the runs of the next."""
+    registries = (LOSSES, FORMATS, METRICS, CALLBACKS)
+    assert len(registries) == len(plugins.REGISTRIES)
+    for registry in registries:
+        len(registry)  # reading it imports all of its modules
         for name in ("_entries", "_modules"):
             monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     for name in ("_requested", "_loaded"):
@@ -182,16 +199,13 @@ def fresh(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return folder
 
 
-def lay_out(folder: Path, page: Path) -> None:
-    """The same name means another file on some pages."""
-    if page.stem in {"colossalchat", "openrlhf"}:
-        shutil.move(folder / f"{page.stem}.txt", folder / "train_dpo.txt")
-    if page.stem == "nemo-rl":
-        shutil.move(folder / "nemo-rl.yaml", folder / "dpo.yaml")
-    if page.stem == "trl":
-        shutil.copy(folder / "trl.yaml", folder / "dpo_config.yaml")
-    if page.stem == "roll":
-        shutil.copy(folder / "dpo.yaml", folder / "dpo_config.yaml")
+def lay_out(page: Path) -> None:
+    """Make what only this page needs: a changed file in a git repository, a Megatron checkpoint."""
+    if page.stem == "CONTRIBUTING":
+        for command in ("init -q", "add dpo.yaml", "config user.name A", "config user.email a@b.c"):
+            subprocess.run(["git", *command.split()], check=True)
+    if page.stem == "engines":
+        assert run("export", "output/dpo", "megatron", "--format", "megatron")[0] == 0
 
 
 def make_room(words: list[str]) -> None:
@@ -216,27 +230,40 @@ def execute(command: str) -> None:
         code, said = run(*words[1:], stdin="")
         assert code == wanted, f"{command}: exit code {code}\n{said}"
     else:
-        subprocess.run(["bash", "-ec", command], check=True, capture_output=True)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-ec", command],
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stderr}"
 
 
 def name(block: Block) -> str:
     return f"{where(block.page)}:{block.page.read_text(encoding='utf-8').partition(block.text)[0].count(chr(10)) + 1}"
 
 
-def is_one_of_a_row(block: Block) -> bool:
-    """Blocks of README use each other's runs: tests/docs/test_newcomer.py runs them in order."""
-    commands = block.text if block.page.name == "README.md" else ""
-    return "rather " in commands and "device_mapping" not in commands
+COMMANDS = blocks(*SHELLS)
 
 
-COMMANDS = [block for block in blocks("bash", "sh", "console") if not is_one_of_a_row(block)]
-
-
-@pytest.mark.parametrize("block", COMMANDS, ids=name)
+@pytest.mark.parametrize("block", [block for block in COMMANDS if block.page != README], ids=name)
 def test_commands_run(block: Block, fresh: Path) -> None:
-    lay_out(fresh, block.page)
+    lay_out(block.page)
     for command in block.commands():
         execute(named(command))
+
+
+def test_commands_of_the_readme_run_in_their_order(fresh: Path) -> None:
+    """Its blocks use the YAML files and runs of earlier ones; its dpo.yaml is for more pairs."""
+    shutil.rmtree("output")
+    for block in blocks(*SHELLS, "yaml"):
+        if block.page == README and block.kind == "yaml":
+            Path("dpo.yaml").write_text(named(block.text))
+        elif block.page == README:
+            for command in block.commands():
+                execute(named(command))
 
 
 PYTHON = sorted({block.page for block in blocks("python")})
@@ -271,9 +298,7 @@ def test_settings_are_accepted(block: Block, fresh: Path) -> None:
 
 
 def test_the_list_of_what_is_not_executed_has_no_dead_entry() -> None:
-    commands = [
-        named(command) for block in blocks("bash", "sh", "console") for command in block.commands()
-    ]
+    commands = [named(command) for block in COMMANDS for command in block.commands()]
     for pattern in (*INSTEAD, *ENDS):
         assert any(re.match(pattern, command) for command in commands), pattern
 

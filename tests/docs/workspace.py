@@ -24,10 +24,12 @@ TEMPLATE = (
 NAMES = {
     "Qwen/Qwen2.5-0.5B-Instruct": "base",
     "Qwen/Qwen2.5-7B-Instruct": "base",
+    "Qwen/Qwen2.5-7B": "base",
     "/path/to/model": "base",
     "checkpoint-300": "checkpoint-2",
     "rather-demo/base": "base",
-    "rather-demo/train.json": "pairs.jsonl",
+    "rather-demo/train.json": "pairs.json",
+    "/ckpt/sft": "megatron",
 }
 CONFIG = """\
 exp_name: first
@@ -61,11 +63,10 @@ report_to: none
 PEERS = {
     "axolotl.yaml": "config.yml",
     "llama-factory.yaml": "qwen3_lora_dpo.yaml",
-    "swift.txt": "rlhf.txt",
-    "colossalchat.txt": "colossalchat.txt",
-    "openrlhf.txt": "openrlhf.txt",
-    "nemo-rl.yaml": "nemo-rl.yaml",
+    "openrlhf.txt": "train_dpo.txt",
 }
+# What LLaMA-Factory's data/dataset_info.json says of the set that its config names.
+DATASETS = {"dpo_en_demo": {"file_name": "../pairs.json", "ranking": True}}
 RUNS = ("dpo", "my-first-run")
 
 
@@ -120,10 +121,12 @@ def write_files(workspace: Path) -> None:
     shutil.copy(workspace / "pairs.json", workspace / "my_pairs.json")
     (workspace / "dpo.yaml").write_text(CONFIG)
     (workspace / "my_run.yaml").write_text(CONFIG.replace("first", "my-first-run"))
-    for name in ("trl.yaml", "recipe.yaml"):
+    for name in ("recipe.yaml", "dpo_config.yaml"):
         (workspace / name).write_text(TRL)
     for source, name in PEERS.items():
         shutil.copy(ROOT / "tests" / "migrate" / "sources" / source, workspace / name)
+    (workspace / "data").mkdir()
+    (workspace / "data" / "dataset_info.json").write_text(json.dumps(DATASETS))
     shutil.copytree(ROOT / "examples", workspace / "examples")
     for file in (workspace / "examples").rglob("*.yaml"):
         file.write_text(named(file.read_text()))
