@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from rather.commands.generate import (
     write_answers,
 )
 from rather.commands.journal import Journal
-from rather.commands.openai_client import Server, first_choice, text_of_choice, tokens_of
+from rather.commands.openai_client import TRIES, Server, first_choice, text_of_choice, tokens_of
 from rather.data.images import MOST_BYTES, PLACEHOLDER, data_url, open_image
 from rather.data.messages import as_turns
 from rather.errors import ConfigError, ServerError, ServerSilent
@@ -73,19 +74,16 @@ class ServedModel:
         )
         self.name = options.name or self._find_name(model)
         self.way = WAYS[0]
+        self.has_miscounted = False  # then no answer without a count is accepted
 
     def _find_name(self, model: str) -> str:
         """Return the only model that the server lists; else the name that was typed."""
-        with suppress(ServerError):
-            listed = self.server.get("models").get("data")
-            names = [
-                entry["id"] for entry in listed or [] if isinstance(entry, dict) and "id" in entry
-            ]
-            if len(names) == 1 and isinstance(names[0], str):
-                return names[0]
+        with suppress(ServerError, LookupError, TypeError, ValueError):
+            [listed] = self.server.get("models")["data"]
+            return str(listed["id"])
         return model
 
-    def ask(self, place: Place, *, variant: int = 0, tries: int | None = None) -> ServerReply:
+    def ask(self, place: Place, *, variant: int = 0, tries: int = TRIES) -> ServerReply:
         """Return one answer; `variant` gives it another seed."""
         prompt, _ = place
         decoding = self.request.decoding
@@ -110,8 +108,7 @@ class ServedModel:
         else:
             path = "chat/completions"
             body |= self._messages(prompt)
-        options = {} if tries is None else {"tries": tries}
-        return self._reply(prompt, self.server.post(path, body, **options))
+        return self._reply(prompt, self.server.post(path, body, tries=tries))
 
     def _messages(self, prompt: int) -> JsonObject:
         row = self.prompts.rows[prompt]
@@ -131,11 +128,13 @@ class ServedModel:
         choice = first_choice(answer)
         text = text_of_choice(choice)
         expected = len(self.prompts.ids[prompt])
-        prompt_tokens = tokens_of(answer, "prompt_tokens")
-        if prompt_tokens not in (None, expected):
+        count = tokens_of(answer, "prompt_tokens")
+        self.has_miscounted |= count not in (None, expected)
+        if self.has_miscounted and count != expected:
             raise ServerError(
-                f"the server counts {prompt_tokens} tokens in a prompt sent as {self.way}, the "
-                f"tokenizer and template of MODEL {expected}: it runs another model or template."
+                f"usage.prompt_tokens of a prompt sent as {self.way} is {count or 'missing'}; the "
+                f"tokenizer and template of MODEL give {expected}: the server runs another model "
+                "or template."
             )
         written = tokens_of(answer, "completion_tokens")
         if written is None:
@@ -163,8 +162,7 @@ class ServedModel:
         ways: tuple[str, ...] = WAYS if self.prompts.has_template else WAYS[:-1]
         if self.prompts.has_images:
             ways = WAYS[-1:]
-        bos = self.prompts.tokenizer.bos_token_id
-        begins_with_bos = self.prompts.ids[place[0]][:1] == [bos]
+        begins_with_bos = self.prompts.ids[place[0]][:1] == [self.prompts.tokenizer.bos_token_id]
         for way in ways:
             if way.endswith(NO_BOS) and not begins_with_bos:
                 continue
@@ -271,12 +269,9 @@ class Asking:
     def run(self) -> None:
         """Ask until all answers are there, or the tokens are spent."""
         served = self.served
-        questions = [
-            (prompt, k)
-            for prompt in range(len(served.prompts.ids))
-            for k in range(served.request.answers)
-        ]
-        if all(question in self.answers for question in questions):
+        numbers = range(served.request.answers)
+        questions = list(product(range(len(served.prompts.ids)), numbers))
+        if self.answers.keys() >= set(questions):
             return
         pool = ThreadPoolExecutor(self.options.concurrency)
         try:
@@ -329,7 +324,7 @@ class Asking:
     def _samples_differ(self, prompt: int) -> bool:
         """Return whether two seeds give two texts; the answers are kept."""
         has_second = self.served.request.answers > 1
-        for question in [(prompt, 0), (prompt, 1)] if has_second else [(prompt, 0)]:
+        for question in product([prompt], range(1 + has_second)):
             if question not in self.answers:
                 self._send(question)
                 self._keep(question, self.served.ask(question))

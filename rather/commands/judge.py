@@ -72,13 +72,11 @@ def _answer_row(row: JsonObject, place: str) -> AnswerRow:
     prompt, responses, ended = (row.get(name) for name in ("prompt", "responses", "ended"))
     if not isinstance(prompt, str | list | dict):
         raise DataError(f"{place}: prompt must be text or messages.")
-    is_list = isinstance(responses, list) and len(responses) > 0
-    if not is_list or not all(isinstance(text, str) for text in responses or []):
+    is_list = isinstance(responses, list) and responses
+    if not is_list or not all(isinstance(text, str) for text in responses):
         raise DataError(f"{place}: responses must be a list of texts, as `rather generate` writes.")
-    has_ends = isinstance(ended, list) and len(ended) == len(responses or [])
-    return AnswerRow(
-        JudgedPrompt(prompt, row, place), list(responses or []), ended if has_ends else None
-    )
+    has_ends = isinstance(ended, list) and len(ended) == len(responses)
+    return AnswerRow(JudgedPrompt(prompt, row, place), responses, ended if has_ends else None)
 
 
 def match_rows(
@@ -188,8 +186,7 @@ def _shares_of_wins(
         outcomes_of[number][j].append(share_of_second)
     shares = []
     for row, of_answers in zip(rows, outcomes_of, strict=True):
-        own_answers = of_answers[-len(row.responses) :]
-        shares.append([fmean(outcomes_of_answer) for outcomes_of_answer in own_answers])
+        shares.append(list(map(fmean, of_answers[-len(row.responses) :])))
     return shares, {"comparisons": len(pairs), **counts}
 
 
@@ -241,8 +238,8 @@ def answer_judge(
     asked: AnswerJudge, file: Path
 ) -> Callable[[Sequence[AnswersToPrompt]], JsonObject]:
     """Return a function that compares the answers before and after training, for eval_prompts."""
-    options: JsonObject = {"model": asked.model}
-    options["template"] = Path(asked.template) if asked.template else None
+    template = Path(asked.template) if asked.template else None
+    options: JsonObject = {"model": asked.model, "template": template}
     if is_server(asked.name) and not asked.model:
         raise ConfigError("eval_prompts.judge.model: name the model of the server that judges.")
     if ".py" in asked.name:  # a wrong name is found before training, not after it
@@ -250,12 +247,10 @@ def answer_judge(
 
     def compare(answers: Sequence[AnswersToPrompt]) -> JsonObject:
         before, after = list[AnswerRow](), list[AnswerRow]()
-        for number, (prompt, *texts) in enumerate(answers, 1):
-            for side, text in zip((before, after), texts, strict=True):
-                question = JudgedPrompt(
-                    prompt, {"prompt": prompt}, f"eval_prompts: prompt {number}"
-                )
-                side.append(AnswerRow(question, [text], None))
+        for number, (prompt, old, new) in enumerate(answers, 1):
+            question = JudgedPrompt(prompt, {"prompt": prompt}, f"eval_prompts: prompt {number}")
+            before.append(AnswerRow(question, [old], None))
+            after.append(AnswerRow(question, [new], None))
         try:
             return compare_rows(before, after, asked.name, file, **options)
         except RatherError as error:
@@ -370,19 +365,21 @@ def print_verdict(result: JsonObject) -> None:
     """Print the result of two files, or of one."""
     if "comparisons" in result:
         echo(f"{result['file']}: {result['n']} answers, {result['comparisons']} comparisons")
-        _print_server_counts(result, result["comparisons"])
+        _print_server_counts(result)
         return
     if "win_rate" not in result:
         echo(f"{result['file']}: mean score {result['mean_score']:.4g} of {result['n']} answers")
         return
-    low, high = result["win_rate_low"], result["win_rate_high"]
     echo(
         f"B wins {result['wins']}, ties {result['ties']}, loses {result['losses']} of {result['n']}"
     )
-    echo(f"win rate of B: {result['win_rate']:.1%} (95 %: {low:.1%} to {high:.1%})")
+    echo(
+        f"win rate of B: {result['win_rate']:.1%} (95 %: {result['win_rate_low']:.1%} to "
+        f"{result['win_rate_high']:.1%})"
+    )
     echo(f"at equal length: {result['win_rate_length_controlled']:.1%}")
     if is_server(result["with"]):
-        _print_server_counts(result, result["n"])
+        _print_server_counts(result)
     else:
         echo(f"mean score: {_both(result['mean_score'], '.4g')}")
     echo(f"characters: {_both(result['mean_length'], '.0f')}")
@@ -390,7 +387,8 @@ def print_verdict(result: JsonObject) -> None:
         echo(f"{name}: {_both(result[name], '.1%')}")
 
 
-def _print_server_counts(result: JsonObject, comparisons: int) -> None:
+def _print_server_counts(result: JsonObject) -> None:
+    comparisons = result.get("comparisons", result["n"])
     echo(f"verdicts that flip with the order: {result['flips']} of {comparisons} (ties)")
     echo(f"verdicts that cannot be read: {result['unreadable']}")
     echo(f"tokens spent: {result['tokens_spent']}")

@@ -17,7 +17,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -221,9 +220,11 @@ class ForgettingSet:
         for first in range(0, len(self.prompts), PROMPTS_AT_ONCE):
             for reply in answer(self.prompts[first : first + PROMPTS_AT_ONCE], ANSWER_TOKENS):
                 replies.append(self._text(reply.ids))
-        asked = chain.from_iterable(repeat(each, len(PHRASINGS)) for each in self.questions)
-        answered = zip(asked, replies, strict=True)
-        right = [i for i, (question, reply) in enumerate(answered) if question.is_right(reply)]
+        right = [
+            number
+            for number, reply in enumerate(replies)
+            if self.questions[number // len(PHRASINGS)].is_right(reply)
+        ]
         return Figures(loss, replies, right)
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -5,6 +5,7 @@ Everything is read from metrics and reports of the run folder, so a report can s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -77,10 +78,13 @@ def result_lines(metrics: Values, data: JsonObject) -> list[str]:
     drift = "Drift was not measured; it needs held-out data and a reference."
     if drifts:
         drift = f"Drift from the base: {max(drifts):.3g} nats per held-out token."
+        limit = data.get("drift_limit", math.inf)
+        if max(drifts) > limit:
+            drift += f" That is above drift_limit ({limit:g})."
     if "loss" in metrics and "sft_loss" not in metrics:
         no_text = "was not measured: a reward model writes no text."
         return [accuracy, f"Win rate {no_text}", f"Forgetting {no_text}", drift]
-    return [accuracy, _win_rate(metrics), _forgetting(metrics), drift]
+    return [accuracy, _win_rate(metrics), _forgetting(metrics, data), drift]
 
 
 def _win_rate(metrics: Values) -> str:
@@ -91,10 +95,11 @@ def _win_rate(metrics: Values) -> str:
     return text if low > 0.5 or high < 0.5 else f"{text} That may be chance."
 
 
-def _forgetting(metrics: Values) -> str:
+def _forgetting(metrics: Values, data: JsonObject) -> str:
     losses = metrics.get(f"{FORGETTING}loss")
     if not losses:
-        return "Forgetting was not measured: off, a short run, or a tokenizer without the words."
+        reason = data.get("forgetting_left_out", "see `forgetting` in the config")
+        return f"Forgetting was not measured: {reason or 'the tokenizer does not know the texts'}."
     text = f"Forgetting: the loss on neutral text went from {losses[0]:.3f} to {losses[-1]:.3f}"
     kept, right, before = (
         metrics.get(f"{FORGETTING}{name}") for name in ("kept", "right", "right_before")
@@ -122,10 +127,10 @@ def run_result(run_dir: Path) -> list[str]:
     return lines + answer_lines(read_lines(run_dir / ANSWERS)[0])
 
 
-def shown_lines(lines: Sequence[str]) -> list[str]:
+def shown_lines(lines: Sequence[str]) -> Sequence[str]:
     """Return the result as a run prints it: only the first line if nothing was measured."""
     is_measured = any("was not measured" not in line for line in lines)
-    return list(lines if is_measured else lines[:1])
+    return lines if is_measured else lines[:1]
 
 
 def answer_lines(answers: Sequence[Mapping[str, Any]]) -> list[str]:

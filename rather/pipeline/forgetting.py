@@ -65,13 +65,9 @@ class ForgettingCheck:
         source: PreparedSteps,
     ) -> ForgettingCheck | None:
         """Return the check, or None if the config or the length of the run leaves it out."""
-        if keys.forgetting == "off":
+        if why_left_out(keys, roles.kind, source):
             return None
-        file = None
-        if keys.forgetting != "auto":
-            file = data_args.locate(keys.forgetting)
-        elif not keys.selects_by(FORGETTING) and _tokens_of(source) < LONG_ENOUGH[roles.kind]:
-            return None
+        file = None if keys.forgetting == "auto" else data_args.locate(keys.forgetting)
         return ForgettingCheck(
             roles,
             retry,
@@ -137,6 +133,16 @@ def answer_metrics(before: JsonObject, now: Figures) -> dict[str, float]:
         f"{FORGETTING}kept": forgotten.kept_share,
         f"{FORGETTING}chance": forgotten.chance,
     }
+
+
+def why_left_out(keys: StepKeys, kind: str, source: PreparedSteps) -> str:
+    """Return why a run does not measure forgetting; "" if it does."""
+    if keys.forgetting == "off":
+        return "`forgetting` is off"
+    is_needed = keys.forgetting != "auto" or keys.selects_by(FORGETTING)
+    if is_needed or _tokens_of(source) >= LONG_ENOUGH[kind]:
+        return ""
+    return f"`auto` leaves out runs below {LONG_ENOUGH[kind]:,} training tokens"
 
 
 def _tokens_of(source: PreparedSteps) -> float:

@@ -26,6 +26,7 @@ from rather.data.show import token_view
 from rather.errors import HangError, RayGone, WorkerLost
 from rather.model.files import model_folder
 from rather.model.sizes import sizes_of
+from rather.pipeline.forgetting import why_left_out
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.starts import record_start
 from rather.pipeline.steps import PreparedSteps
@@ -95,7 +96,9 @@ class RunSummary:
     def _data_report(self) -> dict[str, Any]:
         """Return the report of the pairs, with what only the model's config can tell about them."""
         prepared, role = self.source.data, self.config.actor_train
-        data = dict(prepared.report)
+        left_out = why_left_out(self.config, self.roles.kind, self.source)
+        data = {**prepared.report, "forgetting_left_out": left_out,
+                "drift_limit": self.config.drift_limit}  # fmt: skip
         with _failure_logged("the look at the model's positions"):
             folder = model_folder(role.config_path, role.model_args.revision)
             config = read_object(folder / "config.json") if folder else {}

@@ -111,6 +111,12 @@ def another_template(path: str, body: dict[str, Any]) -> Reply:
     return reply
 
 
+def miscounts_ids_and_counts_no_text(path: str, body: dict[str, Any]) -> Reply:
+    if isinstance(body.get("prompt"), list):
+        return another_template(path, body)
+    return 200, {"choices": [{"text": "w1", "finish_reason": "stop"}]}
+
+
 def same_samples(path: str, body: dict[str, Any]) -> Reply:
     """A server that accepts a temperature and answers greedily, as `transformers serve` does."""
     return honest(path, {**body, "seed": 0})
@@ -160,6 +166,7 @@ def test_chat_messages_where_a_server_has_nothing_else(
     ("behaviour", "code", "message"),
     [
         (another_template, 5, "runs another model or template"),
+        (miscounts_ids_and_counts_no_text, 5, "sent as text is missing; the"),
         (same_samples, 2, "does not sample"),
         (lambda path, body: (500, {"error": "broken"}), 5, "HTTP 500"),
         (lambda path, body: (429, {"error": "slow down"}), 5, "HTTP 429"),

@@ -29,7 +29,7 @@ from rather.outcome.forgetting import (
     forgetting_of,
     read_rows,
 )
-from rather.pipeline.forgetting import LONG_ENOUGH, ForgettingCheck, Limits
+from rather.pipeline.forgetting import LONG_ENOUGH, ForgettingCheck, Limits, why_left_out
 from rather.pipeline.pipeline import DPOPipeline
 from tests.health.tiny_runs import KIND, RATE, Case, TinyRuns, kind, prompt, words
 from tests.tiny import make_config, metrics
@@ -236,6 +236,8 @@ def test_a_short_run_is_not_slowed_down(tiny_runs: TinyRuns) -> None:
     pipeline = DPOPipeline(config)
     with closing(pipeline):
         assert pipeline.forgetting is None  # auto, and 64 pairs
+        reason = why_left_out(config, "cpu", pipeline.source)
+        assert reason == "`auto` leaves out runs below 500,000 training tokens"
         tokens = LONG_ENOUGH["cpu"] / 4 / 16  # of each pair of four steps
         pipeline.source.data.train.tokens[:] = math.ceil(tokens)
         parts = pipeline.parts

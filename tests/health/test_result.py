@@ -111,7 +111,9 @@ def test_a_server_judges_the_end_of_a_run_once(tiny_runs: TinyRuns) -> None:
     lengths = zip(answers_of(config, "reference"), answers_of(config, "policy"), strict=True)
     wins = [(len(a) > len(b)) + (len(a) == len(b)) / 2 for b, a in lengths]
     assert metrics(config)[-1]["eval/win_rate"] == sum(wins) / len(wins)
-    assert run_result(config.run_dir)[1].startswith("Win rate against the base is")
+    result = run_result(config.run_dir)
+    assert result[1].startswith("Win rate against the base is")
+    assert result[2] == "Forgetting was not measured: `forgetting` is off."
 
 
 def test_what_was_not_measured_is_said() -> None:
@@ -125,8 +127,13 @@ def test_what_was_not_measured_is_said() -> None:
     assert shown_lines(lines) == lines[:1]  # a training of rounds measures nothing
     drifted = result_lines({"eval/drift": [0.0, 0.2]}, {})
     assert shown_lines(drifted) == drifted
+    assert result_lines({"eval/drift": [0.0, 66.8]}, {"drift_limit": 1.0})[3].endswith(
+        "66.8 nats per held-out token. That is above drift_limit (1)."
+    )
+    assert "drift_limit" not in result_lines({"eval/drift": [0.0, 0.2]}, {"drift_limit": 1.0})[3]
     assert len(lines) == LINES
     assert all("not measured" in line for line in lines)
+    assert "does not know the texts" in result_lines({}, {"forgetting_left_out": ""})[2]
     assert answer_lines([]) == []
 
 
