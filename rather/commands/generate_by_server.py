@@ -269,8 +269,7 @@ class Asking:
     def run(self) -> None:
         """Ask until all answers are there, or the tokens are spent."""
         served = self.served
-        numbers = range(served.request.answers)
-        questions = list(product(range(len(served.prompts.ids)), numbers))
+        questions = list(product(range(len(served.prompts.ids)), range(served.request.answers)))
         if self.answers.keys() >= set(questions):
             return
         pool = ThreadPoolExecutor(self.options.concurrency)
