@@ -72,8 +72,8 @@ def _answer_row(row: JsonObject, place: str) -> AnswerRow:
     prompt, responses, ended = (row.get(name) for name in ("prompt", "responses", "ended"))
     if not isinstance(prompt, str | list | dict):
         raise DataError(f"{place}: prompt must be text or messages.")
-    is_list = isinstance(responses, list) and responses
-    if not is_list or not all(isinstance(text, str) for text in responses):
+    has_texts = isinstance(responses, list) and all(isinstance(text, str) for text in responses)
+    if not has_texts or not responses:
         raise DataError(f"{place}: responses must be a list of texts, as `rather generate` writes.")
     has_ends = isinstance(ended, list) and len(ended) == len(responses)
     return AnswerRow(JudgedPrompt(prompt, row, place), responses, ended if has_ends else None)
