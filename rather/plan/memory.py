@@ -57,6 +57,7 @@ ONE_RANK = Layout(1)
 KEYS_GATHERED = 1.25  # on a CPU keys and values are copied for each answer, the prompt's again
 # Of the libraries: products, random numbers, pinned batches.
 WORKSPACE = {"cuda": 64 << 20, "cpu": 40 << 20}
+PEFT = 56 << 20  # on a CPU; it is imported with the first adapter
 
 
 # --- weights, gradients and optimizer of one rank ---
@@ -495,20 +496,22 @@ class MemoryForecast:
         self.stage, self.layers = stage, layers
         self.tower = sum(map(prod, sizes.tower.values())) if images else 0
         self.config, self.sizes, self.device, self.kind = config, sizes, device, device.kind
-        self.layout, self.args = layout(config.actor_train), config.actor_train.model_args
         actor = config.actor_train
+        self.layout, self.args = layout(actor), actor.model_args
         refuse_host_offload(actor, self.kind, config.precision, "actor_train.strategy_args")
         self.keeps_state_on_host = keeps_state_on_host(self.layout, self.kind)
         self.compute, self.compiled = stored_dtype(self.args, self.kind).itemsize, compiled
+        self.workspace = WORKSPACE[self.kind]
+        if self.kind == "cpu" and self.args.has_adapter:
+            self.workspace += PEFT
         self.with_reference = reference and from_config(config).needs_reference
         self.reference_bytes = 0.0  # of a device of its own, or shared with the policy
         if self.with_reference and not config.reference_is_policy:
             role = config.reference
             refuse_host_offload(role, self.kind, config.precision, "reference.strategy_args")
-            state = role_state(
+            self.reference_bytes = role_state(
                 config, role, self.kind, sizes.shapes, role.model_args, tower=self.tower
-            )
-            self.reference_bytes = state.own
+            ).own
 
     def state(self, *, narrow: bool = False) -> RoleState:
         given = self.config, self.config.actor_train, self.kind, self.sizes.shapes, self.args
@@ -569,30 +572,32 @@ class MemoryForecast:
         tokens, part, size = work.seen / self.layout.cp, self.layer().part, self.compute
         words = self.sizes.vocabulary / self.layout.tp
         chunk = min(tokens * words * size, CHUNK_BYTES[self.kind])
-        busy = tokens * 3 * (part.inner + part.hidden) * size + WORKSPACE[self.kind]
+        busy = tokens * 3 * (part.inner + part.hidden) * size + self.workspace
         return replace(here, gradients=0.0, logits=chunk, buffers=here.buffers + busy)
 
     def _moments(self, chosen: Chosen, work: Work) -> Iterator[MemoryParts]:
         """Yield the parts at the head, in a layer, and at the end of backward."""
         found, sizes = self.layout, self.sizes
-        passing = self.layers.passing if self.layers else 0.0
         layer = self.layer(
-            chosen.recompute, compiled=self.compiled, factor=self._factor, passing=passing
+            chosen.recompute,
+            compiled=self.compiled,
+            factor=self._factor,
+            passing=self.layers.passing if self.layers else 0.0,
         )
         resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
         # The first micro-batch finds no gradients but the sums of linear layers. On a CPU freed
         # activations stay with the process, in pieces, and gradients come on top.
-        finds_none = work.batches == 1 and self.kind != "cpu"
-        early = self._summed_share(narrow=chosen.narrow) if finds_none else 1.0
-        before = replace(resting, gradients=resting.gradients * early)
+        before = resting
+        if work.batches == 1 and self.kind != "cpu":
+            early = self._summed_share(narrow=chosen.narrow)
+            before = replace(resting, gradients=resting.gradients * early)
         tokens = work.tokens / found.cp
         kept = layer.kept_by_rank(work.tokens, work.batches, self.stage or 0)
         kept += work.patches * self._tower_bytes
-        extra = float(WORKSPACE[self.kind])
         logits, gradients = layer.head(work.rows / found.cp)
-        buffers = before.buffers + gradients + extra
+        buffers = before.buffers + gradients + self.workspace
         yield replace(before, activations=kept, logits=logits, buffers=buffers)
-        busy = tokens * layer.backward + extra
+        busy = tokens * layer.backward + self.workspace
         head = 0.0 if layer.adapter else sizes.of_head / found.tp * self.compute
         busy += head if sizes.tied else 0.0  # waits for the gradient of the embedding
         yield replace(before, activations=kept, buffers=before.buffers + busy)
@@ -616,7 +621,7 @@ class MemoryForecast:
     def _tower_bytes(self) -> float:
         """What a trained tower keeps of one patch: the inputs of its products, and its norms."""
         widths = [sum(shape[:2]) for shape in self.sizes.tower.values() if len(shape) == 2]
-        return float(sum(widths) * self.compute)
+        return sum(widths) * self.compute
 
     def chosen(self, steps: Sequence[Sequence[TokenPair]], largest_pair: int) -> Chosen:
         """Return what `choose_budget` finds by rehearsals, computed here by the same rules."""
@@ -665,10 +670,9 @@ class MemoryForecast:
             return 0  # a rehearsal runs out of memory
         each = max(1.0, (second - first) / (many - few))
         resting = self.resting(narrow=trial.narrow, parked=trial.parked)
-        held = replace(resting, gradients=0.0).total
+        held = resting.total - resting.gradients
         room = SHARE * (self.device.memory - held) + held  # what rests there was not free
-        row = self.sizes.vocabulary * self.compute
-        return tokens_in(room - first, few, each, row)
+        return tokens_in(room - first, few, each, self.sizes.vocabulary * self.compute)
 
     def work(self, chosen: Chosen, steps: Sequence[Sequence[TokenPair]]) -> Work:
         """Return the work of the first steps, packed as the run packs them."""
@@ -687,9 +691,11 @@ class MemoryForecast:
 
     def pack_forward(self, step: Sequence[TokenPair]) -> list[PairBatch]:
         """Pack a step for the reference, without gradients."""
-        role, ladder = self.config.reference, LADDER[self.kind]
+        role = self.config.reference
         budget = role.max_tokens_per_microbatch_in_infer or 2 * TOKENS[self.kind]
-        return pack(step, budget, role.infer_batch_size, ladder=ladder, ranks=layout(role).bins)
+        return pack(
+            step, budget, role.infer_batch_size, ladder=LADDER[self.kind], ranks=layout(role).bins
+        )
 
 
 def _patches(batch: PairBatch) -> int:

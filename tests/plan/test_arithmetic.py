@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from rather.plan.forecast import (
     best,
     checkpoint_bytes,
 )
-from rather.plan.memory import Chosen, Device, LayerBytes, MemoryForecast, Work, role_state
+from rather.plan.memory import PEFT, Chosen, Device, LayerBytes, MemoryForecast, Work, role_state
 from rather.plan.speed import GPUS, Flops, listed_speed, passes
 
 GIB = 1 << 30
@@ -198,6 +200,30 @@ def test_a_peak_adds_up_by_hand(folder: Path, tiny: Sizes) -> None:
         tiny.weights * n for n in (4, 8, 4)
     )
     assert parts.total == sum(asdict(parts).values())
+
+
+def test_an_adapter_on_a_cpu_brings_peft(folder: Path, tiny: Sizes) -> None:
+    """The process grows by it, when the adapter is made."""
+    adapter = {"actor_train.model_args.lora_rank": 4}
+    for kind, changes, libraries in (("cpu", {}, 40), ("cpu", adapter, 96), ("cuda", adapter, 64)):
+        found = config(folder, folder / "tiny0", **changes)
+        memory = MemoryForecast(found, tiny, Device(kind, GIB), reference=True, compiled=False)
+        parts = memory.peak(Chosen(8, "none", False, False), Work(0, 0, 2, 0))
+        assert libraries << 20 <= parts.buffers < (libraries + 1) << 20
+
+
+@pytest.mark.wide
+def test_what_importing_peft_takes() -> None:
+    lines = """
+import rather.pipeline.pipeline, transformers.models.llama.modeling_llama
+from rather.cluster.memory import Peak
+peak = Peak("cpu")
+import rather.model.adapters
+print(peak.bytes)
+"""
+    command = [sys.executable, "-c", lines]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert int(output) == pytest.approx(PEFT, rel=0.3)
 
 
 def test_logits_above_the_limit_are_computed_in_chunks(seven: tuple[Path, Sizes]) -> None:
