@@ -124,7 +124,8 @@ def missing_tools() -> list[str]:
         installed = setuptools.__version__
     if installed == "none" or int(installed.split(".")[0]) < LEAST_SETUPTOOLS:
         problems.append(
-            f"setuptools {LEAST_SETUPTOOLS} or newer is missing (installed: {installed}): "
+            f"setuptools {LEAST_SETUPTOOLS} or newer is missing (installed: {installed}): run `make "
+            "install` first, whose environment has it, or only "
             f"{sys.executable} -m pip install 'setuptools>={LEAST_SETUPTOOLS}'. Without a network, "
             "copy its wheel here and install that file. Nothing else is needed."
         )

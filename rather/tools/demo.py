@@ -301,13 +301,13 @@ def write_base(folder: Path, training: Sequence[Query]) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+    transformers_logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def sample(folder: Path, prompts: Sequence[str], seed: int) -> list[str]:
     """Return one answer to each prompt, drawn from the model's own distribution."""
-    transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)  # a folder made here  # nosec B615
     model: Any = AutoModelForCausalLM.from_pretrained(folder)  # the same  # nosec B615
     texts = [f"{BOS}{USER}{prompt}{ASSISTANT}" for prompt in prompts]
