@@ -9,6 +9,7 @@ next run starts a new pool.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import pickle
@@ -125,6 +126,7 @@ def _attempt(
         result = function(*args)
         dist.barrier()
         dist.destroy_process_group()
+        gc.collect()  # models in cycles keep their groups, whose threads wake 100 times a second
         # It would give the next run's tensors this run's groups, if meshes look alike.
         _clear_sharding_prop_cache()
         return True, result
