@@ -232,7 +232,7 @@ def clean(run_dir: Path) -> None:
     """Remove what an interrupted save left; restore a checkpoint that it had moved aside."""
     for path in run_dir.glob(".tmp-checkpoint-*"):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    for path in run_dir.iterdir():
+    for path in run_dir.glob("*"):
         if match := _ASIDE.fullmatch(path.name):
             final = run_dir / f"checkpoint-{match[1]}"
             shutil.rmtree(path) if final.exists() else os.rename(path, final)

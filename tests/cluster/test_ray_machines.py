@@ -249,4 +249,5 @@ def test_a_folder_that_a_machine_does_not_share_is_refused_with_its_name(
     }
     line = refused(on.train(run_of(tmp_path, "apart", **WHOLE, **changes)), 2)
     assert "is not a folder that all machines share" in line
-    assert all(each.name in line for each in on.workers), line
+    # The first rank has made it on its machine, so the other one is named.
+    assert sum(each.name in line for each in on.workers) == 1, line
