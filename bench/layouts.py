@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rather.checkpoint.sharded_tensors import ShardSpec
+from rather.config.compat import DEGREES
 from rather.config.load import config_from_dict
 from rather.config.schema import ActorConfig, TrainingArgs
 from rather.config.strategies import Layout, layout
@@ -213,7 +214,15 @@ def main() -> None:
 
 
 def layout_of(written: dict[str, Any], devices: int) -> Layout:
-    return layout(ActorConfig.model_validate({"strategy_args": written}), devices)
+    details = dict(written["strategy_config"])
+    degrees = {
+        name: details.pop(key)
+        for name, megatron_name in DEGREES.items()
+        for key in (name, megatron_name)
+        if key in details
+    }
+    args = {**written, **degrees, "strategy_config": details}
+    return layout(ActorConfig.model_validate({"strategy_args": args}), devices)
 
 
 def chosen_ranks(plan: Layout) -> list[int]:
@@ -368,6 +377,8 @@ def step_of(shape: Shape, written: dict[str, Any], devices: int, rank: int) -> T
     answers = [(1, (PAIR - 1) // 2, (PAIR - 1) // 2)] * (TOKENS // PAIR)
     batch = pack(random_pairs(shape.vocabulary, answers), TOKENS, ladder=LADDER["cpu"])[0]
     own = divided.share(batch)
+    lengths = zip(own.segments.q_lens, own.segments.k_lens, strict=True)
+    masked = sum(queries * keys for queries, keys in lengths if queries < keys)
     # FSDP rebuilds its inputs, and the lengths of segments cannot be computed from fake tensors.
     known = {name: getattr(own.segments, name) for name in ("q_lens", "k_lens")}
     for name, lengths in known.items():
@@ -389,6 +400,10 @@ def step_of(shape: Shape, written: dict[str, Any], devices: int, rank: int) -> T
         out.backward(torch.empty_like(out))
     dist.destroy_process_group()
     planned = planned_bytes(shape, written, devices, batch, stage=mesh.rank("pp"))
+    # On a CPU, attention keeps a mask of each segment with more keys than queries; a GPU has none.
+    stages = plan.pipeline.stages_of(mesh.rank("pp"))
+    layers = sum(len(plan.pipeline.layers_of(stage, shape.layers)) for stage in stages)
+    planned["activations"] += masked * layers * ON_CPU.itemsize
     seconds = time.perf_counter() - began
     return Taken(rank, *state, held, planned, collectives.found, boundary, seconds)
 

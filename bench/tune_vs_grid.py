@@ -222,7 +222,8 @@ def best_cells(grid: dict[str, dict[str, Any]]) -> set[str]:
 def keeps_limits(cell: dict[str, Any]) -> bool:
     """Return whether a model keeps the default limits of drift and forgetting."""
     metrics = {"eval/drift": cell["drift"]}
-    cell = {"chance": chance_of(cell), **cell}
+    if "chance" not in cell:
+        cell = {**cell, "chance": chance_of(cell)}
     for name in ("loss", "kept", "chance"):
         value = cell["forgetting_loss" if name == "loss" else name]
         if value is not None:

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from math import prod
 from operator import attrgetter
@@ -213,10 +214,8 @@ def _tried_layers(
         return None
     itemsize = stored_dtype(actor.model_args, kind).itemsize
     try:
-        trials = [
-            try_layers(actor.model_path, actor.model_args, kind, itemsize, step) for step in steps
-        ]
-        return max(trials, key=attrgetter("kept"))
+        tried = partial(try_layers, actor.model_path, actor.model_args, kind, itemsize)
+        return max(map(tried, steps), key=attrgetter("kept"))
     except Exception as error:  # a forecast must not end a run that could train
         log.warning(
             "%s: its layers cannot be tried without memory (%s); the forecast of memory is that of "
@@ -234,8 +233,7 @@ def caches_features(args: ActorModelArgs) -> bool:
 
 def feature_layers(sizes: Sizes) -> int:
     """Return how many rows an image token has: one, and those of inner layers (Qwen3-VL)."""
-    inner = {match[1] for name in sizes.tower if (match := DEEP.search(name))}
-    return 1 + len(inner)
+    return 1 + len({match[1] for name in sizes.tower if (match := DEEP.search(name))})
 
 
 def compiles(choice: str, actor: ActorConfig, sizes: Sizes, kind: str, tokens: int) -> bool:

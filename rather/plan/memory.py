@@ -355,7 +355,7 @@ class LayerBytes:
     def kept(self) -> float:
         """What is kept until the backward pass."""
         if self.recompute == "none":
-            return self._everything
+            return self.factor * self.plain
         sizes = self.part
         numbers = float(sizes.hidden)  # the input of the layer
         if self.recompute != "full":
@@ -368,10 +368,6 @@ class LayerBytes:
             if self.adapter:
                 numbers += sizes.query + sizes.key + sizes.hidden
         return numbers * self.itemsize
-
-    @property
-    def _everything(self) -> float:
-        return self.factor * self.plain
 
     @property
     def plain(self) -> float:
@@ -403,7 +399,7 @@ class LayerBytes:
         if self.recompute == "none":
             return gradients
         kept = self.kept if self.recompute != "full" else 0.0
-        return max(0.0, self._everything - kept) + gradients
+        return max(0.0, self.factor * self.plain - kept) + gradients
 
     def head(self, rows: float) -> tuple[float, float]:
         """Return the bytes of (logits, gradients of the head) for scored tokens.
@@ -569,10 +565,9 @@ class MemoryForecast:
     def _reference_turn(self, chosen: Chosen, work: Work) -> MemoryParts:
         """Return the parts while the reference runs, or an evaluation."""
         here = self.resting(narrow=chosen.narrow, parked=False)
-        tokens, part, size = work.seen / self.layout.cp, self.layer().part, self.compute
-        words = self.sizes.vocabulary / self.layout.tp
-        chunk = min(tokens * words * size, CHUNK_BYTES[self.kind])
-        busy = tokens * 3 * (part.inner + part.hidden) * size + self.workspace
+        part, column = self.layer().part, work.seen / self.layout.cp * self.compute
+        chunk = min(column * self.sizes.vocabulary / self.layout.tp, CHUNK_BYTES[self.kind])
+        busy = 3 * column * (part.inner + part.hidden) + self.workspace
         return replace(here, gradients=0.0, logits=chunk, buffers=here.buffers + busy)
 
     def _moments(self, chosen: Chosen, work: Work) -> Iterator[MemoryParts]:

@@ -236,7 +236,8 @@ class StopRequest:
             signal.signal(number, handler)
         if self._leaving is not None:
             self._leaving.cancel()
-        if error is None:
+        # Ray's compiled code turns what a handler raises into a SystemError.
+        if error is None or isinstance(error, SystemError):
             self._end_if_asked()
 
     def begin_training(self) -> None:

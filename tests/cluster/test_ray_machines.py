@@ -24,7 +24,8 @@ from tests.cluster.test_supervision import assert_same
 from tests.cluster.test_torchrun import config_of
 from tests.faults import inject
 
-pytestmark = [pytest.mark.wide, pytest.mark.slow]
+# Alone: nodes of Ray that start beside other tests miss its deadlines.
+pytestmark = [pytest.mark.wide, pytest.mark.slow, pytest.mark.alone]
 
 # As `ray start`, but with a port of an agent that is known before it starts, as
 # rather.cluster.resources.known_ports does: a busy machine would miss Ray's deadline.

@@ -14,6 +14,7 @@ from rather.checkpoint.checkpoint import newest_good
 from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
+from rather.run_folder.control import StopRequest
 from tests.checkpoint.runs import steps
 from tests.cluster.test_torchrun import torchrun
 from tests.tiny import make_config, metrics
@@ -38,7 +39,10 @@ def test_on_ray_with_a_reference_that_runs_ahead(folder: Path) -> None:
         "RATHER_TEST_ONCE": str(folder / "ray-asked"),
     }
     config = config_of(folder, "ray", **apart, **worker, system_envs=asks)
-    assert DPOPipeline(config).run() == 143
+    pipeline = DPOPipeline(config)
+    with pipeline.folder.locked(is_main=True), StopRequest() as stop:
+        stop.begin_training()  # otherwise so only when the first rank has said it
+        assert pipeline.run(stop) == 143
     found = newest_good(config.run_dir)
     assert found is not None
     assert found.step < 6

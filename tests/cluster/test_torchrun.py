@@ -115,7 +115,7 @@ def test_torchrun_restarts_the_ranks_from_the_checkpoint(tmp_path: Path) -> None
     done = torchrun(killed, 2, restarts=1)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "1").exists()
-    assert re.search(r"rather: reference rank [01] of 2 \(on .+\) died", done.stderr)
+    assert "exitcode: -9" in done.stderr  # of torchrun, which may end the other rank at once
     one, other = (
         [line["loss"] for line in metrics(each) if "loss" in line] for each in (once, killed)
     )

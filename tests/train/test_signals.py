@@ -363,6 +363,21 @@ def test_the_exit_timer_stops_if_the_exit_is_caught() -> None:
     assert stop._leaving.finished.is_set()
 
 
+def compiled_code_that_is_stopped() -> None:
+    with StopRequest(patience=None):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Ended as error:
+            raise SystemError("returned a result with an exception set") from error
+
+
+def test_an_error_that_compiled_code_makes_of_a_stop_is_the_stop() -> None:
+    """As Ray's does, if a signal comes while it waits."""
+    with pytest.raises(Ended) as ended:
+        compiled_code_that_is_stopped()
+    assert ended.value.exit_code == 143
+
+
 @pytest.mark.parametrize(("step", "saves"), [(0, 0), (3, 1)])
 def test_a_save_that_another_process_was_asked_for_is_made_by_all(step: int, saves: int) -> None:
     """Before the first step there is nothing to save."""
