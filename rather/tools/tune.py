@@ -146,9 +146,9 @@ class Half:
         return float((self.margins > 0).mean())
 
     def gain_over(self, other: Half) -> tuple[float, float]:
-        """Return by how much the loss is lower than another's, and half of its 95 % interval.
+        """Return by how much the loss is lower than another's, and the standard error of that.
 
-        The interval is over prompts: pairs that share one are no independent evidence.
+        The error is over prompts: pairs that share one are no independent evidence.
         """
         gains = other.losses - self.losses
         mean = float(gains.mean())
@@ -160,11 +160,11 @@ class Half:
                 np.add.at(sums, numbers, gains - mean)
         count = len(sums)
         error = math.sqrt(count / (count - 1) * float((sums**2).sum())) / len(gains)
-        return mean, Z * error
+        return mean, error
 
-    def is_clearly_worse_than(self, other: Half) -> bool:
+    def is_clearly_worse_than(self, other: Half, deviations: float = Z) -> bool:
         gain, error = other.gain_over(self)
-        return gain > error
+        return gain > deviations * error
 
     def text(self) -> str:
         low, high = wilson(self.accuracy, len(self.margins))
@@ -421,8 +421,7 @@ class Tuning:
 
     def _halve(self, rate: float, losses: Sequence[str], total_steps: int) -> int:
         axes = {RATE: [f"{rate * factor:.3g}" for factor in AROUND]}
-        if self._has_beta:
-            beta = self.base.loss_numbers.get("beta") or from_config(self.base).terms[0].beta
+        if beta := self._beta:
             axes[BETA] = [f"{beta * factor:.3g}" for factor in AROUND]
         if losses:
             axes[LOSS] = list(losses)
@@ -488,7 +487,7 @@ class Tuning:
         stronger = None
         if best == min(rates) > -MOST_GRADES and self.loss(rates[best]) < math.inf:
             stronger = with_rate(top, GENTLER ** (best - 1))
-        if stronger and not self._loses_answers(rates[best]):
+        if stronger and not self._lost_share(rates[best]):
             return stronger
         usable = min(rates.values(), key=self.loss)
         starts = {rates[best]: None}  # in this order
@@ -518,7 +517,7 @@ class Tuning:
         """
         values: JsonObject = self.runs[best]["values"]
         usable = [name for name in tried.values() if self.loss(name) < math.inf]
-        trades = MOST_TRADES if self._has_beta else 0
+        trades = MOST_TRADES if self._beta else 0
         most = trades + MOST_RESCUES if usable else MOST_GRADES - 1
         for trade in range(1, most + 1):
             if trade <= trades:
@@ -538,7 +537,7 @@ class Tuning:
 
     def _has_keeper(self, usable: Sequence[str]) -> bool:
         """Return whether one of these that is as good as the best kept the right answers."""
-        keepers = [name for name in usable if not self._loses_answers(name)]
+        keepers = [name for name in usable if not self._lost_share(name)]
         if not keepers:
             return False
         best = self._chooses(min(usable, key=self.loss))
@@ -549,12 +548,9 @@ class Tuning:
         return halves(self.folder / name, beta, self.prompts)[0]
 
     @property
-    def _has_beta(self) -> bool:
-        return bool(self.base.loss_numbers.get("beta") or from_config(self.base).terms[0].beta)
-
-    def _loses_answers(self, name: str) -> bool:
-        """Return whether more right answers were lost than allowed, if only by chance."""
-        return self._lost_share(name) > 0
+    def _beta(self) -> float:
+        """The beta of the YAML or of its loss; 0 for a loss that has none."""
+        return self.base.loss_numbers.get("beta") or from_config(self.base).terms[0].beta or 0.0
 
     def _lost_share(self, name: str) -> float:
         """Return the share of the base's right answers that were lost; 0 within the limit."""
@@ -570,7 +566,7 @@ class Tuning:
 
     def _warning(self, best: str) -> str:
         """Return what the last line adds if the best setting lost more answers than allowed."""
-        if best == NOTHING or not self._loses_answers(best):
+        if best == NOTHING or not self._lost_share(best):
             return ""
         text = f"; it {kept_answers(self.runs[best])}, and no finalist about as good "
         text += f"kept {1 - self.base.forgetting_limit:.0%}"
@@ -622,7 +618,7 @@ class Tuning:
             gain, error = candidates[top].gain_over(candidates[best])
             keeps_more = harm[best][0] < harm[top][0]
             virtue = "keeps more right answers than" if keeps_more else "gentler than"
-            reason = f"{virtue} {top}, whose loss is lower by only {gain:.4f} +- {error:.4f}"
+            reason = f"{virtue} {top}, whose loss is lower by only {gain:.4f} +- {Z * error:.4f}"
         reason += self._warning(best)
         finals = {
             name: {"loss": half.loss, "accuracy": half.accuracy, "pairs": len(half.margins),
@@ -636,16 +632,20 @@ class Tuning:
 
 
 def choose(candidates: dict[str, Half], harm: Mapping[str, tuple[float, float]]) -> str:
-    """Return the gentlest candidate that is not clearly worse than the one of lowest loss.
+    """Return the gentlest candidate that is about as good as the one of lowest loss.
 
-    The gentlest has the least `harm`: see Tuning._harm.
+    Of those that are not clearly worse, the ones that lost fewest answers stay. Of these the
+    gentlest within one standard error of the best wins: a wider interval would give too much away.
+    `harm` is that of Tuning._harm.
     """
-    top = min(candidates, key=lambda name: candidates[name].loss)
-    close = [
-        name
-        for name, half in candidates.items()
-        if name == top or not half.is_clearly_worse_than(candidates[top])
-    ]
+    close = list(candidates)
+    for deviations in (Z, 1.0):
+        top = candidates[min(close, key=lambda name: candidates[name].loss)]
+        close = [
+            name for name in close if not candidates[name].is_clearly_worse_than(top, deviations)
+        ]
+        fewest_lost = min(harm[name][0] for name in close)
+        close = [name for name in close if harm[name][0] == fewest_lost]
     return min(close, key=harm.__getitem__)
 
 

