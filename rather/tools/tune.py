@@ -148,7 +148,7 @@ class Half:
     def gain_over(self, other: Half) -> tuple[float, float]:
         """Return by how much the loss is lower than another's, and the standard error of that.
 
-        The error is over prompts: pairs that share one are no independent evidence.
+        Prompts count, not pairs: pairs that share a prompt are not independent.
         """
         gains = other.losses - self.losses
         mean = float(gains.mean())
@@ -162,9 +162,9 @@ class Half:
         error = math.sqrt(count / (count - 1) * float((sums**2).sum())) / len(gains)
         return mean, error
 
-    def is_clearly_worse_than(self, other: Half, deviations: float = Z) -> bool:
+    def is_worse_than(self, other: Half, standard_errors: float = Z) -> bool:
         gain, error = other.gain_over(self)
-        return gain > deviations * error
+        return gain > standard_errors * error
 
     def text(self) -> str:
         low, high = wilson(self.accuracy, len(self.margins))
@@ -531,7 +531,7 @@ class Tuning:
             if name is None:
                 return values
             is_usable = self.loss(name) < math.inf
-            if is_usable and self._chooses(name).is_clearly_worse_than(self._chooses(best)):
+            if is_usable and self._chooses(name).is_worse_than(self._chooses(best)):
                 return None
         return None
 
@@ -541,7 +541,7 @@ class Tuning:
         if not keepers:
             return False
         best = self._chooses(min(usable, key=self.loss))
-        return any(not self._chooses(name).is_clearly_worse_than(best) for name in keepers)
+        return any(not self._chooses(name).is_worse_than(best) for name in keepers)
 
     def _chooses(self, name: str) -> Half:
         beta = self.beta(self.runs[name]["values"])
@@ -632,18 +632,16 @@ class Tuning:
 
 
 def choose(candidates: dict[str, Half], harm: Mapping[str, tuple[float, float]]) -> str:
-    """Return the gentlest candidate that is about as good as the one of lowest loss.
+    """Return the gentlest candidate that is about as good as the one with the lowest loss.
 
-    Of those that are not clearly worse, the ones that lost fewest answers stay. Of these the
-    gentlest within one standard error of the best wins: a wider interval would give too much away.
-    `harm` is that of Tuning._harm.
+    Candidates that are worse beyond the 95 % interval are out, then those that lost more answers
+    than others. Of the rest, the gentlest within one standard error of the lowest loss wins: a
+    wider interval would give too much away. `harm` is that of Tuning._harm.
     """
     close = list(candidates)
-    for deviations in (Z, 1.0):
+    for standard_errors in (Z, 1.0):
         top = candidates[min(close, key=lambda name: candidates[name].loss)]
-        close = [
-            name for name in close if not candidates[name].is_clearly_worse_than(top, deviations)
-        ]
+        close = [name for name in close if not candidates[name].is_worse_than(top, standard_errors)]
         fewest_lost = min(harm[name][0] for name in close)
         close = [name for name in close if harm[name][0] == fewest_lost]
     return min(close, key=harm.__getitem__)

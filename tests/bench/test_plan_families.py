@@ -14,7 +14,7 @@ from tests.cells import cells
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "plan_families_cpu.json"
 NEAR = 0.1
-# Its scan frees many large tensors, whose memory glibc keeps; five runs were 7 to 13 % off.
+# Its scan frees many large tensors, and glibc keeps their memory: forecasts are 7 to 13 % too low.
 TOO_LOW = {"falcon_h1": -0.15}
 
 

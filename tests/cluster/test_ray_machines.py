@@ -24,7 +24,7 @@ from tests.cluster.test_supervision import assert_same
 from tests.cluster.test_torchrun import config_of
 from tests.faults import inject
 
-# Alone: nodes of Ray that start beside other tests miss its deadlines.
+# Alone: with other tests beside them, the nodes do not start within the deadlines of Ray.
 pytestmark = [pytest.mark.wide, pytest.mark.slow, pytest.mark.alone]
 
 # As `ray start`, but with a port of an agent that is known before it starts, as
