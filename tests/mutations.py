@@ -417,6 +417,55 @@ MUTATIONS = (
         "GIVEN_BACK = 0.0",
         ("tests/health/test_health.py::test_a_held_out_loss_that_rises_counts_if_a_quarter_of_the_gain_is_given_back",),
     ),
+    Mutation(
+        "generate: positions of the shared prefill count the padding",
+        "rather/model/generate.py",
+        "positions = (seen.cumsum(1) - 1).clamp(min=0)",
+        "positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)",
+        ("tests/commands/test_generate.py::test_answers_are_those_of_a_loop_in_float64",),
+    ),
+    Mutation(
+        "generate: every chunk has the same seed",
+        "rather/commands/generate.py",
+        "text = strict_json([self.work, number, ids])",
+        "text = strict_json([self.work])",
+        ("tests/commands/test_generate.py::test_equal_prompts_get_different_samples_in_each_chunk",),
+    ),
+    Mutation(
+        "generate: the seed of a chunk is that of its prompts",
+        "rather/commands/generate.py",
+        "text = strict_json([self.work, number, ids])",
+        "text = strict_json([self.work, ids])",
+        ("tests/commands/test_generate.py::test_equal_prompts_get_different_samples_in_each_chunk",),
+    ),
+    Mutation(
+        "trl: log-probs of the reference are kept when it moves",
+        "rather/trl/trainers.py",
+        "        trainer.known.clear()\n",
+        "",
+        ("tests/trl/test_numbers.py::test_log_history_is_trls",),
+    ),
+    Mutation(
+        "bco: evaluations compare with their own mean",
+        "rather/pipeline/evaluation.py",
+        'kind == "mean" and self.running is not None',
+        'kind == "mean" and False',
+        ("tests/train/test_tasks.py::test_eval_prints_what_training_logged_last",),
+    ),
+    Mutation(
+        "tune: a finalist beyond a limit may win",
+        "rather/tools/tune.py",
+        "usable = {name: half for name, half in compared.items() if self.loss(name) < math.inf}",
+        "usable = dict(compared)",
+        ("tests/pairs/test_tune.py::test_a_finalist_beyond_a_limit_does_not_win",),
+    ),
+    Mutation(
+        "judge: the interval of a win rate is over verdicts",
+        "rather/commands/judge.py",
+        "interval(list(map(fmean, by_prompt.values())))",
+        "interval(outcomes)",
+        ("tests/commands/test_judge.py::test_four_answers_to_a_prompt_do_not_narrow_the_interval",),
+    ),
 )  # fmt: skip
 
 

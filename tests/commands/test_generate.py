@@ -24,6 +24,7 @@ from rather.model import generate as sampler
 from rather.model.generate import Decoding
 from tests.commands.conftest import rather, told
 from tests.commands.test_chat import TEMPLATE, plainly
+from tests.tiny import make_model
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,37 @@ def test_samples_share_a_prefill_and_follow_the_distribution(model: Path) -> Non
     each = [prompt for prompt in prompts for _ in range(3)]
     assert shared == sampler.generate(causal_lm, tokenizer, each, Decoding(8, 1.0, 0.9))
     assert len({tuple(answer.ids) for answer in shared}) > 2
+
+
+@pytest.mark.defect("E7")
+@pytest.mark.parametrize("answers", [1, 2])
+def test_answers_are_those_of_a_loop_in_float64(tmp_path: Path, answers: int) -> None:
+    """Which has no batch, no padding and no cache, with a model that depends on positions."""
+    folder = make_model(tmp_path, dtype=torch.float64, initializer_range=0.5)
+    causal_lm: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    prompts = [[1, *range(5, 5 + length)] for length in (9, 1, 4, 2, 6)]
+    expected = []
+    for prompt in prompts:
+        ids = list(prompt)
+        while len(ids) < len(prompt) + 10:
+            with torch.no_grad():
+                token = int(causal_lm(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            if token == causal_lm.config.eos_token_id:
+                break
+            ids.append(token)
+        expected += [ids[len(prompt) :]] * answers
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = sampler.generate(causal_lm, tokenizer, prompts, Decoding(10), answers=answers)
+    assert [answer.ids for answer in found] == expected
+    assert len({tuple(ids) for ids in expected}) == len(prompts)
+
+
+@pytest.mark.defect("E7")
+def test_equal_prompts_get_different_samples_in_each_chunk(model: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "equal.jsonl", *[{"prompt": "w5 w6 w7"}] * 4)
+    asked(model, file, tmp_path / "out.jsonl")  # 2 prompts in a chunk
+    answers = [answer for row in rows_of(tmp_path / "out.jsonl") for answer in row["responses"]]
+    assert len(set(answers)) == len(answers) == 12
 
 
 def test_a_stop_text_ends_an_answer(model: Path, tmp_path: Path, prompts: Path) -> None:

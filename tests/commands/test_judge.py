@@ -96,6 +96,23 @@ def test_a_rule_and_a_server_find_the_right_order(files: tuple[Path, Path], tmp_
     assert "win rate of B: 75.0% (95 %:" in printed.stdout
 
 
+@pytest.mark.defect("E7")
+def test_four_answers_to_a_prompt_do_not_narrow_the_interval(
+    files: tuple[Path, Path],
+) -> None:
+    found = []
+    with serving(says(kinder)) as server:
+        for times in (1, 4):
+            for file in files:
+                rows = rows_of(file)
+                write(file, *(row | {"responses": row["responses"] * times} for row in rows))
+            options = ("--with", server.url, "--judge-model", "m")
+            found.append(told("judge", *files, *options))
+    assert found[1]["n"] == 4 * found[0]["n"]
+    for name in ("win_rate", "win_rate_low", "win_rate_high"):
+        assert found[1][name] == pytest.approx(found[0][name])
+
+
 def test_a_judge_that_always_says_a_is_found_out(files: tuple[Path, Path]) -> None:
     with serving(says(lambda first, second: "[[A]]")) as server:
         found = told("judge", *files, "--with", server.url, "--judge-model", "m")

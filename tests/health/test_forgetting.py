@@ -141,6 +141,17 @@ def test_answers_count_as_lost_if_chance_would_hardly_lose_so_many(
     assert ("still right" in problem) == (chance < 0.05)
 
 
+@pytest.mark.defect("E8")
+@pytest.mark.parametrize(("lost", "new"), [(540, 484), (1200, 0), (10_100, 10_000)])
+def test_any_number_of_answers_has_a_chance(lost: int, new: int) -> None:
+    """With many changed answers McNemar's chance is that of a normal distribution."""
+    deviations = (lost - new) / math.sqrt(2 * (lost + new))
+    expected = math.erfc(deviations) / 2
+    assert Forgotten(1, 1, lost + 300, 300, new).chance == pytest.approx(
+        expected, rel=2e-3, abs=1e-99
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

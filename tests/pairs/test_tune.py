@@ -293,6 +293,17 @@ def test_of_equal_finalists_one_that_keeps_the_right_answers_wins(
     assert finalists.tuning.result()["reason"] == "the lowest loss"
 
 
+@pytest.mark.defect("E7")
+def test_a_finalist_beyond_a_limit_does_not_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finalists = Finalists(tmp_path, monkeypatch)
+    finalists.add("far", 2.0, lost=0, drift=0.1, problem="eval/drift is 3, above drift_limit (1)")
+    assert finalists.tuning.result()["best"] == tune.NOTHING
+    finalists.add("near", 0.5, lost=0, drift=0.1)
+    assert finalists.tuning.result()["best"] == "final-near"
+
+
 def test_if_none_keeps_the_right_answers_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
