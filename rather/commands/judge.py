@@ -16,14 +16,13 @@ from rather.commands.answer_stats import interval, is_refusal, length_controlled
 from rather.commands.journal import write_atomic
 from rather.commands.judges import (
     JudgedPrompt,
+    JudgeOptions,
     Scorer,
     ServerJudge,
     is_server,
-    refuse_server_options,
     scorer_of,
 )
 from rather.commands.terminal import echo
-from rather.config.found import NO_TRUST, Trust
 from rather.config.schema import AnswerJudge
 from rather.data.json_rows import DropReason
 from rather.data.read import find_sources, rows_of
@@ -108,15 +107,13 @@ def score_file(
     path: Path,
     name: str,
     out: Path | None,
-    *,
-    trust: Trust = NO_TRUST,
+    options: JudgeOptions,
     against: Path | None = None,
-    **server: Any,
 ) -> JsonObject:
     """Score the answers of one file; write its rows with `scores` to `out`.
 
     A server gives an answer its share of wins against other answers to the prompt; with `against`,
-    against those of that file alone. The options of the server are those of ServerJudge.
+    against those of that file alone.
     """
     if out and out.absolute() == path.absolute():
         raise ConfigError(f"--out {out}: is the file that is read; name another one.")
@@ -124,11 +121,10 @@ def score_file(
     facts: JsonObject = {"file": str(path), "with": name, "prompts": len(rows)}
     if is_server(name):
         base = read_answers(against) if against else None
-        scores, counts = _shares_of_wins(ServerJudge(name, path, **server), rows, base)
+        scores, counts = _shares_of_wins(ServerJudge(name, path, options), rows, base)
         facts |= counts
     else:
-        refuse_server_options(server)
-        scores = scores_of(scorer_of(name, path, trust), rows)
+        scores = scores_of(scorer_of(name, path, options), rows)
     if out:
         lines = zip(rows, scores, strict=True)
         write_atomic(
@@ -198,12 +194,12 @@ def _neighbours(count: int) -> list[tuple[int, int]]:
     ]
 
 
-def judge_files(a: Path, b: Path, name: str, **options: Any) -> JsonObject:
-    """Return how often the answers of file B are better; the options are those of compare_rows."""
+def judge_files(a: Path, b: Path, name: str, options: JudgeOptions) -> JsonObject:
+    """Return how often the answers of file B are better."""
     first = read_answers(a)
     second = match_rows(first, read_answers(b), a, b)
     facts: JsonObject = {"a": str(a), "b": str(b), "with": name, "prompts": len(first)}
-    return facts | compare_rows(first, second, name, a, **options)
+    return facts | compare_rows(first, second, name, a, options)
 
 
 def compare_rows(
@@ -211,19 +207,16 @@ def compare_rows(
     second: Sequence[AnswerRow],
     name: str,
     file: Path,
-    *,
-    trust: Trust = NO_TRUST,
-    **server: Any,
+    options: JudgeOptions,
 ) -> JsonObject:
     """Return how often the second answers are better; verdicts are cached next to `file`."""
     counts_of_judge: JsonObject = {"flips": 0, "unreadable": 0, "tokens_spent": 0}
     if is_server(name):
-        judge = ServerJudge(name, file, **server)
+        judge = ServerJudge(name, file, options)
         comparisons, counts = _compare_by_server(judge, first, second)
         counts_of_judge |= counts
     else:
-        refuse_server_options(server)
-        comparisons, means = _compare_by_scores(scorer_of(name, file, trust), first, second)
+        comparisons, means = _compare_by_scores(scorer_of(name, file, options), first, second)
         counts_of_judge["mean_score"] = means
     if not comparisons:
         raise DataError(f"--with {name}: no verdict could be read; look at --judge-template.")
@@ -239,11 +232,11 @@ def answer_judge(
 ) -> Callable[[Sequence[AnswersToPrompt]], JsonObject]:
     """Return a function that compares the answers before and after training, for eval_prompts."""
     template = Path(asked.template) if asked.template else None
-    options: JsonObject = {"model": asked.model, "template": template}
+    options = JudgeOptions(model=asked.model, template=template)
     if is_server(asked.name) and not asked.model:
         raise ConfigError("eval_prompts.judge.model: name the model of the server that judges.")
     if ".py" in asked.name:  # a wrong name is found before training, not after it
-        scorer_of(asked.name, file)
+        scorer_of(asked.name, file, options)
 
     def compare(answers: Sequence[AnswersToPrompt]) -> JsonObject:
         before, after = list[AnswerRow](), list[AnswerRow]()
@@ -252,7 +245,7 @@ def answer_judge(
             before.append(AnswerRow(question, [old], None))
             after.append(AnswerRow(question, [new], None))
         try:
-            return compare_rows(before, after, asked.name, file, **options)
+            return compare_rows(before, after, asked.name, file, options)
         except RatherError as error:
             raise type(error)(f"eval_prompts.judge: {error}") from error
 

@@ -7,6 +7,7 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -48,6 +49,17 @@ answers are shown means nothing.
 Explain your judgement in at most three sentences. Then end with exactly one of these: [[A]] if answer A is better,
 [[B]] if answer B is better, [[C]] if neither is.
 """
+
+
+@dataclass(frozen=True)
+class JudgeOptions:
+    """How a judge works. The first four are those of a server."""
+
+    model: str | None = None
+    template: Path | None = None
+    concurrency: int = 16
+    dry_run: bool = False  # end after the forecast
+    trust: Trust = NO_TRUST
 
 
 class JudgedPrompt(NamedTuple):
@@ -167,20 +179,11 @@ class RewardJudge:
 class ServerJudge:
     """A language model that compares two answers, in both orders."""
 
-    def __init__(
-        self,
-        url: str,
-        file: Path,
-        *,
-        model: str | None = None,
-        template: Path | None = None,
-        concurrency: int = 16,
-        dry_run: bool = False,
-    ) -> None:
-        """Verdicts are cached next to `file`. A dry run ends after the forecast."""
-        if not model:
+    def __init__(self, url: str, file: Path, options: JudgeOptions) -> None:
+        """Verdicts are cached next to `file`."""
+        if not options.model:
             raise ConfigError("--judge-model: name the model of the server that judges.")
-        self.url, self.model, self.concurrency, self.dry_run = url, model, concurrency, dry_run
+        self.url, self.options, template = url, options, options.template
         self.cache = VerdictCache(file)
         self.server = Server(url, timeout=300)
         self.text = TEMPLATE if template is None else _template_text(template)
@@ -208,7 +211,7 @@ class ServerJudge:
         for prompt, first, second in pairs:
             shown = prompt_text(prompt)
             texts += [self._render(shown, first, second), self._render(shown, second, first)]
-        keys = [text_sha(strict_json([self.url, self.model, text])) for text in texts]
+        keys = [text_sha(strict_json([self.url, self.options.model, text])) for text in texts]
         missing = {
             key: text for key, text in zip(keys, texts, strict=True) if key not in self.cache
         }
@@ -219,7 +222,7 @@ class ServerJudge:
             f"and at most {len(missing) * VERDICT_TOKENS} of verdicts",
             err=True,
         )
-        if self.dry_run:
+        if self.options.dry_run:
             raise typer.Exit
         spent = self._ask_all(missing, on_verdict)
         pairs_of_verdicts = []
@@ -236,7 +239,7 @@ class ServerJudge:
         def ask(item: tuple[str, str]) -> tuple[str, int]:
             key, text = item
             body = {
-                "model": self.model,
+                "model": self.options.model,
                 "messages": [{"role": "user", "content": text}],
                 "temperature": 0,
                 "max_tokens": VERDICT_TOKENS,
@@ -250,7 +253,7 @@ class ServerJudge:
             estimate = (len(text) + len(reply)) // CHARACTERS_PER_TOKEN
             return key, counted if counted is not None else estimate
 
-        pool = ThreadPoolExecutor(self.concurrency)
+        pool = ThreadPoolExecutor(self.options.concurrency)
         try:
             return dict(pool.map(ask, missing.items()))
         except ServerError as error:
@@ -278,16 +281,12 @@ def is_server(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-def refuse_server_options(options: JsonObject) -> None:
-    """Refuse options that only a server has, for a rule or a reward model."""
-    if any(options.get(name) for name in ("model", "template", "dry_run")):
-        raise ConfigError("--judge-model, --judge-template and --dry-run need --with http(s)://...")
-
-
-def scorer_of(name: str, file: Path, trust: Trust = NO_TRUST) -> Scorer:
+def scorer_of(name: str, file: Path, options: JudgeOptions) -> Scorer:
     """Return the judge that gives scores: a rule, or a reward model."""
+    if options.model or options.template or options.dry_run:
+        raise ConfigError("--judge-model, --judge-template and --dry-run need --with http(s)://...")
     if rule := RULE.fullmatch(name):
         return RuleJudge(rule[1], rule[2])
     if name.endswith(".py"):
         raise ConfigError(f"--with {name}: name the function, too, as in {name}:score.")
-    return RewardJudge(name, file, VerdictCache(file), trust)
+    return RewardJudge(name, file, VerdictCache(file), options.trust)

@@ -255,19 +255,19 @@ def judge_command(
     dry_run: Print how many requests and tokens a server would get, then exit.
     """
     from rather.commands.judge import judge_files, print_verdict, score_file
+    from rather.commands.judges import JudgeOptions
     from rather.config.found import Trust
 
-    options: JsonObject = {
-        "trust": Trust(trust_code, trust_paths, any_base),
-        "model": judge_model, "template": judge_template, "concurrency": concurrency,
-        "dry_run": dry_run,
-    }  # fmt: skip
+    options = JudgeOptions(
+        model=judge_model, template=judge_template, concurrency=concurrency, dry_run=dry_run,
+        trust=Trust(trust_code, trust_paths, any_base),
+    )  # fmt: skip
     if other is None:
-        verdict = score_file(answers, judge, out, **options)
+        verdict = score_file(answers, judge, out, options)
     elif out:
         raise ConfigError("--out: scores are written for a single file; leave out the second one.")
     else:
-        verdict = judge_files(answers, other, judge, **options)
+        verdict = judge_files(answers, other, judge, options)
     print_json(verdict) if as_json else print_verdict(verdict)
 
 

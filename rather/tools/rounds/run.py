@@ -13,7 +13,7 @@ import typer
 from rather.commands.generate import AnswerRequest
 from rather.commands.journal import write_atomic
 from rather.commands.judge import read_answers, score_file
-from rather.commands.judges import RULE, is_server
+from rather.commands.judges import RULE, JudgeOptions, is_server
 from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
 from rather.config.schema import AnswerJudge
@@ -178,10 +178,8 @@ class RoundsRun:
                 write_atomic(answers, pooled(files))
             if judge:
                 template = Path(judge.template) if judge.template else None
-                score_file(
-                    answers, judge.name, scored_file,
-                    against=against, model=judge.model, template=template,
-                )  # fmt: skip
+                options = JudgeOptions(model=judge.model, template=template)
+                score_file(answers, judge.name, scored_file, options, against)
             else:
                 write_atomic(scored_file, scored_by_source(files))
 
