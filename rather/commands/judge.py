@@ -231,8 +231,7 @@ def answer_judge(
     asked: AnswerJudge, file: Path
 ) -> Callable[[Sequence[AnswersToPrompt]], JsonObject]:
     """Return a function that compares the answers before and after training, for eval_prompts."""
-    template = Path(asked.template) if asked.template else None
-    options = JudgeOptions(model=asked.model, template=template)
+    options = JudgeOptions.of(asked)
     if is_server(asked.name) and not asked.model:
         raise ConfigError("eval_prompts.judge.model: name the model of the server that judges.")
     if ".py" in asked.name:  # a wrong name is found before training, not after it

@@ -20,6 +20,7 @@ from rather.commands.openai_client import Server, first_choice, text_of_choice, 
 from rather.commands.terminal import echo
 from rather.config import plugins
 from rather.config.found import NO_TRUST, Trust
+from rather.config.schema import AnswerJudge
 from rather.errors import ConfigError, DataError, ServerError
 from rather.files import JsonObject, make_folder, text_sha, yaml_text
 from rather.tracking.json_lines import strict_json
@@ -60,6 +61,11 @@ class JudgeOptions:
     concurrency: int = 16
     dry_run: bool = False  # end after the forecast
     trust: Trust = NO_TRUST
+
+    @classmethod
+    def of(cls, judge: AnswerJudge) -> JudgeOptions:
+        """Return the options that a config names."""
+        return cls(model=judge.model, template=Path(judge.template) if judge.template else None)
 
 
 class JudgedPrompt(NamedTuple):

@@ -177,8 +177,7 @@ class RoundsRun:
                 answers = folder / "pooled.jsonl"
                 write_atomic(answers, pooled(files))
             if judge:
-                template = Path(judge.template) if judge.template else None
-                options = JudgeOptions(model=judge.model, template=template)
+                options = JudgeOptions.of(judge)
                 score_file(answers, judge.name, scored_file, options, against)
             else:
                 write_atomic(scored_file, scored_by_source(files))
