@@ -10,9 +10,9 @@ import numpy as np
 
 Z = 1.959964  # of a 95 % interval
 RUN = 4  # words
-# The ridge of the intercept is the larger one: where one model always writes more, its wins are
-# explained by length, because the data cannot tell the two apart.
-RIDGE = np.array([1.0, 0.01])
+# Of the slope alone: a ridge on the intercept would pull every rate to one half. With less, few
+# prompts give rates that are too extreme: 93 % of 10 prompts where 90 % is right.
+RIDGE = np.array([0.0, 1.0])
 REFUSAL = re.compile(
     r"\b(i('m| am) (sorry|afraid|unable|not able)"
     r"|i (can('|no)t|can not|won't|will not|must decline)"
@@ -34,27 +34,33 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
     return max(0.0, min(mean, float(middle - half))), min(1.0, max(mean, float(middle + half)))
 
 
-def length_controlled(scores: Sequence[float], differences: Sequence[float]) -> float:
+def length_controlled(
+    scores: Sequence[float], differences: Sequence[float], weights: Sequence[float]
+) -> float:
     """Return the win rate that is expected between answers of equal length.
 
-    A logistic regression with ridge explains the scores by an intercept and by tanh of the length
-    difference over its deviation; the result is its value at difference 0.
+    A logistic regression explains the scores by an intercept and by tanh of the length difference
+    over its deviation, with a ridge on its slope; the result is its value at difference 0. Without
+    differences, or if all scores are equal, it is the mean.
     """
-    y, length = np.array(scores, float), np.array(differences, float)
+    y, length, weight = (np.array(values, float) for values in (scores, differences, weights))
+    mean = float(np.average(y, weights=weight))
+    if not length.any() or np.ptp(y) == 0:
+        return mean
     deviation = length.std()
     x = np.tanh(length / deviation) if deviation > 0 else np.sign(length)
     design = np.stack([np.ones_like(x), x], axis=1)
-    weights = np.zeros(2)
+    effects = np.zeros(2)
     for _ in range(100):  # Newton's method; the loss is strictly convex
-        p = 1 / (1 + np.exp(-design @ weights))
-        gradient = design.T @ (p - y) + RIDGE * weights
-        curvature = (design.T * (p * (1 - p))) @ design + np.diag(RIDGE)
+        p = 1 / (1 + np.exp(-design @ effects))
+        gradient = design.T @ (weight * (p - y)) + RIDGE * effects
+        curvature = (design.T * (weight * p * (1 - p))) @ design + np.diag(RIDGE)
         step = np.linalg.solve(curvature, gradient)
         step *= min(1.0, 2.0 / max(float(np.abs(step).max()), 1e-12))
-        weights -= step
+        effects -= step
         if float(np.abs(step).max()) < 1e-10:
             break
-    return float(1 / (1 + np.exp(-weights[0])))
+    return float(1 / (1 + np.exp(-effects[0])))
 
 
 def repetition(text: str) -> float:

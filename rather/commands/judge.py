@@ -320,22 +320,25 @@ def _outcomes(
 
 
 def win_rates(comparisons: Sequence[Comparison]) -> JsonObject:
-    """Return wins, ties and losses of B, and its win rates; the interval is over prompts."""
-    outcomes = [comparison.outcome for comparison in comparisons]
+    """Return wins, ties and losses of B, and its win rates, for which every prompt counts once."""
     by_prompt: dict[int, list[float]] = defaultdict(list)
     for comparison in comparisons:
         by_prompt[comparison.prompt].append(comparison.outcome)
-    low, high = interval(list(map(fmean, by_prompt.values())))
+    rates = list(map(fmean, by_prompt.values()))
+    low, high = interval(rates)
+    outcomes = [comparison.outcome for comparison in comparisons]
     return {
         "n": len(outcomes),
         "wins": outcomes.count(1.0),
         "ties": outcomes.count(0.5),
         "losses": outcomes.count(0.0),
-        "win_rate": fmean(outcomes),
+        "win_rate": fmean(rates),
         "win_rate_low": low,
         "win_rate_high": high,
         "win_rate_length_controlled": length_controlled(
-            outcomes, [comparison.longer for comparison in comparisons]
+            outcomes,
+            [comparison.longer for comparison in comparisons],
+            [1 / len(by_prompt[comparison.prompt]) for comparison in comparisons],
         ),
     }
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rather.commands.answer_stats import interval, is_refusal, length_controlled, repetition
+from rather.commands.answer_stats import interval, is_refusal, repetition
+from rather.commands.judge import Comparison, win_rates
 from rather.config.run_config import DPOConfig
 from tests.commands.conftest import rather, told
 from tests.commands.fake_server import Reply, serving
@@ -129,7 +130,7 @@ def test_a_judge_that_prefers_length_is_corrected(tmp_path: Path) -> None:
     with serving(says(longer)) as server:
         found = told("judge", a, b, "--with", server.url, "--judge-model", "m")
     assert found["win_rate"] > 0.65
-    assert found["win_rate_length_controlled"] == pytest.approx(0.5, abs=0.1)
+    assert found["win_rate_length_controlled"] == pytest.approx(0.5, abs=0.15)
 
 
 def test_unreadable_verdicts_and_faults_of_a_server(
@@ -246,13 +247,49 @@ def test_the_interval_covers_and_the_numbers_of_answers_are_right() -> None:
         covered += low <= 0.7 <= high
     assert covered >= 0.93 * 400
     assert interval([1.0] * 5) == (pytest.approx(0.5, abs=0.1), 1.0)
-    assert length_controlled([1.0] * 40, list(range(-20, 20))) > 0.9
-    assert length_controlled([1.0] * 40, list(range(20, 60))) < 0.6, "length explains all of it"
     assert repetition("it for in it for in it for in") == pytest.approx(1 - 3 / 6)
     assert repetition("om" * 60) == pytest.approx(1 - 1 / 7)
     assert repetition("An extraordinarily uncharacteristic counterexample.") == 0
     assert is_refusal("I\u2019m sorry, but no.")
     assert not is_refusal("The sugar costs two coins.")
+
+
+@pytest.mark.defect("E9")
+def test_a_win_rate_lies_in_its_interval() -> None:
+    """One prompt with many answers counts as much as one with a single answer."""
+    outcomes = [(0, 1.0)] * 12 + [(prompt, 0.0) for prompt in range(1, 9)]
+    rates = win_rates([Comparison(*outcome, 0) for outcome in outcomes])
+    assert rates["win_rate"] == pytest.approx(1 / 9)
+    assert rates["win_rate_low"] <= rates["win_rate"] <= rates["win_rate_high"] < 0.5
+    assert rates["win_rate_length_controlled"] == rates["win_rate"]
+
+
+def controlled(outcomes: Any, differences: Any) -> float:
+    """The rate at equal length; every outcome is of a prompt of its own."""
+    pairs = enumerate(zip(outcomes, differences, strict=True))
+    comparisons = [Comparison(number, *pair) for number, pair in pairs]
+    return float(win_rates(comparisons)["win_rate_length_controlled"])
+
+
+@pytest.mark.defect("E10", "H6")
+def test_at_equal_lengths_the_rate_is_the_plain_one() -> None:
+    for won in (0, 1, 15, 20):
+        outcomes = [1.0] * won + [0.0] * (20 - won)
+        for differences in ([0] * 20, [7] * 20):
+            assert controlled(outcomes, differences) == pytest.approx(won / 20)
+    assert controlled([1.0] * 40, range(-20, 20)) == 1.0, "nothing is lost at any length"
+    assert controlled([1.0] * 20 + [0.0] * 20, range(20, -20, -1)) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.defect("E10", "H6")
+@pytest.mark.parametrize("prompts", [10, 20, 50, 100])
+def test_lengths_without_effect_do_not_move_the_rate(prompts: int) -> None:
+    """Nine of ten answers are better, whatever their length; 100 files, within their error."""
+    draw = np.random.default_rng(prompts)
+    outcomes = (draw.random((100, prompts)) < 0.9).astype(float)
+    rates = [controlled(row, draw.normal(size=prompts)) for row in outcomes]
+    error = np.std(rates) / np.sqrt(len(rates))
+    assert abs(np.mean(rates) - 0.9) < 1.96 * error
 
 
 @pytest.mark.parametrize(
