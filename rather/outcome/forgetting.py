@@ -128,7 +128,7 @@ class Forgotten:
             doubled += ways
             ways = ways * (changed - gained) // (gained + 1)
             doubled += ways
-        return doubled / 2 ** (changed + 1)
+        return doubled / (2 << changed)
 
     def text(self) -> str:
         """Return `the loss on neutral text rose by 0.021 to 2.412, ...`."""
