@@ -148,14 +148,12 @@ def text_sha(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@contextmanager
-def memory_limit(extra: int) -> Iterator[None]:
+def limit_memory(extra: int) -> None:
     """Let this process take so many more bytes; beyond them a library meets MemoryError.
 
-    The limit is on addresses, so files that are mapped meanwhile count. Only Linux has it.
+    The limit is on addresses, so files that are mapped later count. Only Linux has it.
     """
     if sys.platform != "linux":
-        yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm", "rb") as file:
@@ -163,10 +161,17 @@ def memory_limit(extra: int) -> Iterator[None]:
     if soft != resource.RLIM_INFINITY:
         limit = min(limit, soft)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+@contextmanager
+def memory_limit(extra: int) -> Iterator[None]:
+    """Limit the memory of this process for a while."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    limit_memory(extra)
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def make_folder(path: Path, key: str = "") -> None:

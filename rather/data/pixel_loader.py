@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from rather.child import start_child
 from rather.data.batch import PromptImage
-from rather.data.child import start_child
 from rather.data.image_tokens import ImageRecipe
 from rather.data.pixels import PixelMaker
 from rather.errors import DataError

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -29,8 +28,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from rather.child import start_child
 from rather.config import plugins
-from rather.data.child import start_child
 from rather.data.formats import EXTRAS, FormatError, RowLayout, TextPair, read_row
 from rather.data.image_tokens import ImageFacts, ImageRecipe
 from rather.data.images import content_of
@@ -51,6 +50,7 @@ from rather.data.tokens import (
     read_tokenised,
 )
 from rather.errors import DataError
+from rather.files import limit_memory
 
 ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
 ROW_SECONDS = 30.0  # of computing, for one row
@@ -391,14 +391,7 @@ def main(connection: int, progress: int) -> None:
         parent.send_bytes(json.dumps(head).encode())
         parent.send_bytes(table)
 
-    if sys.platform == "linux":
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        soft = used + setup["memory"]
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        if hard != resource.RLIM_INFINITY:
-            soft = min(soft, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    limit_memory(setup["memory"])
     chunks: ChunkEncoder | None = None
     try:
         while True:

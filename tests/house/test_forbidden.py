@@ -43,11 +43,10 @@ FORBIDDEN_CALLS = {
 # Messages between ranks of one job, as torch's own collectives of objects: no file is read.
 OTHERS_SCRIPTS = ("bench/trl_door.py", "runpy")  # which it is for
 BETWEEN_RANKS = ("rather/cluster/bridge.py", "pickle")
-# Megatron checkpoints: the reader's names are a closed list (tests/model/test_megatron.py), tensors are read with
-# weights_only; the writer needs torch's own format.
+# Megatron checkpoints: a child with limits reads names of a closed list (tests/model/test_megatron.py); the writer
+# needs torch's own format.
 MEGATRON = {
-    ("rather/checkpoint/torch_dist.py", "pickle"),
-    ("rather/checkpoint/torch_dist.py", "torch.load(): use safetensors"),
+    ("rather/checkpoint/dist_metadata.py", "pickle"),
     ("rather/tools/megatron_file.py", "torch.distributed.checkpoint.filesystem"),
     ("rather/tools/megatron_file.py", "torch.distributed.checkpoint.state_dict_saver"),
     ("rather/tools/megatron_file.py", "torch.save(): use safetensors"),

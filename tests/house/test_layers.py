@@ -31,6 +31,7 @@ FLOORS = [
     {"losses", "optim"},
     {"data", "tracking"},
     {"checkpoint"},
+    {"child"},
     {"config", "faults", "recipes"},
     {"files"},
     {"errors", "registry", "arithmetic"},
