@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import chain
@@ -46,6 +46,9 @@ SWITCHES = ("index_topk", "attention_chunk_size")
 LONGEST = 64  # tokens, more than the pairs of a check have
 PER_LAYER = "hidden_size_per_layer_input"  # Gemma's further embeddings; 0: none
 MOST_LAYERS = 12  # of a twin
+# Keys of a config.json, or their ends, whose ids stand for images or sounds, or end a text.
+SPECIAL = ("_token_id", "_token_ids", "_token_index", "_patch_id")
+LOGIT_KEYS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 OTHER_LISTS = ("moe_layers", "mlp_multipliers", "ssm_multipliers")  # not one entry a layer
 
 _families: dict[str, bool] = {}  # results of this process: policy and reference are often alike
@@ -154,22 +157,29 @@ def check_model(policy: PolicyModel, longest: int | None = None) -> None:
     refused = f"model family '{model.config.model_type}' cannot be trained"
     text = model.config.get_text_config()
     shortest = min((getattr(text, key, None) or LONGEST for key in SWITCHES), default=LONGEST)
-    pairs = two_pairs(policy.vocabulary_size, longest or shortest)
-    # A random token may be the padding, before which transformers would look for the last token.
-    padding, text.pad_token_id = getattr(text, "pad_token_id", None), None
+    pairs = two_pairs(policy.vocabulary_size, longest or shortest, special_ids(model.config))
     try:
         set_attention(model, "eager")
         padded = torch.cat([_padded(model, pair) for pair in pairs])
         set_attention(model, IMPLEMENTATION)
         (batch,) = pack(pairs, budget=10**6, at_end=policy.is_reward)
         batch = batch.to(str(model.device))
-        packed = policy(batch)[0][batch.token_T].double()
+
+        def error_per_token() -> float:
+            packed = policy(batch)[0][batch.token_T].double()
+            return float(((packed - padded).abs() / (1 + padded.abs())).max())
+
+        worst = error_per_token()
     except Exception as error:
         raise ConfigError(f"{refused}: it does not accept packed pairs ({error})") from error
-    finally:
-        text.pad_token_id = padding
-    worst = float(((packed - padded).abs() / (1 + padded.abs())).max())
     if not worst <= TOLERANCE[model.dtype]:
+        policy.scale, policy.softcap = 1.0, None
+        if error_per_token() <= TOLERANCE[model.dtype]:
+            keys = [key for key in LOGIT_KEYS if getattr(text, key, None)]
+            raise ConfigError(
+                f"{refused}: its class in transformers leaves out {' and '.join(keys)} of "
+                "config.json; set it to 1, or a soft-cap to null, to train what the class computes."
+            )
         raise ConfigError(
             f"{refused}: its packed log-probs differ from its own padded forward by {worst:.2g} "
             "per token. It does not use transformers' attention interface; choose another family."
@@ -229,7 +239,20 @@ def refuse_tower(config: PretrainedConfig) -> None:
         )
 
 
-def two_pairs(vocab: int, longest: int = LONGEST) -> list[TokenPair]:
+def special_ids(config: PretrainedConfig) -> set[int]:
+    """Return the tokens of a config that are not words, such as the placeholder of an image."""
+    ids: set[Any] = set()
+    sections = [config.to_dict()]
+    for section in sections:
+        for key, value in section.items():
+            if isinstance(value, dict):
+                sections.append(value)
+            elif str(key).endswith(SPECIAL):
+                ids.update(value if isinstance(value, list) else [value])
+    return ids - {None}
+
+
+def two_pairs(vocab: int, longest: int = LONGEST, special: Collection[int] = ()) -> list[TokenPair]:
     """Return two pairs of 40 tokens and fewer; of shorter sequences where `longest` is less."""
     share = min(1.0, longest / 42)
 
@@ -237,19 +260,22 @@ def two_pairs(vocab: int, longest: int = LONGEST) -> list[TokenPair]:
         return max(1, int(tokens * share))
 
     lengths = ((12, 28, 21), (20, 9, 20))
-    return random_pairs(vocab, [(fewer(p), fewer(c), fewer(r)) for p, c, r in lengths])
+    return random_pairs(vocab, [(fewer(p), fewer(c), fewer(r)) for p, c, r in lengths], special)
 
 
-def random_pairs(vocab: int, lengths: Iterable[tuple[int, int, int]]) -> list[TokenPair]:
+def random_pairs(
+    vocab: int, lengths: Iterable[tuple[int, int, int]], special: Collection[int] = ()
+) -> list[TokenPair]:
     """Return pairs with these numbers of tokens in prompt, chosen and rejected answer.
 
-    They are the same at each call.
+    They are the same at each call, without the `special` tokens.
     """
     random = np.random.default_rng(0)
+    words = np.setdiff1d(np.arange(vocab), list(special))
     pairs = []
     for p, c, r in lengths:
         prompt, chosen, rejected = (
-            random.integers(0, vocab, n).astype(np.int32) for n in (p, c, r)
+            words[random.integers(0, len(words), n)].astype(np.int32) for n in (p, c, r)
         )
         pairs.append(TokenPair(prompt, chosen, rejected, ((p, p + c),), ((p, p + r),)))
     return pairs

@@ -36,7 +36,9 @@ from rather.model import check
 from rather.model.attention import IMPLEMENTATION, segment_attention
 from rather.model.check import check_family, check_length, check_model, refuse_tower
 from rather.model.policy import PolicyModel
+from rather.model.towers import leave_tower_out
 from rather.parallel.load import load_policy
+from tests.model.small import small_model
 from tests.tiny import tiny_policy
 
 LONG_ROPE = {  # as in Phi-3-mini-128k: one factor for each of the 48 rotary frequencies
@@ -253,3 +255,22 @@ def test_a_dense_nemotron_h_has_no_experts() -> None:
     assert config.n_routed_experts > 0
     assert check.experts_of(config) == 0
     assert check.check_family(config)
+
+
+# --- models with a tower ---
+
+
+@pytest.mark.defect("M10")
+def test_placeholders_of_images_are_not_among_the_tokens_of_the_check() -> None:
+    model = leave_tower_out(small_model("kimi_k25"))
+    assert {0, 1, 2, model.config.image_token_id} <= check.special_ids(model.config)
+    check_model(PolicyModel(model))
+
+
+@pytest.mark.defect("M9")
+def test_a_class_that_leaves_out_a_factor_of_its_logits_is_refused_with_that_reason() -> None:
+    model = leave_tower_out(small_model("aya_vision"))
+    with pytest.raises(ConfigError, match="its class in transformers leaves out logit_scale of"):
+        check_model(PolicyModel(model))
+    model.config.get_text_config().logit_scale = 1.0
+    check_model(PolicyModel(model))
