@@ -30,9 +30,18 @@ from rather.tracking.json_lines import read_object
 
 RESULTS = ("model", "adapter", "best_model")  # of a run, the first that is there
 LICENCE = ("license", "license_name", "license_link")
-NEVER_PUSHED = (".bin", ".pt", ".pth", ".pkl")  # pickles; training_args.bin may hold a token
 UNKNOWN = "unknown"  # a base that the run does not name, and its licence
-WEIGHTS = re.compile(r"(model|adapter_model)[^/]*\.safetensors(\.index\.json)?")
+WEIGHTS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+# What an export writes besides: of other files nobody knows what they hold.
+CONFIGS = re.compile(
+    r"((generation_|adapter_|tokenizer_|(\w+_)?(pre)?processor_)?config|rather|tokenizer|"
+    r"special_tokens_map|added_tokens|chat_template)\.json|"
+    r"(additional_chat_templates/[\w-]+|chat_template)\.jinja|"
+    r"(configuration|modeling|tokenization|\w*processing)_\w+\.py"
+)
+BASE = re.compile(r'"base_model_name_or_path": "((?:[^"\\]|\\.)*)"')
+FOLDERS = r"(~|/[^\s`|,)\"'/]+)/([^\s`|,)\"'/]+/)*"
+IN_TEXT, IN_JSON = (re.compile(before + FOLDERS) for before in (r"(?<![\w:/.<])", r'(?<=": ")'))
 
 Files = dict[str, Path | bytes]
 
@@ -41,6 +50,7 @@ Files = dict[str, Path | bytes]
 def push_command(
     run: RunFolder,
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME")],
+    base: Annotated[str | None, typer.Option(metavar="ORG/NAME")] = None,
     public: bool = False,
     dry_run: bool = False,
     trust_paths: TrustPaths = False,
@@ -51,14 +61,20 @@ def push_command(
     `hf auth login`. To push another result of the run, name its folder: output/dpo/best_model.
 
     repo: The repository; it is created if it does not exist.
+    base: The model on the hub that the local folder of the base is a copy of.
     public: Everyone may read it.
     dry_run: Show the card and the files; upload nothing.
     """
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise ConfigError(f"{repo}: name the repository as ORG/NAME.")
+    for name in (repo, base or repo):
+        if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+            raise ConfigError(f"{name}: name the repository as ORG/NAME.")
     run_dir, folder = result_of(run.expanduser())
     trust = Trust(paths=trust_paths)
-    files = {**files_in(folder), CARD: run_card(run_dir, folder, trust).encode()}
+    files = {**files_in(folder, base), CARD: run_card(run_dir, folder, trust, base).encode()}
+    if others := sorted(
+        {path.name for path in folder.iterdir()} - {Path(x).parts[0] for x in files}
+    ):
+        echo(f"Left out, since no export writes it: {', '.join(others)}")
     if dry_run:
         echo(files[CARD].decode())  # type: ignore[union-attr]
         print_table(("file", "bytes"), [(name, size_of(file)) for name, file in files.items()])
@@ -82,17 +98,32 @@ def result_of(path: Path) -> tuple[Path, Path]:
     raise ConfigError(f"{path}: has no model yet; train it to the end first.")
 
 
-def files_in(folder: Path) -> Files:
-    """Return the files of a model folder by their names in the repository, without its card."""
+def files_in(folder: Path, base: str | None = None) -> Files:
+    """Return what an export wrote to a folder, by names in the repository, without its card.
+
+    Paths of this machine are cut out of the JSON files; an adapter names `base`.
+    """
     files: Files = {}
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        hidden = any(word.startswith(".") for word in name.split("/"))
-        if hidden or name == CARD or file.suffix in NEVER_PUSHED or file.is_dir():
-            continue
-        refuse_outside(folder, file)
-        files[name] = file
+        if WEIGHTS.fullmatch(name) or CONFIGS.fullmatch(name):
+            refuse_outside(folder, file)
+            has_paths = file.suffix == ".json" and name != "tokenizer.json"
+            files[name] = _published(file, base) if has_paths else file
     return files
+
+
+def _published(file: Path, base: str | None) -> bytes:
+    text = IN_JSON.sub("", original := read_bytes(file).decode("utf-8", "replace"))
+    if trained_on := BASE.search(original):
+        base = base or trained_on[1]
+        if is_local(base):
+            raise ConfigError(
+                f"{file}: names the folder {base}, which others do not have; add --base ORG/NAME, "
+                "its name on the hub."
+            )
+        text = BASE.sub(f'"base_model_name_or_path": "{base}"', text)
+    return text.encode()
 
 
 def size_of(file: Path | bytes) -> int:
@@ -102,7 +133,9 @@ def size_of(file: Path | bytes) -> int:
 # --- the card ---
 
 
-def run_card(run_dir: Path, folder: Path, trust: Trust = NO_TRUST) -> str:
+def run_card(
+    run_dir: Path, folder: Path, trust: Trust = NO_TRUST, hub_base: str | None = None
+) -> str:
     """Return the card that the run wrote, with the data, the base and its licence added."""
     config = load_found(run_dir / CONFIG, trust, OF_A_CARD)
     actor, reference = config.actor_train.model_args, config.reference.model_args
@@ -120,7 +153,7 @@ def run_card(run_dir: Path, folder: Path, trust: Trust = NO_TRUST) -> str:
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{run_dir / DATA_REPORT}: is not a report of a run ({error}).") from None
     text = f"{body}\n\n{data_section}"
-    return card(text, base, actor.revision, _top(folder / CARD), datasets)
+    return card(text, hub_base or base, actor.revision, _top(folder / CARD), datasets)
 
 
 def card(
@@ -138,7 +171,7 @@ def card(
         source = f"The licence is unknown: no card of `{public_name(base)}` names one."
     front = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     text = f"{text.strip()}\n\n## Licence\n\n{source} The licence of the data is not stated here.\n"
-    return redact(f"---\n{front}---\n\n{text}")
+    return redact(IN_TEXT.sub("", f"---\n{front}---\n\n{text}"))
 
 
 def public_name(name: str) -> str:

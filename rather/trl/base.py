@@ -449,13 +449,9 @@ class PackedTrainer(Trainer):
         repo = args.hub_model_id or Path(args.output_dir).absolute().name
         self.create_model_card(**card)
         folder = Path(args.output_dir)
-        files = {
-            name: file
-            for name, file in tool("upload_files")(folder).items()
-            if not name.startswith("checkpoint-")
-        }
+        files = {**tool("upload_files")(folder), "README.md": folder / "README.md"}
         return tool("upload")(
-            repo, {**files, "README.md": folder / "README.md"}, private=args.hub_private_repo,
+            repo, files, private=args.hub_private_repo,
             token=token or args.hub_token, message=commit_message or "End of training",
             revision=revision or args.hub_revision,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from rather.config.run_config import DPOConfig
-from rather.tools.push import licence_of
+from rather.model.export import PROCESSOR
+from rather.tools.push import card, files_in, licence_of
 from tests.commands.conftest import rather
 from tests.hub import TOKEN, Hub, accepting_uploads
 
@@ -98,7 +99,7 @@ def test_a_refused_token_is_not_shown(
 
 
 @pytest.mark.parametrize(
-    ("card", "licence"),
+    ("readme", "licence"),
     [
         ("---\nlicense: apache-2.0\n---\n", {"license": "apache-2.0"}),
         ("---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\n---\n",
@@ -109,10 +110,10 @@ def test_a_refused_token_is_not_shown(
     ],
 )  # fmt: skip
 def test_the_licence_is_that_of_the_bases_card(
-    tmp_path: Path, card: str | None, licence: dict[str, str]
+    tmp_path: Path, readme: str | None, licence: dict[str, str]
 ) -> None:
-    if card is not None:
-        (tmp_path / "README.md").write_text(card)
+    if readme is not None:
+        (tmp_path / "README.md").write_text(readme)
     assert licence_of(str(tmp_path)) == licence
 
 
@@ -143,14 +144,86 @@ def test_what_is_not_a_run_is_refused(run: DPOConfig, tmp_path: Path) -> None:
     assert "name the repository as ORG/NAME" in done.output
     folder = tmp_path / "run"
     shutil.copytree(run.run_dir, folder)
-    (folder / "model" / "training_args.bin").write_bytes(b"pickle")
-    (folder / "model" / "evil.json").symlink_to("/etc/passwd")
+    (folder / "model" / "added_tokens.json").symlink_to("/etc/passwd")
     done = rather("push", folder / "model", "shop/kind", "--dry-run")
     assert done.exit_code == 2
-    assert "evil.json" in done.output
-    (folder / "model" / "evil.json").unlink()
-    done = rather("push", folder / "model", "shop/kind", "--dry-run")
-    assert done.exit_code == 0
-    assert "training_args.bin" not in done.output
+    assert "added_tokens.json" in done.output
     shutil.rmtree(folder / "model")
     assert "has no model yet" in rather("push", folder, "shop/kind", "--dry-run").output
+
+
+STRANGE = (
+    "id_rsa",
+    "notes.txt",
+    "notes.json",
+    "training_args.bin",
+    ".env",
+    "model_of_mine.safetensors",
+    "deep/config.json",
+)
+
+
+@pytest.mark.defect("A7")
+def test_only_what_an_export_writes_is_uploaded(
+    trained: Callable[..., DPOConfig], hub: Hub, tmp_path: Path
+) -> None:
+    """Paths of this machine are in none of it, and an adapter names a base that others have."""
+    run = trained("push_lora", actor_train__model_args__lora_rank=2)
+    folder = tmp_path / "run"
+    shutil.copytree(run.run_dir, folder)
+    written = {file.name for file in (folder / "adapter").iterdir()}
+    for name in STRANGE:
+        (folder / "adapter" / name).parent.mkdir(exist_ok=True)
+        (folder / "adapter" / name).write_text("{}")
+    (folder / "adapter" / "linked").symlink_to("/etc/passwd")
+    tokenizer = folder / "adapter" / "tokenizer_config.json"
+    values = {**json.loads(tokenizer.read_text()), "special_tokens_map_file": "/home/me/map.json"}
+    tokenizer.write_text(json.dumps(values))
+    refused = rather("push", folder / "adapter", "shop/kind")
+    assert refused.exit_code == 2
+    assert f"names the folder {run.pretrain}, which others do not have" in refused.output
+    assert ("shop/kind", "main") not in hub.revisions
+    assert rather("push", folder, "shop/kind", "--base", "./base").exit_code == 2
+    done = rather("push", folder / "adapter", "shop/kind", "--base", "shop/base")
+    assert done.exit_code == 0, done.output
+    for name in STRANGE:
+        assert name.partition("/")[0] in done.output.partition("Left out")[2], name
+    files = pushed(hub, "shop/kind")
+    assert set(files) == {".gitattributes", *written}
+    config = json.loads(files["adapter_config.json"])
+    assert config["base_model_name_or_path"] == front(files["README.md"].decode())["base_model"]
+    assert config["base_model_name_or_path"] == "shop/base"
+    assert json.loads(files["tokenizer_config.json"])["special_tokens_map_file"] == "map.json"
+    for name, content in files.items():
+        assert str(tmp_path.parent).encode() not in content, name
+        assert str(run.pretrain).encode() not in content, name
+
+
+@pytest.mark.defect("A7")
+def test_paths_of_this_machine_are_cut_out(tmp_path: Path) -> None:
+    """Also of nested configs, but not what a template says about a machine."""
+    template = 'Write to "/mnt/data/x": /mnt/data/y'
+    values = {"text_config": {"_name_or_path": "~/of/me/base"}, "chat_template": template}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    content = files_in(tmp_path)["config.json"]
+    assert isinstance(content, bytes)
+    assert json.loads(content) == {**values, "text_config": {"_name_or_path": "base"}}
+    text = card(
+        "`/a/b/base` at (~/data/pairs), https://a.b/c/d, </s></s>", "x/y", None, {"at": "/a/b"}
+    )
+    assert "`base` at (pairs), https://a.b/c/d, </s></s>" in text
+    assert front(text)["at"] == "b"
+
+
+@pytest.mark.defect("A7")
+def test_every_file_of_an_export_is_known(run: DPOConfig, tmp_path: Path) -> None:
+    names = {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+    for pattern in PROCESSOR:
+        names.add(pattern.replace("*processor*", "video_preprocessor_config"))
+        names.add(pattern.replace("*", "", 1).replace("*", "_config"))
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    assert set(files_in(tmp_path)) == names
+    assert {file.name for file in (run.run_dir / "model").iterdir()} == {
+        *files_in(run.run_dir / "model"), "README.md",
+    }  # fmt: skip

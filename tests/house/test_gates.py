@@ -33,8 +33,8 @@ MOST = {
     # routers of LongCat-Flash (31); exports that are proven, limits of servers and rules (4,500).
     "tokens of the core": 323_367,
     # Rounds, finalists of tune, GGUF files, init, push, images; scripts of users behind a command
-    # line, the card that is pushed (940); a child that writes pages (300).
-    "tokens of the tools": 77_466,
+    # line, the card that is pushed (940); a child that writes pages (300); names of pushed files (200).
+    "tokens of the tools": 77_663,
     # push_to_hub; masks of rows of tokens, the reference that a name loads, refusals of models and
     # adapters, the token that a reward model scores (670); partners of single
     # answers (50).
