@@ -65,8 +65,8 @@ def test_a_part_that_has_run_does_not_change_what_the_others_hold(
     [
         ({}, ""),
         ({"failures": ["tests/a.py::b"]}, "red"),
-        ({"changed": True}, "older"),
-        ({"commit": "HEAD~1000000"}, "older"),
+        ({"changed": True}, "another content"),
+        ({"commit": "HEAD~1000000"}, "another content"),
         ({"division": "other"}, "added or removed between the parts"),
         (None, "has not run"),
     ],
@@ -115,4 +115,6 @@ def test_a_clone_answers_and_a_shallow_one_says_what_it_needs(
     git(origin, "commit", "-qam", "three")
     monkeypatch.setattr(run_wide, "ROOT", origin)
     (problem,) = run_wide.problems()
-    assert "part 1/1 is older than the last change" in problem
+    assert "part 1/1 ran with another content" in problem
+    git(origin, "revert", "--no-edit", "HEAD")  # what was tested is back
+    assert not run_wide.problems()
