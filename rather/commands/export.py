@@ -211,7 +211,7 @@ def merge(
     )
     config = policy.causal_lm.config
     config.dtype = DTYPES[dtype] if dtype else config.dtype
-    files = ModelFiles(weight_files(base_folder))
+    files = ModelFiles(weight_files(base_folder), config)
     cast = FileCast(config.dtype, _asked(rounding, config.dtype) or default, files)
     if reward:
         set_padding(config, tokenizer)

@@ -51,7 +51,7 @@ from rather.model.adapted_experts import (
     is_stack,
 )
 from rather.model.check import expert_blocks
-from rather.model.files import CORRECTION, EXPERT, PARTS, model_folder
+from rather.model.files import ModelFiles, model_folder
 from rather.model.layers import layers_of
 from rather.model.policy import START
 from rather.model.vision import FAMILIES, family_of
@@ -89,6 +89,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {  # of values in an adapter's config
 }
 # Families in which PEFT refuses these layers: their kernels read the weights themselves.
 MAMBA = ("falcon_h1", "nemotron_h")
+PARTS_OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 MAMBA_PARTS = {"out_proj", "conv1d"}
 NAMES_OF_EXPERTS = "name stacked experts as experts.gate_up_proj and experts.down_proj"
 _PEFT = "base_model.model."  # the prefix of every name in an adapter's file
@@ -254,7 +255,7 @@ def _linear_names(causal_lm: Any) -> set[str] | None:
     # Routers may be linear layers that return more than a tensor.
     names = {n.split(".")[-1] for m, n in inside.items() if type(m) is nn.Linear}
     if has_experts:  # PEFT takes names of shared experts for those of stacked experts
-        names -= PARTS.keys()
+        names -= PARTS_OF_EXPERTS
     return names - MAMBA_PARTS if is_mamba else names
 
 
@@ -521,10 +522,10 @@ def write_adapter(
 # --- into the base ---
 
 
-def merge(base: ShardedFiles, adapter: Path, cast: Cast) -> dict[str, TensorStream]:
+def merge(base: ModelFiles, adapter: Path, cast: Cast) -> dict[str, TensorStream]:
     """Return the base with an adapter merged in, computed in float32 as each weight is written."""
     merging = _Merging(base, adapter, cast)
-    return {name: merging.stream(name) for name in sorted(base)}
+    return {name: merging.stream(name) for name in sorted(base.weights)}
 
 
 class _Merging:
@@ -549,25 +550,15 @@ class _Merging:
             is_stack = len(self.base.shape(name)) == 3
             changed = partial(self._stack if is_stack else self._matrix, name, self.modules[name])
             return TensorStream(self.cast.dtype, self.base.shape(name), changed)
-        match = EXPERT.fullmatch(name)
-        if match and match[3] in PARTS:
-            stack, block = PARTS[match[3]]
-            if module := self.modules.get(f"{match[1]}.mlp.experts.{stack}"):
-                changed = partial(self._matrix, name, module, int(match[2]), block)
-                return TensorStream(self.cast.dtype, self.base.shape(name), changed)
-        if name.endswith(CORRECTION):
-            return TensorStream.of(self.base[name])
         return self.base.stream(name, self.cast)
 
     def _factors(self, module: str) -> tuple[Tensor, Tensor]:
         a, b = (self.saved[f"{module}.lora_{matrix}.weight"].float() for matrix in "AB")
         return factors_of(a, b, len(a) // self.config.r)
 
-    def _matrix(self, name: str, module: str, expert: int = 0, block: int = 0) -> Iterator[Tensor]:
-        """Yield a matrix; one of an expert is a block of the rows of its stack."""
-        (a_ERI, b_EOR), weight = self.factors(module), self.base[name].float()
-        b_OR = b_EOR[expert, block * len(weight) : (block + 1) * len(weight)]
-        weight = weight + self.scale * (b_OR @ a_ERI[expert])
+    def _matrix(self, name: str, module: str) -> Iterator[Tensor]:
+        ((a_RI,), (b_OR,)) = self.factors(module)
+        weight = self.base[name].float() + self.scale * (b_OR @ a_RI)
         if self.config.use_dora:
             magnitude = self.saved[f"{module}.lora_magnitude_vector"].float()
             weight *= (magnitude / weight.norm(dim=1))[:, None]

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,14 @@ from rather.checkpoint.sharded_tensors import (
 from rather.config.schema import ModelArgs
 from rather.errors import ConfigError, DiskError
 from rather.files import refuse_outside, sync
-from rather.model.files import (
-    CORRECTION,
-    ModelFiles,
-    file_streams,
-    model_folder,
-    weight_files,
-    weights_digest,
-)
+from rather.model.files import ModelFiles, model_folder, weight_files, weights_digest
 from rather.model.megatron import model_files
+from rather.model.names import Group, Names, empty_model, usual_shapes
 from rather.model.policy import PolicyModel
+from rather.model.proof import prove_export
 from rather.model.reward import merging_files, set_padding
 from rather.model.towers import has_tower
-from rather.model.vision import outside_language
+from rather.model.vision import frozen_outside_language
 from rather.optim.rounding import CHUNK, Rounding, plain_name
 
 PROCESSOR = ("*processor*.json", "chat_template.json")
@@ -204,42 +200,88 @@ def export_stored(
 
     They are streamed: at most some rows of one weight are in memory.
     """
-    source: Mapping[str, Tensor] = cast.source or {}
-    state = model.state_dict()
-    weights = file_streams(stored, cast, model.config.model_type, source)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
-    # A pipeline stage lacks those of the other layers.
-    buffers |= {name: source[name] for name in source if name.endswith(CORRECTION)}
-    weights |= {name: TensorStream.of(buffer) for name, buffer in buffers.items()}
+    weights = {plain_name(name): stored.stream(name, cast) for name in sorted(stored)}
     temporary = write_model(model, weights, tokenizer, folder, source=cast.source)
     publish(temporary, folder, _with_share(card, cast.kept))
     return cast.kept
 
 
-def _as_in_source(
-    model: Any, weights: Mapping[str, TensorStream], source: ShardedFiles | None
+def _trained(
+    model: Any, weights: Mapping[str, TensorStream], names: Names, files: ModelFiles | None
 ) -> dict[str, TensorStream]:
-    """Return the weights under the names of the source's files.
+    """Return the weights that are not copied from the source; without one, all of the model."""
+    trains = names.parameters(language_only=getattr(model, "left_out", 0) > 0)
+    if files:
+        trains -= frozen_outside_language(model)
+    weights = {name: stream for name, stream in weights.items() if name in trains}
+    if lost := sorted(name for name in trains if names.of_weight(name, weights) is None):
+        raise ConfigError(f"{len(lost)} weights of the model were not trained: {lost[0]}")
+    if files is None:
+        state = model.state_dict()
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
+        weights |= {name: TensorStream.of(buffer) for name, buffer in buffers.items()}
+    return weights
 
-    Those of a checkpoint with a tower include the tower, copied from the source bit by bit.
+
+def _as_in_files(
+    weights: Mapping[str, TensorStream], names: Names, files: ModelFiles | None, *, reward: bool
+) -> dict[str, TensorStream]:
+    """Return the tensors of the files: by the names in the source, or those usual for the family.
+
+    What was not trained, such as a tower and buffers, is copied from the source bit by bit.
     """
-    names = source.file_names if isinstance(source, ModelFiles) else {}
-    if not has_tower(model):
-        return {names.get(name, name): weight for name, weight in weights.items()}
-    if not isinstance(source, ModelFiles) or not source.tower:
-        raise ConfigError(
-            f"the tower of '{model.config.model_type}' was not trained and is copied from the "
-            "model that the run started from, which is not on this machine; restore its folder."
-        )
-    older = {f"model.{name}": name for name in source.tower}  # of towers, by their names today
-    renamed = {names.get(name, older.get(name, name)): w for name, w in weights.items()}
-    trained = {older.get(name, name) for name in outside_language(model, trained=True)}
-    for name in source:
-        # A head that is not among the weights is the trained embedding.
-        is_missing = names.get(name, name) not in renamed and name != "lm_head.weight"
-        if is_missing or (name in source.tower and name not in trained):
-            renamed[names.get(name, name)] = source.unchanged(name)
-    return renamed
+    tensors: dict[str, TensorStream] = {}
+    for group in names.groups:
+        made_of = {name: names.of_weight(name, weights) for name in group.weights}
+        given = {name: weights[key] for name, key in made_of.items() if key}
+        if given:
+            tensors |= _tensors_of(names, group, given)
+        elif files:
+            tensors |= {name: files.unchanged(name) for name in group.files}
+    in_groups = {names.of_weight(name, weights) for name in names.by_weight}
+    tensors |= {name: weights[name] for name in sorted(weights.keys() - in_groups)}
+    if files and not reward:  # the head of words is not in the class of a reward model
+        tensors |= {name: files.unchanged(name) for name in names.unknown}
+    return tensors
+
+
+def names_of(model: Any, source: ModelFiles | None) -> Names:
+    """Return how the weights of a model become the tensors of files like those of its source."""
+    model_class = next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
+    empty = empty_model(model.config, model_class)
+    if source is None:
+        return Names(empty, usual_shapes(empty, model))
+    return Names(empty, {name: source.stored.shape(name) for name in source.stored})
+
+
+def _tensors_of(
+    names: Names, group: Group, weights: Mapping[str, TensorStream]
+) -> dict[str, TensorStream]:
+    """Return the tensors of a group, which are made together when the first one is written."""
+    if group.converter is None:
+        return {group.files[0]: weights[group.weights[0]]}
+    made: dict[str, Tensor] = {}
+
+    def make(name: str) -> Tensor:
+        if name not in made:
+            whole = {key: _whole(stream) for key, stream in weights.items()}
+            made.update(names.to_files(group, whole))
+        return made.pop(name)
+
+    dtype = weights[group.weights[0]].dtype
+    return {
+        name: TensorStream.late(dtype, names.shapes[name], partial(make, name))
+        for name in group.files
+    }
+
+
+def _whole(stream: TensorStream) -> Tensor:
+    flat = torch.empty(math.prod(stream.shape), dtype=stream.dtype)
+    start = 0
+    for part in stream.parts():
+        flat[start : start + part.numel()] = part.reshape(-1)
+        start += part.numel()
+    return flat.view(stream.shape)
 
 
 def _with_share(card: str, kept: Kept) -> str:
@@ -256,44 +298,18 @@ def whole_model(
     source: ShardedFiles | None = None,
 ) -> Path:
     """Write a model that `publish` renames to `folder`, in files of at most `largest` bytes."""
-    model = policy.causal_lm
-    if has_tower(model):
-        is_in_source = source or cast.source
-        copied = outside_language(model, trained=False) if is_in_source else ()
-        streams = {
-            plain_name(name): TensorStream.of(
-                cast(name, weights.get(name, parameter).detach()).cpu()
-            )
-            for name, parameter in policy.named_parameters()
-            if plain_name(name) not in copied
-        }
-        return write_model(model, streams, tokenizer, folder, largest, source or cast.source)
-    dtype, generation_config = model.config.dtype, getattr(model, "generation_config", None)
-    with _new_folder(folder, tokenizer) as temporary:
-        if generation_config is not None:
-            # save_pretrained refuses many valid ones
-            model.generation_config = type(generation_config)()
-        try:
-            state = _state(policy, weights, cast)
-            limit = largest or LARGEST_FILE
-            model.save_pretrained(temporary, state_dict=state, max_shard_size=limit)
-        finally:  # save_pretrained sets the dtype to that of the training
-            model.config.dtype, model.generation_config = dtype, generation_config
-        _write_configs(model, temporary)
-    return temporary
-
-
-def _state(policy: PolicyModel, weights: Mapping[str, Tensor], cast: FileCast) -> dict[str, Tensor]:
-    """Return the state dict of the Hugging Face model; tied weights stay one tensor."""
-    model = policy.causal_lm
-    trained = {
-        id(parameter): cast(name, weights.get(name, parameter).detach()).cpu()
+    streams = {
+        plain_name(name): TensorStream.late(
+            cast.dtype, tuple(parameter.shape), partial(_rounded, cast, name, weights, parameter)
+        )
         for name, parameter in policy.named_parameters()
     }
-    state = dict(model.state_dict())
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        state[name] = trained[id(parameter)]
-    return state
+    model = policy.causal_lm
+    return write_model(model, streams, tokenizer, folder, largest, source or cast.source)
+
+
+def _rounded(cast: FileCast, name: str, weights: Mapping[str, Tensor], parameter: Tensor) -> Tensor:
+    return cast(name, weights.get(name, parameter).detach()).cpu()
 
 
 def whole_adapter(
@@ -324,26 +340,33 @@ def write_model(
 
     `source` has the tower of a checkpoint, if it has one.
     """
-    is_in_memory = source is None and getattr(model, "sees_images", False)
-    if not is_in_memory:
-        weights = _as_in_source(model, weights, source)
+    files = source if isinstance(source, ModelFiles) else None
+    if files is None and getattr(model, "left_out", 0):
+        raise ConfigError(
+            f"the tower of '{model.config.model_type}' was not trained and is copied from the "
+            "model that the run started from, which is not on this machine; restore its folder."
+        )
+    names = names_of(model, files)
+    weights = _trained(model, weights, names, files)
+    tensors = _as_in_files(weights, names, files, reward=hasattr(model, "score"))
     split = split_state_dict_into_shards_factory(
-        dict(weights),
+        tensors,
         get_storage_size=lambda weight: weight.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=largest or LARGEST_FILE,
     )
     with _new_folder(folder, tokenizer) as temporary:
         _write_configs(model, temporary)
-        for file, names in split.filename_to_tensors.items():
+        for file, keys in split.filename_to_tensors.items():
             with open(temporary / file, "xb") as target:
-                target.writelines(safetensors_file({name: weights[name] for name in names}, {}))
+                target.writelines(safetensors_file({key: tensors[key] for key in keys}, {}))
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             text = json.dumps(index, indent=2) + "\n"
             (temporary / "model.safetensors.index.json").write_text(text, "utf-8")
-        if has_tower(model) and isinstance(source, ModelFiles) and source.folder:
-            _copy_processor(source.folder, temporary)
+        if has_tower(model) and files and files.folder:
+            _copy_processor(files.folder, temporary)
+        prove_export(temporary, model, names, has_source=files is not None)
     return temporary
 
 

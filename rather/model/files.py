@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from hashlib import sha256
-from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
+from transformers import AutoConfig
 
-from rather.checkpoint.sharded_tensors import Cast, ShardedFiles, ShardSpec, TensorStream
+from rather.checkpoint.sharded_tensors import ShardedFiles, ShardSpec, TensorStream
 from rather.config.paths import is_local
 from rather.errors import ConfigError
 from rather.files import (
@@ -29,6 +30,7 @@ from rather.files import (
     text_sha,
 )
 from rather.model.mxfp4 import BLOCKS, SCALES, PackedExperts
+from rather.model.names import Group, Names, empty_model, is_known
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -46,26 +48,12 @@ SPOTS, SPOT, MOST_SPOTS = 8, 512, 40_000
 BLOCK = 1 << 20
 BASE_WEIGHTS = "base weights"  # its key in the identity of a checkpoint
 CONTENT = ("*.safetensors", "*.py")
-# Files have matrices for each expert, a model stacks them: (stack, block of its rows), by the
-# names of most families and of Mixtral.
-PARTS = {
-    "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0),
-    "w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0),
-}  # fmt: skip
-EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
-# Parts of a checkpoint that only images or sounds reach, and older names of its language model.
+# Parts of a checkpoint that only images or sounds reach.
 TOWER = re.compile(
     r"(?:^|\.)(?:(?:vision|visual|image|audio|speech|multi_modal|mm_|embed_vision|embed_audio|"
     r"connector)[a-z_]*\.|image_newline$)"
 )
 TOWER_CONFIGS = ("vision_config", "audio_config")
-BACKBONE = "backbone."  # Nemotron-H's name of the model without its head
-LANGUAGE_MODEL = "model.language_model."
-TEXT_MODEL = "model.text_model."  # SmolVLM's name of it
-OLDER = ("language_model.model.", "language_model.", "model.")
-KEEPS_OLDER = ("llama4",)  # families whose class still has these names
-CORRECTION = ".e_score_correction_bias"  # a buffer of a router; float32, and not trained
-STACK = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
 
 
 def model_folder(name: str, revision: str | None) -> Path | None:
@@ -103,44 +91,86 @@ def weight_files(folder: Path | None) -> list[Path]:
 
 
 class ModelFiles(ShardedFiles):
-    """The weights of a model folder; also, by the model's own names, what they are stacked to."""
+    """The weights of a model folder by the names that the model has for them.
 
-    def __init__(self, files: Iterable[Path]) -> None:
+    Iteration yields the names in the files, which `stored` reads as they are.
+    """
+
+    def __init__(self, files: Iterable[Path], config: Any = None) -> None:
+        """`config` is that of the model, if it is known."""
         files = list(files)
         super().__init__(files)
         self.folder = files[0].parent if files else None
-        self.file_names: dict[str, str] = {}  # of tensors that are stored under older names
-        self.tower = [name for name in self._shards if TOWER.search(name)]
-        current = (LANGUAGE_MODEL, TEXT_MODEL)
-        if self.tower and not any(name.startswith(current) for name in self._shards):
-            self._rename_language_model()
-        for name in [name for name in self._shards if name.startswith(BACKBONE)]:
-            self._rename(name, "model." + name.removeprefix(BACKBONE))
+        self.config = config
+        self.stored = ShardedFiles([])
+        self.stored._shards = self._shards
         packed = [name for name in self._shards if name.endswith(BLOCKS)]
         self.is_packed = bool(packed)
         for name in packed:
             self._unpack(name.removesuffix(BLOCKS))
-        self._stored = list(self._shards)
-        self._stack_experts()
+        self._made = lru_cache(1)(self._make)
 
-    def _stack_experts(self) -> None:
-        """Offer experts that are stored one by one under the names that the model has for them."""
-        matrices: dict[str, dict[tuple[int, int], str]] = {}
-        for name in self._stored:
-            if (match := EXPERT.fullmatch(name)) and match[3] in PARTS:
-                stack, block = PARTS[match[3]]
-                of_stack = matrices.setdefault(f"{match[1]}.mlp.experts.{stack}", {})
-                of_stack[int(match[2]), block] = name
-            elif ".block_sparse_moe." in name:
-                self._shards[name.replace(".block_sparse_moe.", ".mlp.")] = self._under(name)
-        for stack, of_stack in matrices.items():
-            self._stack(stack, of_stack)
+    @cached_property
+    def names(self) -> Names | None:
+        """How the tensors become weights; None if they have the names of the model's own code."""
+        config = self.config
+        if self.folder is None or not (config is None or is_known(config)):
+            return None
+        try:
+            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)  # nosec B615
+        except (OSError, ValueError):
+            return None
+        shapes = {name: self.stored.shape(name) for name in self.stored}
+        return Names(empty_model(config), shapes)
+
+    @cached_property
+    def weights(self) -> list[str]:
+        """The names of the model, and those in the files that it has no place for."""
+        return list(self.stored if self.names is None else self._converted)
+
+    @cached_property
+    def _converted(self) -> dict[str, dict[tuple[int, ...], Any]]:
+        assert self.names is not None
+        shards = {name: self.stored._shards[name] for name in self.names.unknown}
+        for weight, group in self.names.by_weight.items():
+            if group.converter is None:
+                shards[weight] = self._under(group.files[0])
+            elif group.is_stack:
+                shards[weight] = self._stack(group)
+            else:
+                spec = ShardSpec.full(self.names.state[weight])
+                file = _Made(partial(self._made, group.weights[0]), weight)
+                shards[weight] = {spec.offsets: (file, spec)}
+        return shards
+
+    def _resolve(self) -> None:
+        if self._shards is self.stored._shards and self.names is not None:
+            self._shards = self._converted
+
+    def __contains__(self, name: object) -> bool:
+        self._resolve()
+        return super().__contains__(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        self._resolve()
+        return super().shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name in self.stored:
+            return self.stored.dtype(name)
+        self._resolve()
+        return super().dtype(name)
+
+    def _make(self, first: str) -> dict[str, Tensor]:
+        assert self.names is not None
+        group = self.names.by_weight[first]
+        return self.names.to_weights(group, self.stored)
 
     def _under(self, name: str) -> dict[tuple[int, ...], Any]:
         """Return the shards of a tensor, for another name than that in its file."""
         return {
             offsets: (_Renamed(file, name), spec)
-            for offsets, (file, spec) in self._shards[name].items()
+            for offsets, (file, spec) in self.stored._shards[name].items()
         }
 
     def _unpack(self, name: str) -> None:
@@ -154,49 +184,32 @@ class ModelFiles(ShardedFiles):
         spec = ShardSpec.full(packed.shape)
         self._shards[name] = {spec.offsets: (packed, spec)}
 
-    def _stack(self, stack: str, matrices: Mapping[tuple[int, int], str]) -> None:
-        """Offer the matrices of all experts, by (expert, block), as one tensor."""
-        if flat := [name for name in matrices.values() if len(self.shape(name)) != 2]:
-            raise ConfigError(
-                f"{flat[0]!r} of the weights has the shape {self.shape(flat[0])}; the matrix of "
-                "an expert has two dimensions"
-            )
-        rows, width = self.shape(next(iter(matrices.values())))
-        experts, blocks = (max(numbers) + 1 for numbers in zip(*matrices, strict=True))
-        shape = (experts, blocks * rows, width)
-        self._shards[stack] = {
-            (expert, block * rows, 0): (
-                _Renamed(next(iter(self._shards[name].values()))[0], name, stacked=True),
-                ShardSpec(shape, (expert, block * rows, 0), (1, *self.shape(name))),
-            )
-            for (expert, block), name in matrices.items()
-        }
-
-    def _rename_language_model(self) -> None:
-        model_type = read_json(self.folder / "config.json").get("model_type") if self.folder else ""
-        if model_type in KEEPS_OLDER:
-            return
-        for name in set(self._shards) - set(self.tower):
-            prefix = next((prefix for prefix in OLDER if name.startswith(prefix)), "")
-            plain = name.removeprefix(prefix)
-            current = plain if plain.startswith("lm_head.") else LANGUAGE_MODEL + plain
-            if prefix and current != name:
-                self._rename(name, current)
-
-    def _rename(self, name: str, current: str) -> None:
-        self.file_names[current] = name
-        self._shards[current] = self._under(name)
-        del self._shards[name]
+    def _stack(self, group: Group) -> dict[tuple[int, ...], Any]:
+        """Return the matrices of all experts as one tensor: a rank reads those that it holds."""
+        patterns = [key for key in group.converter.source_patterns if key in group.stored]
+        heights = [self.stored.shape(group.stored[key][0])[0] for key in patterns]
+        width = self.stored.shape(group.files[0])[1]
+        shape = (len(group.stored[patterns[0]]), sum(heights), width)
+        shards: dict[tuple[int, ...], Any] = {}
+        for block, pattern in enumerate(patterns):
+            for expert, name in enumerate(group.stored[pattern]):
+                offsets = (expert, sum(heights[:block]), 0)
+                file = _Renamed(
+                    next(iter(self.stored._shards[name].values()))[0], name, stacked=True
+                )
+                shards[offsets] = (file, ShardSpec(shape, offsets, (1, heights[block], width)))
+        return shards
 
     def unchanged(self, name: str) -> TensorStream:
         """Return a tensor as it is stored, bit by bit."""
-        return TensorStream(self.dtype(name), self.shape(name), lambda: iter([self[name]]))
+        read = partial(self.stored.__getitem__, name)
+        return TensorStream.late(self.stored.dtype(name), self.stored.shape(name), read)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        return iter(self.stored)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self.stored)
 
 
 class LoadedWeights(ModelFiles):
@@ -207,7 +220,6 @@ class LoadedWeights(ModelFiles):
         for name, tensor in tensors.items():
             spec = ShardSpec.full(tensor.shape)
             self._shards[name] = {spec.offsets: (InMemory(tensor), spec)}
-        self._stored = list(self._shards)
 
 
 class InMemory:
@@ -226,6 +238,22 @@ class InMemory:
         return self.tensor[slices]
 
 
+class _Made:
+    """A weight that is made of several tensors, or by more than another name."""
+
+    def __init__(self, make: Callable[[], dict[str, Tensor]], name: str) -> None:
+        self.make, self.name = make, name
+
+    def get_slice(self, _name: str) -> _Made:
+        return self
+
+    def get_tensor(self, _name: str) -> Tensor:
+        return self.make()[self.name]
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
+        return self.make()[self.name][slices]
+
+
 class _Renamed:
     """A tensor of a file under another name, or a matrix as a part of a stack of experts."""
 
@@ -242,43 +270,6 @@ class _Renamed:
     def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
         matrix: Tensor = self.file.get_slice(self.name)[slices[1:]]
         return matrix[None]
-
-
-def file_streams(
-    stored: ShardedFiles, cast: Cast, family: str, source: Iterable[str] = ()
-) -> dict[str, TensorStream]:
-    """Return a policy's weights under the names in `source`, or those usual for its family.
-
-    Experts are unstacked, and rounded as parts of their stack. At most some rows of one weight are
-    in memory.
-    """
-    source_names = set(source)
-    mixtral = family == "mixtral"
-    if source_names:
-        mixtral = any(".block_sparse_moe." in name for name in source_names)
-    block = "block_sparse_moe" if mixtral else "mlp"
-    streams: dict[str, TensorStream] = {}
-    for name in sorted(stored):
-        plain = name.removeprefix("causal_lm.")
-        match = STACK.fullmatch(plain)
-        if match is None or plain in source_names:
-            streams[plain.replace(".mlp.", f".{block}.")] = stored.stream(name, cast)
-            continue
-        keys = [key for key, (stack, _) in PARTS.items() if stack == match[2]]
-        keys = [key for key in keys if key.startswith("w") == mixtral]
-        full_spec = ShardSpec.full(stored.shape(name))
-        experts, height, width = full_spec.whole
-        rows = height // len(keys)
-        for expert, key in product(range(experts), keys):
-            spec = full_spec.narrow(0, expert, 1).narrow(1, PARTS[key][1] * rows, rows)
-            chunks = partial(_one_expert, stored, cast, name, spec)
-            plain = f"{match[1]}.{block}.experts.{expert}.{key}.weight"
-            streams[plain] = TensorStream(cast.dtype, (rows, width), chunks)
-    return streams
-
-
-def _one_expert(stored: ShardedFiles, cast: Cast, name: str, spec: ShardSpec) -> Iterator[Tensor]:
-    yield cast(name, stored.read(name, spec), spec)[0]
 
 
 def model_digest(folder: Path, sha: Callable[[Path], str]) -> str | None:

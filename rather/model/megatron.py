@@ -59,7 +59,7 @@ def model_files(name: str, args: ModelArgs, config: Any) -> ModelFiles | None:
     if folder is None or not folder.exists():
         return None
     if args.config_from is None:
-        return ModelFiles(weight_files(folder))
+        return ModelFiles(weight_files(folder), config)
     place = checkpoint_folder(folder)
     if place is None:
         raise ConfigError(f"config_from is for Megatron checkpoints, and {name} is not one")
@@ -113,7 +113,6 @@ class MegatronFiles(ModelFiles):
                     f"{folder}: {key} has {count} rows, and the model that config_from names has "
                     f"{taken[key]}"
                 )
-        self._stored = list(self._shards)
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,11 @@ class RewardFiles(ModelFiles):
 
     def __init__(self, files: Iterable[Path], width: int, seed: int) -> None:
         super().__init__(files)
-        self._stored = [name for name in self._stored if name != "lm_head.weight"]
-        if HEAD not in self._shards:
+        self._shards.pop("lm_head.weight", None)
+        if HEAD not in self.stored:
             head = new_head(width, seed)
             spec = ShardSpec.full(head.shape)
             self._shards[HEAD] = {spec.offsets: (InMemory(head), spec)}
-            self._stored.append(HEAD)
 
 
 def merging_files(files: Iterable[Path], model: Any) -> RewardFiles:

@@ -104,16 +104,16 @@ def keep_tower(causal_lm: Any, frozen: Collection[str]) -> None:
     for name, parameter in causal_lm.named_parameters():
         if family.part_of(name) in frozen:
             parameter.requires_grad_(False)
-    causal_lm.sees_images = True
+    causal_lm.sees_images, causal_lm.frozen_parts = True, frozenset(frozen)
 
 
-def outside_language(causal_lm: Any, *, trained: bool) -> set[str]:
-    """Return the names of the weights of tower and projector that train, or do not."""
+def frozen_outside_language(causal_lm: Any) -> set[str]:
+    """Return the names of the weights of tower and projector that did not train."""
     if not getattr(causal_lm, "sees_images", False):
         return set()
     family = family_of(causal_lm.config)
     named = causal_lm.named_parameters()
-    return {name for name, p in named if p.requires_grad == trained and family.part_of(name)}
+    return {name for name, _ in named if family.part_of(name) in causal_lm.frozen_parts}
 
 
 def pixels_of_rows(

@@ -89,10 +89,8 @@ def test_what_does_not_open_is_not_there(
 ) -> None:
     from rather.model import export
 
-    state = export._state
-    monkeypatch.setattr(
-        export, "_state", lambda *args: {name: 2 * t for name, t in state(*args).items()}
-    )
+    rounded = export._rounded
+    monkeypatch.setattr(export, "_rounded", lambda *args: 2 * rounded(*args))
     done = rather("export", run.run_dir, tmp_path / "out")
     assert done.exit_code == 2
     assert "not written: log-probs before and after differ by" in done.output

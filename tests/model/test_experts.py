@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from rather.config.schema import TrainingArgs
+from rather.config.schema import ModelArgs, TrainingArgs
 from rather.data.batch import TokenPair
 from rather.data.pack import pack
 from rather.errors import ConfigError
@@ -28,6 +28,7 @@ from rather.model.files import ModelFiles
 from rather.model.layers import arrange_layers
 from rather.model.policy import PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
+from rather.parallel.load import load_policy
 from rather.parallel.mesh import Mesh
 from rather.parallel.routers import balance_of
 from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
@@ -321,10 +322,15 @@ def test_more_chosen_experts_than_a_layer_has_are_refused(chosen: int) -> None:
 
 @pytest.mark.defect("X14")
 def test_an_expert_of_one_dimension_is_refused(tmp_path: Path) -> None:
-    name = "model.layers.0.mlp.experts.0.gate_proj.weight"
-    save_file({name: torch.ones(8)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"has the shape \(8,\); the matrix of an expert has two"):
-        ModelFiles([tmp_path / "model.safetensors"])
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.0.gate_proj.weight"] = torch.ones(8)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    files = ModelFiles([tmp_path / "model.safetensors"])
+    assert "model.layers.0.mlp.experts.down_proj" in files
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in files
+    with pytest.raises(ConfigError, match="its weights cannot be opened"):
+        load_policy(str(tmp_path), ModelArgs(), "cpu")
 
 
 def expert_numbers(
