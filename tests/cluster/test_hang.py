@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from rather.cluster.cluster import Cluster
-from rather.cluster.health import Pulse, StackSnapshot, blame
+from rather.cluster.health import Limit, Pulse, StackSnapshot, blame, hang_error
 from rather.cluster.resources import ResourceManager
 from rather.cluster.supervision import (
     CHECK_EVERY,
@@ -92,6 +92,12 @@ def test_a_snapshot_names_the_call_the_line_and_the_collective() -> None:
     assert "thread MainThread (works):\n" in seen[0].stacks
     assert "in test_a_snapshot_names_" in seen[0].stacks
     assert pulse.call == "nothing"
+
+
+def test_the_report_makes_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "logs"
+    error = hang_error({"actor_train rank 0": None}, {}, Limit(1.0, "step"), folder)
+    assert str(next(folder.glob("hang-*.txt"))) in str(error)
 
 
 # --- on Ray ---

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rather.cluster import group, host, launch, links, worker, writer
+from rather.cluster import group, host, launch, links, resources, worker, writer
 from rather.cluster.group import RankInfo
 from rather.cluster.host import Host
 from rather.cluster.launch import Roles
@@ -511,3 +511,10 @@ def test_a_copy_of_the_state_counts_the_ranks_of_its_machine(
     for near, wanted in ((2, True), (4, False)):
         own = ActorWorker(make_config(tmp_path), "actor_train", RankInfo(0, 16, "cpu", near)).writer
         assert own._copies(state) is wanted
+
+
+def test_the_last_error_of_a_raylet_is_cut(tmp_path: Path) -> None:
+    logs = tmp_path / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text(f"[now C 1 1] (raylet) a.cc: Check failed: {'x' * 400}\n")
+    assert resources._last_of_raylet(tmp_path) == f"Its raylet: {'x' * 300}."

@@ -64,6 +64,15 @@ def test_a_checkpoint_has_its_own_weights(run: DPOConfig, tmp_path: Path) -> Non
     )
 
 
+def test_a_linked_adapter_is_not_exported(lora: DPOConfig, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "adapter").symlink_to(lora.run_dir / "adapter")
+    done = rather("export", run, tmp_path / "out", "--adapter")
+    assert done.exit_code == 2, done.output
+    assert "outside of its folder" in done.output
+
+
 @pytest.mark.parametrize("source", ["", "adapter", "checkpoint-3"])
 def test_an_adapter_alone_and_merged(
     lora: DPOConfig, folder: Path, tmp_path: Path, source: str

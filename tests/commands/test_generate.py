@@ -149,7 +149,12 @@ def test_answers_are_those_of_a_loop_in_float64(tmp_path: Path, answers: int) ->
             ids.append(token)
         expected += [ids[len(prompt) :]] * answers
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    shapes: list[tuple[int, int]] = []
+    causal_lm.register_forward_pre_hook(
+        lambda *given: shapes.append(given[2]["input_ids"].shape), with_kwargs=True
+    )
     found = sampler.generate(causal_lm, tokenizer, prompts, Decoding(10), answers=answers)
+    assert all(rows == len(prompts) for rows, tokens in shapes if tokens > 1), "once per prompt"
     assert [answer.ids for answer in found] == expected
     assert len({tuple(ids) for ids in expected}) == len(prompts)
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rather.config.run_config import DPOConfig
 from rather.data import cache
-from rather.data.findings import BARS, bar_labels, beyond_positions
+from rather.data.findings import BARS, _length_bias, bar_labels, beyond_positions
 from rather.data.prepare import Prepared, prepare
 from rather.data.show import print_report, token_texts
 from rather.data.template import TEMPLATES, load_tokenizer
@@ -161,6 +161,11 @@ def test_tokens_of_an_older_cache_are_made_again(
         json.dumps({"sha256": cache._sha(file, report), "report": report})
     )
     assert look_of(prepare(settings, console=console))["sets"]["train"]["pairs"] == 5
+
+
+def test_answers_of_one_length_have_no_length_bias() -> None:
+    for label in (np.array([1, 0, 1, 0]), np.ones(4)):
+        assert _length_bias(np.full(4, 7), label)["correlation"] == 0
 
 
 def test_length_bias_by_hand(config: Config, write: Write, console: Console) -> None:

@@ -104,8 +104,15 @@ def large(content: Content) -> None:
     ]
 
 
+def longest(content: Content) -> None:
+    first = content["added_tokens"][0]
+    size = sum(len(token["content"]) for token in content["added_tokens"])
+    content["added_tokens"].append({**first, "content": "x" * (tokenizer_files.MOST_ADDED - size)})
+
+
 @pytest.mark.parametrize(
-    "change", [lambda content: None, large, lambda content: post_processor(content, 2, "<s>", [1])]
+    "change",
+    [lambda content: None, large, longest, lambda content: post_processor(content, 2, "<s>", [1])],
 )
 def test_usual_and_large_tokenizers_pass(
     content: Content, change: Callable[[Content], None]

@@ -146,6 +146,7 @@ def test_without_bos_or_eos_nothing_is_invented(recipe: Callable[..., Any]) -> N
 def test_a_space_between_prompt_and_answer_belongs_to_the_answer(encoder: Make) -> None:
     result = encoded(encoder(None), "Once upon", "a time", "a day")
     assert kinds(result) == ["glued_boundary"]
+    assert kinds(encoded(encoder(None), "Once:", "a time", "a day")) == []
     spaced = encoder(None, separator=" ")
     result = encoded(spaced, "Once upon", "a time", "a day")
     assert (kinds(result), text(spaced, result.chosen)) == ([], " a time</s>")

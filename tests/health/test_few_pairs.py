@@ -91,6 +91,12 @@ def test_a_wrecked_model_is_not_told_to_raise_its_learning_rate() -> None:
     assert names_in(unharmed, 20) == ["accuracy_stuck"]
 
 
+@pytest.mark.parametrize(("pairs", "found"), [(99, []), (100, ["accuracy_stuck"])])
+def test_stuck_held_out_accuracy_needs_a_hundred_pairs(pairs: int, found: list[str]) -> None:
+    records = [evaluated(step, pairs, rewards__accuracies=0.55) for step in range(0, 12, 3)]
+    assert names_in(records, 12) == found
+
+
 def test_pairs_that_are_hard_to_say_are_no_wreck() -> None:
     """The batch differs, not the policy from its reference."""
     records = [line(1, sft_loss=3.0), *(line(step, sft_loss=6.0, kl=-8.0) for step in (2, 3))]

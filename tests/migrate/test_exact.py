@@ -181,6 +181,13 @@ def adapters(result: Migrated) -> tuple[Any, Any, Any]:
     return own.adapter_name_or_path, own.lora_rank, reference.adapter_name_or_path
 
 
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputation_of_swift(kind: str) -> None:
+    line = SWIFT.replace("swift", "megatron")
+    result = of_line(f"{line} --recompute_granularity {kind}", "swift")
+    assert result.config.actor_train.model_args.disable_gradient_checkpointing is False
+
+
 @pytest.mark.defect("U8")
 @pytest.mark.parametrize(
     ("flags", "expected"),

@@ -311,6 +311,9 @@ def test_recipes_of_nemo_rl_inherit(tmp_path: Path) -> None:
     child.write_text("defaults: ../nowhere.yaml\npolicy: {model_name: m}\n")
     with pytest.raises(ConfigError, match=r"nowhere.yaml: this parent"):
         of(child, "nemo-rl")
+    child.write_text("grpo: {num_prompts_per_step: 8}\n")
+    with pytest.raises(ConfigError, match="grpo is not training on preference pairs"):
+        of(child, "nemo-rl")
 
 
 def test_references_that_cannot_be_filled_in_are_reported(tmp_path: Path) -> None:

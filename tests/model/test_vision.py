@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from rather.data.batch import PromptImage
 from rather.data.pack import pack
 from rather.errors import ConfigError, DataError
 from rather.model.generate import Decoding, generate
+from rather.model.image_tower import TowerGraphs
 from rather.model.policy import PolicyModel, pair_columns
 from rather.model.vision import family_of
 from tests.cells import cells
@@ -89,6 +91,25 @@ def test_answers_to_images_do_not_depend_on_the_batch(family: str) -> None:
     assert answers(every[:2], seen[:2], copies=2) == [ids for ids in together[:2] for _ in "ab"]
     other = [tuple(replace(image, digest="f0") for image in images) for images in seen]
     assert answers(every, other) != together  # it looks
+
+
+@pytest.mark.parametrize("frozen", [(), ("projector",), ("vision", "projector")])
+def test_frozen_parts_do_not_train(frozen: tuple[str, ...]) -> None:
+    causal_lm = make_seeing("llava_next", frozen)[0].causal_lm
+    part_of = family_of(causal_lm.config).part_of
+    trained = {part_of(name) for name, p in causal_lm.named_parameters() if p.requires_grad}
+    assert {"vision", "projector"} - trained == set(frozen)
+
+
+def test_graphs_of_a_tower_end_if_its_weights_move() -> None:
+    tower = torch.nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
+    recorded: Any = TowerGraphs(tower)
+    for _ in range(2):
+        assert recorded._has_fixed_weights()
+        recorded.graphs[1,] = SimpleNamespace()
+    tower.weight.data = tower.weight.data.clone()
+    assert not recorded._has_fixed_weights()
+    assert not recorded.graphs
 
 
 def test_image_tokens_of_a_text_are_refused() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from rather.tools.pairs import _print_suspects
 from rather.tools.report import pairs
 from rather.tools.report.pairs import Doctor, PairHistory
 
@@ -97,6 +98,14 @@ def test_a_model_that_could_name_few_of_the_wrong_labels_accuses_nobody() -> Non
     doctor = doctor_of([first, first + 1.5], held_out=knows_its_errors(3, quality=0.7))
     assert not accused(doctor).any()
     assert "too few to rely on" in doctor.conclusion
+
+
+def test_the_chance_of_a_suspect_is_printed_if_known(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"id": 7, "first": -2.0, "visits": 1, "flip_score": 0.9, "findings": []}
+    _print_suspects([row, {**row, "chance": 0.82}], None)
+    printed = capsys.readouterr().out
+    assert printed.count("flip score 0.900") == 2
+    assert printed.count("chance of a wrong label 82%") == 1
 
 
 def test_a_score_of_half_is_accused_of_nothing() -> None:

@@ -326,7 +326,9 @@ def test_if_none_keeps_the_right_answers_it_is_said(
     assert tune.facts({"runs": {"a": {"drift": 0.1}}}, "a") == "drift 0.1, forgetting not measured"
     monkeypatch.setenv("COLUMNS", "250")
     tune.print_result(found)
-    assert kept in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert kept in printed
+    assert "0.0000" not in printed, "rewards of 0 have no accuracy"
 
 
 @pytest.mark.parametrize(("rate", "is_said"), [("1e-09", True), ("1e-07", False)])

@@ -208,7 +208,8 @@ def test_a_plan_counts_host_memory(
     offloading = config(tmp_path, models[1], **{STRATEGY: {"strategy_name": "zero2_cpu"}})
     sizes = sizes_of(str(models[1]), ModelArgs())
     pairs = assumed_pairs(1024, 16, None, "none here")
-    forecast = Forecast(offloading, sizes, Device("cuda", 80 * GIB, gib * GIB), pairs, None)
+    forecast = Forecast(offloading, sizes, Device("cuda", 80 << 30, gib * GIB), pairs, None)
+    assert " of 80 GiB (" in forecast.line()
     assert forecast.host == pytest.approx(10 * sizes.weights + 4 * sizes.in_layers)
     assert forecast.fits == fits
     assert ("of host memory per rank, available 50.00 GiB" in verdict(forecast, [], None)) != fits
