@@ -462,8 +462,8 @@ MUTATIONS = (
     Mutation(
         "judge: the interval of a win rate is over verdicts",
         "rather/commands/judge.py",
-        "interval(list(map(fmean, by_prompt.values())))",
-        "interval(outcomes)",
+        "low, high = interval(rates)",
+        "low, high = interval([comparison.outcome for comparison in comparisons])",
         ("tests/commands/test_judge.py::test_four_answers_to_a_prompt_do_not_narrow_the_interval",),
     ),
 )  # fmt: skip
