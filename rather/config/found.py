@@ -156,6 +156,17 @@ def found_values(
     return allowed
 
 
+def is_found(path: Path) -> bool:
+    """Whether a YAML is in a run folder that this user's own `rather train` did not write."""
+    run_dir = path.absolute().parent
+    try:
+        return (run_dir / "metrics.jsonl").exists() and not is_signed(
+            yaml_text(run_dir / "config.yaml", own)
+        )
+    except (OSError, ValueError):
+        return True
+
+
 def _written_at(values: Any, key: str) -> Any:
     """Return the plain value of a key path, or Missing."""
     for name in key.split("."):

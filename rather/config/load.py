@@ -33,7 +33,7 @@ from pydantic import ValidationError
 
 from rather.config import paths
 from rather.config.compat import Names, roll_keys
-from rather.config.found import ALLOWED, NO_TRUST, Trust, found_values
+from rather.config.found import ALLOWED, NO_TRUST, Trust, found_values, is_found
 from rather.config.inherit import set_at
 from rather.config.keys import field_problems, nearest, table
 from rather.config.run_config import FOR_A_PART, FOR_A_RUN, DPOConfig
@@ -42,6 +42,7 @@ from rather.errors import ConfigError
 from rather.files import BoundedLoader, JsonObject, Opener, own, regular, yaml_text
 
 COMMAND_LINE = "command line"
+RUNS_CODE = ("trust_remote_code", "worker_cls", "system_envs", "judge")
 HINTS = {  # what PyYAML says -> what to do
     "character '\\t'": "indent with spaces, not with tabs",
     "mapping values": "is a colon missing in the line above? A text with ': ' needs quotes",
@@ -83,7 +84,17 @@ def load_config(
     """
     path = Path(path).expanduser()
     sources = _key_lines(path)
-    config = _validated(path, _compose(path, overrides, sources), sources)
+    composed = _compose(path, overrides, sources)
+    config = _validated(path, composed, sources)
+    problems = [
+        f"{key}: may run code, and {path} came with a run folder; if you trust it, add {key}=... "
+        "to the command"
+        for key, place in sources.items()
+        if key.rpartition(".")[2] in RUNS_CODE and place != COMMAND_LINE
+        if OmegaConf.select(composed, key) and is_found(path)
+    ]
+    if problems:
+        raise ConfigError(problems)
     if check_paths:
         paths.check_paths(config)
     return config

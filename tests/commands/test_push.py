@@ -177,7 +177,7 @@ def test_only_what_an_export_writes_is_uploaded(
         (folder / "adapter" / name).write_text("{}")
     (folder / "adapter" / "linked").symlink_to("/etc/passwd")
     tokenizer = folder / "adapter" / "tokenizer_config.json"
-    values = {**json.loads(tokenizer.read_text()), "special_tokens_map_file": "/home/me/map.json"}
+    values = {**json.loads(tokenizer.read_text()), "special_tokens_map_file": "/srv/me/map.json"}
     tokenizer.write_text(json.dumps(values))
     refused = rather("push", folder / "adapter", "shop/kind")
     assert refused.exit_code == 2
@@ -202,7 +202,7 @@ def test_only_what_an_export_writes_is_uploaded(
 @pytest.mark.defect("A7")
 def test_paths_of_this_machine_are_cut_out(tmp_path: Path) -> None:
     """Also of nested configs, but not what a template says about a machine."""
-    template = 'Write to "/mnt/data/x": /mnt/data/y'
+    template = 'Write to "/var/data/x": /var/data/y'
     values = {"text_config": {"_name_or_path": "~/of/me/base"}, "chat_template": template}
     (tmp_path / "config.json").write_text(json.dumps(values))
     content = files_in(tmp_path)["config.json"]

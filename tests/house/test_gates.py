@@ -34,7 +34,7 @@ MOST = {
     "tokens of the core": 323_367,
     # Rounds, finalists of tune, GGUF files, init, push, images; scripts of users behind a command
     # line, the card that is pushed (940); a child that writes pages (300); names of pushed files (200).
-    "tokens of the tools": 77_663,
+    "tokens of the tools": 77_676,
     # push_to_hub; masks of rows of tokens, the reference that a name loads, refusals of models and
     # adapters, the token that a reward model scores (670); partners of single
     # answers (50).

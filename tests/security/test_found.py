@@ -21,8 +21,9 @@ import pyarrow as pa
 import pytest
 import yaml
 
+from rather.config.found import signed
 from rather.config.keys import table
-from rather.config.load import load_found
+from rather.config.load import load_config, load_found
 from rather.config.values import accepted_types
 from rather.errors import ConfigError, RatherError
 from tests.security.conftest import rather
@@ -253,6 +254,40 @@ def test_every_key_is_allowed_or_not_read() -> None:
     assert not {*ALLOWED} & {*NOT_READ}
     texts = {path.rpartition(".")[2] for path in ALLOWED if path in TEXTS}
     assert texts == {*NAMES, *ONLY_TEXT}
+
+
+CODE: dict[str, Any] = {
+    "actor_train.model_args.trust_remote_code": True,
+    "reference.model_args.trust_remote_code": True,
+    "actor_train.worker_cls": "evil.Worker",
+    "system_envs": {"LD_PRELOAD": "evil.so"},
+    "actor_train.system_envs": {"LD_PRELOAD": "evil.so"},
+    "eval_prompts": {"file": "output/run/pairs.jsonl", "judge": {"with": "evil.py:score"}},
+}
+
+
+@pytest.mark.defect("A9")
+@pytest.mark.parametrize("key", CODE)
+def test_a_config_in_a_run_folder_runs_no_code(folder: Folder, key: str) -> None:
+    """Not even if it is named as a config, unless the command line has the key, or the run is one's own."""
+    (folder.run / "evil.py").write_text("def score(prompt, answer): return 1\n")
+    folder.change(key, CODE[key])
+    text = yaml.safe_dump(folder.values)
+    for file in (folder.run / "config.yaml", folder.run / "mine.yaml"):
+        file.write_text(text)
+        for command in ("plan", "data", "train") if key.startswith("actor_train.m") else ("plan",):
+            done = rather(command, file)
+            assert done.exit_code == 2, done.output
+            assert f"and {file} came with a run folder" in done.output.replace("\n", "")
+        assert "came with a run folder" in rather("rounds", file).stderr
+    if "." in key:
+        assert load_config(folder.run / "mine.yaml", [f"{key}={json.dumps(CODE[key])}"])
+    (folder.run / "config.yaml").write_text(signed(text))
+    assert load_config(folder.run / "config.yaml")
+    assert load_config(folder.run / "mine.yaml")
+    (folder.run / "metrics.jsonl").unlink()
+    (folder.run / "config.yaml").unlink()
+    assert load_config(folder.run / "mine.yaml"), "a folder of configs"
 
 
 @pytest.mark.defect("X1")

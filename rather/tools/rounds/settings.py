@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from rather.commands.judges import is_server
-from rather.config.found import NO_TRUST
+from rather.config.found import NO_TRUST, is_found
 from rather.config.inherit import set_at
 from rather.config.load import composed_values, config_from_dict
 from rather.config.run_config import DPOConfig
@@ -150,6 +150,8 @@ class Plan:
 
 def load_plan(file: Path, overrides: Sequence[str] = ()) -> Plan:
     """Read a YAML with rounds, or raise a ConfigError with all problems of its key `rounds`."""
+    if is_found(file):
+        raise ConfigError(f"{file}: came with a run folder; copy it if you trust what it starts.")
     values = composed_values(file, overrides)
     if not isinstance(values.get("rounds"), dict):
         raise ConfigError(f"{file.name}: has no key rounds; train with `rather train {file}`.")
