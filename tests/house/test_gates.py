@@ -40,7 +40,7 @@ MOST = {
     # answers (50).
     "tokens of rather.trl": 12_920,
     # TRL's arguments and why some are refused; tables of migrate that were rules in Python (170).
-    "words of long texts": 17_873,
+    "words of long texts": 17_880,
     "modules in an import circle": 0,
     "functions above complexity 20": 0,
     "functions above complexity 15": 20,
