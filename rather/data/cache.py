@@ -137,7 +137,8 @@ def _find(path: Path) -> tuple[PairFile, Json] | None:
                     return None
                 file.check()
             check_report(entry["report"], len(file))
-            return file, entry["report"]
+            # An older report does not say how many tokens are unknown.
+            return (file, entry["report"]) if "unknown_tokens" in entry["report"] else None
         reason = "it has another checksum"
     except FileNotFoundError:
         return None

@@ -22,6 +22,8 @@ from rather.data.report import GROUPS, Json
 BARS = 16
 SEVERITIES = ("serious", "warning", "info")
 TINY_WEIGHT = 1e-6  # the mean of a million pairs of weight 1 hardly moves by one such pair
+HUGE_SCORE = 1e4  # Elo ratings are below; those of a new model are about 1
+TINY_BETA = 1e-4  # answers differ by some hundred nats, and their margin by less than 0.1
 LENGTH_MATTERS = 0.65  # accuracy of "pick the longer answer", or the shorter
 
 Hashes = NDArray[np.uint64]
@@ -59,6 +61,55 @@ RULES: dict[str, Rule] = {
         "Use the template that the model was trained with: remove data_args.template and "
         "global_template to use the tokenizer's own, or `none` for a model without one.",
     ),
+    "no_eos": (
+        0,
+        0.5,
+        ("no_eos",),
+        "in {percent} of the {unit} of {set} ({no_eos}) the model cannot learn where an answer "
+        "ends: {no_eos_example}.",
+        "Set eos_token in tokenizer_config.json, or data_args.template to one that ends each "
+        "answer with the token at which generation stops.",
+    ),
+    "unknown_tokens": (
+        0.001,
+        0.01,
+        (),
+        "{percent} of the tokens in the answers of {set} stand for words that the tokenizer does "
+        "not know: to the model they are all the same word.",
+        "Use a model whose tokenizer knows the words of the data (`rather data --show`).",
+    ),
+    "same_answers": (
+        0.9,  # most labels of a classification may be the same
+        1.0,
+        (),
+        "{percent} of the {side} answers of {set} are the same text: the model can learn to "
+        "prefer or avoid it without reading the prompt.",
+        "Check the column that is read as this answer (data_args.columns).",
+    ),
+    "huge_scores": (
+        0,
+        0,
+        (),
+        "{percent} of the {unit} of {set} have a score or margin of up to {largest:.3g} in size: "
+        "no model reaches it.",
+        "Check the column that is read as score or margin, or scale it to about -10 to 10.",
+    ),
+    "unequal_weights": (
+        0.9,  # with exponentially distributed weights it is a half
+        0.95,
+        (),
+        "the weights of the {pairs} {unit} of {set} are so unequal that they count as "
+        "{counted:.3g} of equal weight.",
+        "Check the column that is read as weight; limit the largest weights.",
+    ),
+    "tiny_beta": (
+        0,
+        0,
+        (),
+        "beta is {beta:g}: margins, which are beta times differences of log-probs, stay near 0, "
+        "and nothing holds the policy near its reference.",
+        "Set beta to 0.01 or more; lower learning_rate for smaller steps.",
+    ),
     "one_label": (
         0,
         1.0,
@@ -90,7 +141,7 @@ RULES: dict[str, Rule] = {
         0.5,
         ("prompt_differs",),
         "{percent} of the {unit} of {set} ({prompt_differs}) have another prompt than at "
-        "inference: {example}.",
+        "inference: {prompt_differs_example}.",
         "Prompt the trained model with exactly the training prompt, or choose the "
         "data_args.template it is served with.",
     ),
@@ -211,10 +262,8 @@ def examine(train: PairDataset, evals: Mapping[str, PairDataset], report: Json) 
             "prompts": len(np.unique(repeats.prompt)),
             "lengths": _spreads(lengths),
             "length_bias": _length_bias(lengths["chosen"], label, lengths.get("rejected")),
-            **_same_value(report.get("rows"), pairs),
-            **_tiny_weights(pairs.column("weight")),
         }
-    return {"sets": sets, "findings": _findings(entries, sets)}
+    return {"sets": sets, "findings": _findings(entries, sets, _of_values(train, report))}
 
 
 @dataclass(frozen=True)
@@ -250,20 +299,31 @@ class _Repeats:
         return {"duplicate_pair": again, contradiction: contradicts}
 
 
-def _same_value(rows: str | None, pairs: PairDataset) -> Json:
-    """Return the label or score that all answers have, if there is only one."""
-    columns = {"labelled": ("one_label", "label"), "scored": ("one_score", "score")}
-    if rows not in columns:
-        return {}
-    finding, column = columns[rows]
-    values = np.unique(pairs.column(column))
-    return {finding: float(values[0])} if len(values) == 1 else {}
-
-
-def _tiny_weights(weights: NDArray[np.float64]) -> Json:
-    tiny = weights[(weights > 0) & (weights < TINY_WEIGHT)]
-    facts = {"share": len(tiny) / len(weights), "smallest": float(min(tiny, default=0.0))}
-    return {"tiny_weights": facts} if len(tiny) else {}
+def _of_values(train: PairDataset, report: Json) -> Iterator[tuple[str, float, Json]]:
+    """Yield name, share and facts of what labels, scores, weights, answers and beta show."""
+    rows, beta = report["rows"], report["beta"]
+    label, score, weights = map(train.column, ("label", "score", "weight"))
+    if rows == "labelled" and len(np.unique(label)) == 1:
+        which, direction = ("good", "more") if label[0] > 0.5 else ("bad", "less")
+        yield "one_label", 1.0, {"which": which, "direction": direction}
+    if rows == "scored" and len(np.unique(score)) == 1:
+        yield "one_score", 1.0, {"score": score[0]}
+    huge = np.abs(score)[np.abs(score) >= HUGE_SCORE]
+    yield "huge_scores", len(huge) / len(train), {"largest": max(huge, default=0)}
+    weights = weights[weights > 0]
+    tiny = weights[weights < TINY_WEIGHT]
+    facts = {"limit": TINY_WEIGHT, "smallest": min(tiny, default=0)}
+    yield "tiny_weights", len(tiny) / len(train), facts
+    if len(weights):
+        weights = weights / weights.max()  # squares of large weights would overflow
+        counted = weights.sum() ** 2 / (weights**2).sum()  # the effective sample size
+        yield "unequal_weights", 1 - counted / len(weights), {"counted": counted}
+    for side in IDS[1:]:
+        _, counts = np.unique(train.column(f"normal_{side}"), return_counts=True)
+        if max(counts) > 1 and train.lengths(side).any():
+            yield "same_answers", max(counts) / len(train), {"side": side}
+    if beta and beta < TINY_BETA:
+        yield "tiny_beta", 1.0, {"beta": beta}
 
 
 def _places(pairs: PairDataset, rows: NDArray[np.bool_], files: list[Json]) -> dict[str, list[int]]:
@@ -311,8 +371,10 @@ def beyond_positions(sets: Mapping[str, PairDataset], positions: int) -> Iterato
             yield _finding("beyond_positions", name, share, facts)
 
 
-def _findings(entries: Json, sets: Json) -> list[Json]:
-    """Return all findings, the most severe first."""
+def _findings(
+    entries: Json, sets: Json, of_values: Iterable[tuple[str, float, Json]]
+) -> list[Json]:
+    """Return all findings, the most severe first; `of_values` are those of the training pairs."""
     findings: list[Json] = []
 
     def judge(name: str, set_name: str, share: float, facts: Json) -> None:
@@ -322,26 +384,22 @@ def _findings(entries: Json, sets: Json) -> list[Json]:
     for set_name, entry in entries.items():
         counts: Json = defaultdict(int, pairs=entry["pairs"], unit=_unit(sets[set_name]))
         for group in GROUPS:
-            counts |= {kind: events["count"] for kind, events in entry.get(group, {}).items()}
-        for example in entry.get("warned", {}).get("prompt_differs", {}).get("examples", ())[:1]:
-            counts["example"] = example["detail"]
+            for kind, events in entry.get(group, {}).items():
+                counts[kind] = events["count"]
+                for example in events["examples"][:1]:
+                    counts[f"{kind}_example"] = example["detail"]
         for name, (_, _, kinds, *_) in RULES.items():
             judge(name, set_name, sum(counts[kind] for kind in kinds) / entry["pairs"], counts)
+        unknown, tokens = entry.get("unknown_tokens", (0, 1))
+        judge("unknown_tokens", set_name, unknown / tokens, counts)
     train = sets["train"]
-    if "one_label" in train:
-        which, direction = ("good", "more") if train["one_label"] > 0.5 else ("bad", "less")
-        facts = {"pairs": train["pairs"], "which": which, "direction": direction}
-        judge("one_label", "train", 1.0, facts)
-    if "one_score" in train:
-        judge("one_score", "train", 1.0, {"pairs": train["pairs"], "score": train["one_score"]})
+    for name, share, facts in of_values:
+        if share >= RULES[name][0]:
+            judge(name, "train", share, {"pairs": train["pairs"], "unit": _unit(train), **facts})
     longer = train["length_bias"]["longer_wins"]
     accuracy = max(longer, 1 - longer)
     if accuracy >= max(LENGTH_MATTERS, 0.5 + 1.5 / sqrt(train["pairs"])):  # 3 deviations of a coin
         judge("length_bias", "train", accuracy, _length_facts(train))
-    weights = train.get("tiny_weights")
-    if weights:
-        facts = {"unit": _unit(train), "limit": TINY_WEIGHT, **weights}
-        judge("tiny_weights", "train", weights["share"], facts)
     return by_severity(findings)
 
 

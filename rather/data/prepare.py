@@ -42,7 +42,7 @@ from rather.data.template import (
     read_template,
     use_processor_template,
 )
-from rather.data.tokens import TokenRecipe
+from rather.data.tokens import SIDES, TokenRecipe
 from rather.errors import LIMITS, DataError, counted
 from rather.files import file_sha, inspect_folder, refuse_outside, text_sha
 
@@ -93,6 +93,7 @@ def prepare(config: DPOConfig, *, console: Console | None = None) -> Prepared:
         "tokenizer_sha256": builder.tokenizer_digest,
         "sequence_length": config.sequence_length,
         "rows": config.rows,
+        "beta": config.loss_numbers.get("beta"),
         "train": train_report,
         "evals": {},
         "warnings": [],
@@ -464,17 +465,26 @@ class _Builder:
         if images:
             schema = IMAGE_SCHEMA.with_metadata({IMAGE_TOKEN: str(images.token)})
         writer = batch_writer(target, schema)
+        # What two letters that no vocabulary has become; a tokenizer with bytes tells them apart.
+        one, other = self.tokenizer(
+            ["\U00012000", "\U00010a00"], add_special_tokens=False
+        ).input_ids
+        unknown = one[-1] if one and one == other else -1
+        tokens = np.zeros(2, np.int64)  # of answers: unknown ones, all
         with bar(self.console, "tokenising", sum(sizes)) as advance, writer as add:
             for encoded in encode_chunks(rows, recipe, layout, sources, processes):
                 add(encoded.batch)
                 source = encoded.chunk.source
                 counts.add(source, encoded.head, encoded.batch.num_rows)
+                for side in SIDES:
+                    ids = encoded.batch.column(side).values.to_numpy()
+                    tokens += (ids == unknown).sum(), len(ids)
                 done = sum(sizes[:source]) + encoded.chunk.done * sizes[source]
                 advance(done, f"{counts.rows} rows")
         used = {"name": "none", "sha256": ""}
         if recipe.template:
             used = {"name": recipe.template.name, "sha256": text_sha(recipe.template.text)}
-        return {**counts.to_json(), "template": used}
+        return {**counts.to_json(), "template": used, "unknown_tokens": tokens.tolist()}
 
 
 def _template_identity(name: str) -> str:

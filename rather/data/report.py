@@ -13,7 +13,7 @@ EXAMPLES = 5
 CHANGES = (
     "boundary_moved", "double_bos", "double_eos", "eos_lost", "eos_text_removed",
     "special_token_escaped", "ties_skipped", "truncated_prompt", "truncated_response",
-    "prompt_changed", "turn_not_scored", "cut_answer", "duplicate_answer", "empty_answer", "unscored_answer", "small_gap", "length_gap", "own_tokens",
+    "prompt_changed", "turn_not_scored", "cut_answer", "duplicate_answer", "empty_answer", "small_gap", "length_gap", "own_tokens",
     "tokens_changed",
 )  # fmt: skip
 GROUPS = ("dropped", "changed", "warned")
@@ -54,7 +54,7 @@ images_refused: images, which are not read here
 in_training_data: the same pair is in the training data
 length_gap: answers whose lengths differ by more than max_length_gap
 missing_key: a needed key is missing
-no_eos: the tokenizer has no EOS to end an answer
+no_eos: no token from which a model could learn where an answer ends
 nothing_scored: no token left to score
 own_tokens: the model's own tokens, which its text would not become
 prompt_changed: the template changes the prompt when the answer follows; the prompt at inference is trained
@@ -77,7 +77,6 @@ truncated: the file ends in the middle of a row
 truncated_prompt: prompt cut on the left
 truncated_response: answers cut on the right
 turn_not_scored: an earlier turn that cannot be found
-unscored_answer: an answer whose score is null
 """.splitlines()
 )
 
@@ -152,7 +151,7 @@ def check_report(report: Json, pairs: int) -> None:
     A KeyError, IndexError, TypeError, ValueError or AttributeError says what is wrong.
     """
     files = report["files"]
-    numbers = [report["rows"], report["pairs"]]
+    numbers = [report["rows"], report["pairs"], *report.get("unknown_tokens", ())]
     texts = [*report["ignored_columns"], report["template"]["name"], report["template"]["sha256"]]
     for file in files:
         numbers += [file["rows"], file["pairs"]]

@@ -346,6 +346,8 @@ class Encoder:
                 "no_eos", "the tokenizer has no EOS: the model cannot learn where an answer ends"
             )
             return [prompt_ids, *sequences]
+        if recipe.eos == self.unknown:
+            self._note("no_eos", f"EOS is {self.eos_text!r}, which also stands for unknown words")
         for ids in sequences:
             while ids[-1:] == [recipe.eos]:
                 ids.pop()
@@ -400,7 +402,9 @@ class Encoder:
                 detail = f"the rendered answer {end!r} does not contain all of {text[:80]!r}"
                 self._note("answer_lost", detail)
         end = self.tokenizer.decode(self.tail, skip_special_tokens=False).strip()
-        if end and self.end_of_turn in (None, self.unknown):
+        if not end:
+            self._note("no_eos", "the chat template writes no end token after an answer")
+        elif self.end_of_turn in (None, self.unknown):
             detail = f"the template ends answers with {end!r}, which is not a token of its own"
             self._note("end_as_text", detail)
 

@@ -228,6 +228,9 @@ def choose_start(data: str, model: str, name: TaskName) -> ChosenSettings:
         config = config_from_dict(sample)
         sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
         prepared = prepare(config)
+        for finding in prepared.report["look"]["findings"]:
+            if finding["severity"] == "serious":
+                echo(f"serious: {finding['text']} {finding['advice']}", err=True)
         rows = len(prepared.train)
         lengths = _row_lengths(prepared.train)
         device = device_here(kind)

@@ -151,6 +151,19 @@ def test_bad_input_is_one_line(
     assert not (place / "x.yaml").exists()
 
 
+@pytest.mark.defect("N4")
+def test_unknown_words_are_reported_before_the_first_step(place: Path) -> None:
+    cafe = {"prompt": "w1", "chosen": " w2 soup", "rejected": " coffee w3"}
+    write(place / "cafe.jsonl", *[cafe | {"prompt": f"w1 w{i}"} for i in range(8)])
+    done = rather("init", "cafe.jsonl", "--model", "base", "--out", "cafe.yaml")
+    assert done.exit_code == 0, done.output
+    trial = rather("train", "cafe.yaml", "--dry-run")
+    assert trial.exit_code == 0, trial.output
+    for output in (done.output, trial.output):
+        text = " ".join(output.split())
+        assert "serious: 33 % of the tokens in the answers of train stand for words" in text
+
+
 @pytest.mark.parametrize("name", ["on, off: {x}.jsonl", "1e3", "null", "~", "/a/ö 1", "a.jsonl"])
 def test_odd_names_stay_text(name: str) -> None:
     assert yaml.safe_load(init._flow({"file_name": name})) == {"file_name": name}

@@ -37,7 +37,7 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> Path:
     counted = {"kind": "jsonl", "unit": "line", "rows": 20, "pairs": 20}
     report = {
         "rows": 20, "pairs": 20, "files": [counted], "dropped": {}, "changed": {}, "warned": {},
-        "ignored_columns": [], "template": {"name": "none", "sha256": ""},
+        "ignored_columns": [], "template": {"name": "none", "sha256": ""}, "unknown_tokens": [0, 1],
     }  # fmt: skip
     checked = {"sha256": cache._sha(file, report), "report": report}
     file.with_suffix(".json").write_text(json.dumps(checked))

@@ -29,7 +29,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path])
     model = make_model(folder / "base")
     for file in folders["chat"].iterdir():
         (model / file.name).write_bytes(file.read_bytes())
-    rows = [{"prompt": f"{EVIL} {i}", "chosen": f"{EVIL} good {i}" * (1 + i % 3), "rejected": "bad", "id": EVIL}
+    rows = [{"prompt": f"{EVIL} {i}", "chosen": f"{EVIL} good {i}" * (1 + i % 3), "rejected": f"bad {i}", "id": EVIL}
             for i in range(30)]  # fmt: skip
     for name, some in ((NAME, [*rows, *rows[:3]]), ("held.jsonl", rows[:2])):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in some))

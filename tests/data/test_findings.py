@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rather.config.run_config import DPOConfig
 from rather.data import cache
@@ -21,6 +22,7 @@ from rather.data.prepare import Prepared, prepare
 from rather.data.show import print_report, token_texts
 from rather.data.template import TEMPLATES, load_tokenizer
 from rather.tools.report.sections import data_page
+from tests.data.conftest import _save, _tokenizer
 
 Config = Callable[..., DPOConfig]
 Write = Callable[..., Path]
@@ -253,6 +255,82 @@ def test_weights_that_say_nothing(config: Config, write: Write, console: Console
     assert "25 % of the pairs" in one["tiny_weights train"]["text"]
     rows[0]["weight"] = 0.0  # left out on purpose
     assert not findings(prepare(config(write(rows), sequence_length=900), console=console))
+
+
+@pytest.fixture
+def number_of(config: Config, write: Write, console: Console) -> Callable[..., float | None]:
+    """Return the number of a finding about training rows; None if it is not there."""
+
+    def number(name: str, rows: list[dict[str, Any]], **settings: Any) -> float | None:
+        made = prepare(config(write(rows), **{"sequence_length": 900, **settings}), console=console)
+        finding = findings(made).get(f"{name} train")
+        assert finding is None or (finding["severity"] == "serious") == (finding["number"] > 0.01)
+        return finding and finding["number"]
+
+    return number
+
+
+@pytest.mark.defect("A8")
+@pytest.mark.parametrize("eos", ["<unk>", None])
+def test_an_end_that_cannot_be_learned(
+    number_of: Any, write: Write, tmp_path: Path, eos: str | None
+) -> None:
+    """EOS for unknown words, a tokenizer without EOS, and a template that ends no turn."""
+    endless = _save(tmp_path / "endless", _tokenizer(False), eos_token=eos)
+    assert number_of("no_eos", ROWS[:3], pretrain=str(endless)) == 1
+    turns = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    open_end = {"template": str(write(turns, "open.jinja"))}
+    assert number_of("no_eos", ROWS[:3], data=open_end) == 1
+    assert number_of("no_eos", ROWS[:3]) is None
+
+
+@pytest.mark.defect("A8", "N4")
+@pytest.mark.parametrize("unigram", [False, True])
+def test_unknown_tokens_are_counted(number_of: Any, tmp_path: Path, unigram: bool) -> None:
+    words = ["<unk>", "</s>", "a", "b", "c"]
+    model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    if unigram:
+        model = models.Unigram([(word, -1.0) for word in words], unk_id=0)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    of_words = {"pretrain": str(_save(tmp_path / "words", tokenizer, eos_token="</s>"))}
+    row = {"prompt": "a b", "chosen": " ü ö", "rejected": " c"}
+    assert number_of("unknown_tokens", [row], **of_words) == 0.4
+    known = {"prompt": "a b", "chosen": " b" * 149, "rejected": " c" * 149}
+    rows = [known, known, known, row]
+    assert number_of("unknown_tokens", rows, **of_words) == round(2 / 905, 4)
+    assert number_of("unknown_tokens", [row]) is None, "a tokenizer of bytes"
+
+
+@pytest.mark.defect("A8")
+def test_weights_that_leave_few_pairs(number_of: Any) -> None:
+    for weights, number in (
+        ([1e6] + [1e-6] * 63, round(1 - 1 / 64, 4)),
+        ([1e300] * 2 + [1.0] * 38, 0.95),
+        ([0.0, 0.0, 5.0], None),
+        ([0.1 * i for i in range(40)], None),
+    ):
+        rows = [{**fresh(), "weight": weight} for weight in weights]
+        assert number_of("unequal_weights", rows) == number
+
+
+@pytest.mark.defect("A8")
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_answers_that_are_all_the_same(number_of: Any, side: str) -> None:
+    rows = [{**fresh(), side: f" So{' ' * i} sorry."} for i in range(1, 11)]
+    assert number_of("same_answers", rows) == 1
+    rows[0][side] = rows[1][side] = text()
+    assert number_of("same_answers", rows) is None
+
+
+@pytest.mark.defect("A8")
+def test_scores_and_betas_of_absurd_size(number_of: Any) -> None:
+    settings = {"task": "reward", "pref_loss": "regression"}
+    rows = [*answers(3, score=1500.0), *answers(1, score=-1e30)]
+    assert number_of("huge_scores", rows, **settings) == 0.25
+    assert number_of("huge_scores", rows[:3], **settings) is None
+    assert number_of("tiny_beta", ROWS[:3], beta=1e-9) == 1
+    assert number_of("tiny_beta", ROWS[:3], beta=0.001) is None
 
 
 @pytest.mark.defect("X6")
