@@ -39,6 +39,7 @@ from rather.losses.objective import from_config
 from rather.model.budget import LADDER, TOKENS
 from rather.model.generate import Decoding, GeneratedAnswer, generate
 from rather.model.policy import PolicyModel
+from rather.outcome.habits import chance_of
 from rather.run_folder.model_source import here, weights_of
 from rather.train.rank_trainer import RankTrainer
 
@@ -73,7 +74,8 @@ class Figures:
     right: list[int] = field(default_factory=list)  # the numbers of right replies
 
     def as_json(self) -> JsonObject:
-        return {"loss": self.loss, "right": self.right, "replies": len(self.replies)}
+        counts = {"right": self.right, "replies": len(self.replies)}
+        return {"loss": self.loss, **counts, "texts": self.replies}
 
 
 def answered_right(right: Iterable[int], least: int) -> set[int]:
@@ -119,16 +121,8 @@ class Forgotten:
 
         A model that moves a little answers some borderline questions in another way: without
         forgetting, as many become right as wrong. So of the changed answers, half should be lost.
-        This is McNemar's exact test, one-sided, with the mid-p value, which is less timid with few
-        questions.
         """
-        changed = self.known - self.kept + self.new
-        ways = doubled = 1  # integers: a float cannot hold the ways of 1,024 changed answers
-        for gained in range(self.new):
-            doubled += ways
-            ways = ways * (changed - gained) // (gained + 1)
-            doubled += ways
-        return doubled / (2 << changed)
+        return chance_of(self.known - self.kept, self.new)
 
     def text(self) -> str:
         """Return `the loss on neutral text rose by 0.021 to 2.412, ...`."""

@@ -55,8 +55,9 @@ class AnswersAtEnd:
             metrics: dict[str, Any] = {}
             if self.answers:
                 metrics |= self.answers.compare(step, known, policy)
-            if before and after:
-                metrics |= answer_metrics(before.as_json(), after)
+            if self.forgetting and before and after:
+                chosen = self.forgetting.chosen
+                metrics |= answer_metrics(before.as_json(), after, chosen)
             return metrics
         except (RatherError, OSError, torch.OutOfMemoryError) as error:
             log.warning("answers were not compared: %s", error)

@@ -32,6 +32,7 @@ from rather.losses.objective import PairLoss, Running
 from rather.losses.own import OwnMetric, own_metrics
 from rather.model.generate import Decoding, GeneratedAnswer, generate
 from rather.model.policy import PolicyModel
+from rather.outcome.habits import habit_metrics
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import EVALUATION_CHUNK
@@ -208,6 +209,7 @@ class Answers:
         self.data_args, self.sequence_length = data_args, sequence_length
         self.prompts = read_prompts(asked, data_args)
         self.known: list[GeneratedAnswer] | None = None  # of the reference
+        self.chosen: Sequence[str] = ()  # answers of the training data
         self.is_always_judged = is_always_judged
         self.judge: JudgeAnswers | None = None
         if self.asked.judge:
@@ -272,6 +274,8 @@ class Answers:
             for key in stats[0]:
                 total = sum(float(numbers[key]) for numbers in stats)
                 means[f"{METRICS}{name}/{key}"] = total / len(stats)
+        before, after = ([row[name] for row in rows] for name in ("reference", "policy"))
+        means |= habit_metrics(METRICS, before, after, self.chosen)
         self._write([*read_lines(self.file)[0], *rows])
         return {**means, f"{METRICS}prompts": len(rows), **self._win_rate(step, rows)}
 

@@ -25,6 +25,7 @@ from rather.outcome.forgetting import (
     figures_of,
     known_answers,
 )
+from rather.outcome.habits import habit_metrics
 from rather.pipeline.evaluation import Interrupted, Stopped, answer_all, is_local
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.progress import RunState
@@ -53,6 +54,7 @@ class ForgettingCheck:
     sequence_length: int
     file: Path | None
     last: Figures | None = None  # the last measurement
+    chosen: Sequence[str] = ()  # answers of the training data
 
     @staticmethod
     def of(
@@ -113,7 +115,7 @@ class ForgettingCheck:
         if step == 0:
             before = base["forgetting"] = self.last.as_json() | {"digest": digest}
         if step == 0 or is_comparable:
-            metrics |= answer_metrics(before, self.last)
+            metrics |= answer_metrics(before, self.last, self.chosen)
         return metrics
 
     def figures_of(self, policy: PolicyModel) -> Figures | None:
@@ -121,12 +123,15 @@ class ForgettingCheck:
         return figures_of(policy, self.measured) if self.measured.is_readable else None
 
 
-def answer_metrics(before: JsonObject, now: Figures) -> dict[str, float]:
+def answer_metrics(before: JsonObject, now: Figures, chosen: Sequence[str]) -> dict[str, float]:
     """Return what became of known answers; empty if the first model knew too few."""
     forgotten = Forgotten.between(before, now.as_json())
     if forgotten.kept_share is None:
         return {}
-    return {
+    habits = {}
+    if "texts" in before:  # an older checkpoint has none
+        habits = habit_metrics(FORGETTING, before["texts"], now.replies, chosen)
+    return habits | {
         f"{FORGETTING}right_before": len(before["right"]) / len(now.replies),
         f"{FORGETTING}right": len(now.right) / len(now.replies),
         f"{FORGETTING}known": forgotten.known * len(PHRASINGS) / len(now.replies),

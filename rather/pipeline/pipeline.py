@@ -43,6 +43,7 @@ from rather.losses.losses import LOSSES
 from rather.losses.objective import Running, from_config
 from rather.losses.own import METRICS
 from rather.losses.trial import try_own_losses, try_own_metrics
+from rather.outcome.habits import chosen_texts
 from rather.outcome.result import LINES, run_result, shown_lines
 from rather.pipeline.answers_at_end import AnswersAtEnd
 from rather.pipeline.callbacks import CALLBACKS, registered_callbacks
@@ -391,9 +392,12 @@ class DPOPipeline(Run):
         refuse_foreign_tokens(self.data, self.actor_train)
         if with_reference:
             self.reference_stream.load()
+        chosen = chosen_texts(self.data.train, self.tokenizer)
         if self.answers:
+            self.answers.chosen = chosen
             self.answers.begin(self.tokenizer, resumes=newest is not None)
         if self.forgetting:
+            self.forgetting.chosen = chosen
             self.forgetting.begin(self.tokenizer)
         self.parts.restore(newest)
         if model and self.objective.baseline_kind == "mean":

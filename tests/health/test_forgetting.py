@@ -232,6 +232,7 @@ def test_a_model_that_knows_too_little_is_not_asked_again(
     parts: list[Any] = [roles, None, state, 4, False, None, 0, None]
     check = ForgettingCheck(*parts)
     check.measured = Stub()  # type: ignore[assignment]
+    check.chosen = ["Yes."]
     lines = [check.record(step, lambda: False) for step in (0, 4)]
     assert asked == [True, is_asked_again]
     for line in lines:

@@ -56,6 +56,7 @@ def test_every_rule_has_a_run_that_was_made_for_it() -> None:
     elsewhere = {"experts_collapse"}  # train/test_experts_run.py
     elsewhere |= {"labels_reversed", "answers_unlikely", "warmup_never_ends"}  # test_few_pairs.py
     elsewhere |= {"optimum_passed", "drift_without_gain", "forgetting"}  # test_outcome_rules.py
+    elsewhere |= {"sentences_repeat", "starts_lost"}
     assert set(RULES) <= {*FOUND_IN, *elsewhere}
     assert set(FOUND_IN.values()) == set(ILL)
     assert len(HEALTHY) == 10

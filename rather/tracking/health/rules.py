@@ -49,6 +49,7 @@ GIVEN_BACK = 0.25  # of what the calibrated held-out loss had gained
 LONGER, LONGER_TOKENS = 1.5, 3.0  # times as long as the reference's answers, and tokens longer
 REPEATED = 0.25  # more repeated runs of four tokens than in the reference's answers
 IDLE, UNEVEN = 0.1, 1.5  # more of the experts idle than at first, times the first router loss
+MORE_OFTEN = 0.1  # of the answers; beyond it, chance decides
 UNENDED = 0.25  # more answers without an end token than the reference
 
 
@@ -368,18 +369,19 @@ def _gave_back(history: EvaluationHistory) -> bool:
 @HealthRule(
     "warning",
     "the held-out loss{name} was lowest at step {step} ({best:.4g}) and is {now:.4g} at the end: "
-    "training went past the optimum.",
-    "Keep the best model with save_best, or train less: max_steps {step}, fewer epochs or a lower "
-    "learning_rate.",
+    "the steps after it made the model worse.",
+    "Keep the best model with save_best, or train less: fewer steps or epochs, or a lower "
+    "learning_rate. If step 0 was best, check labels and scores of both sets.",
 )
 def optimum_passed(h: RunState) -> Found:
     """At the end, the held-out loss is 2 % of its first value above its lowest."""
-    if not h.is_over or "overfitting" in h.known:
+    explained = ("overfitting", "labels_reversed", "model_wrecked")
+    if not (h.is_over and h.known.isdisjoint(explained)):
         return {}
     for name, known in h.evaluations.items():
         best, step, _ = known.best
         now = known.last[-1]["loss"] if known.last else best
-        if step and now - best >= PASSED * abs(known.first["loss"]):
+        if now - best > PASSED * abs(known.first["loss"]):
             losses = {"best": best, "now": now, "step": step}
             return {"number": now - best, "name": f" of {name}" if name else "", **losses}
     return {}
@@ -504,6 +506,38 @@ def answers_repeat(h: RunState) -> Found:
 def answers_do_not_end(h: RunState) -> Found:
     """A quarter fewer answers end than of the reference's."""
     return _answers(h, "ended", lambda own, ref: ref - own >= UNENDED)
+
+
+def _habit(h: RunState, name: str) -> Found:
+    """Compare answers to eval_prompts, or to the questions of `forgetting`, with the usual ones."""
+    for line in (h.answers, *h.forgetting[-1:]):
+        number, usual = (line.get(f"{who}/{name}", 0.0) for who in ("policy", "usual"))
+        if number >= usual + MORE_OFTEN and line[f"{name}_chance"] < BY_CHANCE:
+            return {"number": number, "usual": usual}
+    return {}
+
+
+@HealthRule(
+    "warning",
+    "{number:.0%} of the answers repeat a sentence; of the base's and of the chosen answers it is "
+    "{usual:.0%} at most.",
+    "Lower learning_rate, train less, or add likelihood with rpo_alpha.",
+)
+def sentences_repeat(h: RunState) -> Found:
+    """A tenth more of the answers repeat a sentence than of the base's, by more than chance."""
+    return _habit(h, "repeats")
+
+
+@HealthRule(
+    "warning",
+    "{number:.0%} of the answers begin in the middle of a sentence; of the base's and of the "
+    "chosen answers it is {usual:.0%} at most: answers have lost their first words.",
+    "Lower learning_rate, train less, or add likelihood with rpo_alpha: pairs whose answers begin "
+    "with the same words do not hold these up.",
+)
+def starts_lost(h: RunState) -> Found:
+    """A tenth more of the answers begin with a small letter or a comma than of the base's."""
+    return _habit(h, "starts_within")
 
 
 class Health(RunState):
