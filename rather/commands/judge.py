@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from rather.commands.journal import write_atomic
 from rather.commands.judges import (
     JudgedPrompt,
     JudgeOptions,
+    RuleJudge,
+    Score,
     Scorer,
     ServerJudge,
     is_server,
@@ -30,6 +33,9 @@ from rather.errors import ConfigError, DataError, RatherError, counted
 from rather.files import JsonObject
 from rather.tracking.json_lines import strict_json
 
+log = logging.getLogger(__name__)
+
+SHOWN = 5  # errors
 NEIGHBOURS = 2  # answers on either side that an answer is compared with
 
 
@@ -43,6 +49,9 @@ class AnswerRow(NamedTuple):
     @property
     def mean_length(self) -> float:
         return fmean(map(len, self.responses))
+
+
+AnswerPair = tuple[JudgedPrompt, str, str]
 
 
 class Comparison(NamedTuple):
@@ -119,27 +128,41 @@ def score_file(
         raise ConfigError(f"--out {out}: is the file that is read; name another one.")
     rows = read_answers(path)
     facts: JsonObject = {"file": str(path), "with": name, "prompts": len(rows)}
+    scores: Sequence[Sequence[Score]]
     if is_server(name):
         base = read_answers(against) if against else None
         scores, counts = _shares_of_wins(ServerJudge(name, path, options), rows, base)
         facts |= counts
     else:
-        scores = scores_of(scorer_of(name, path, options), rows)
+        judge = scorer_of(name, path, options)
+        scores = scores_of(judge, rows)
+        facts |= problems_of(judge, _known(scores))
     if out:
         lines = zip(rows, scores, strict=True)
         write_atomic(
             out,
             (
-                f"{strict_json({**row.question.row, 'scores': scores_of_row})}\n"
-                for row, scores_of_row in lines
+                f"{strict_json({**row.question.row, 'scores': row_scores})}\n"
+                for row, row_scores in lines
             ),
         )
-    every = [score for scores_of_row in scores for score in scores_of_row]
-    facts |= {"n": len(every), "mean_score": fmean(every)}
+    facts |= {"n": len(_known(scores)), "mean_score": fmean(_known(scores))}
     return facts | {key: values[0] for key, values in answer_facts(rows).items()}
 
 
-def scores_of(judge: Scorer, rows: Sequence[AnswerRow]) -> list[list[float]]:
+def _known(scores: Sequence[Sequence[Score]]) -> list[float]:
+    return [score for of_row in scores for score in of_row if score is not None]
+
+
+def problems_of(judge: Scorer, usable: Sized) -> JsonObject:
+    """Return how many answers have no score and why; raise DataError if nothing is usable."""
+    shown = judge.problems[:SHOWN]
+    if not usable:
+        raise DataError("\n".join(["no answer can be used:", *shown]))
+    return {"errors": len(judge.problems), "first_errors": shown}
+
+
+def scores_of(judge: Scorer, rows: Sequence[AnswerRow]) -> list[list[Score]]:
     """Return the score of every answer of every row."""
     answers = [(row.question, text) for row in rows for text in row.responses]
     flat = iter(judge.scores(answers))
@@ -158,7 +181,7 @@ def _shares_of_wins(
         groups = [[*old.responses, *row.responses] for old, row in zip(base, rows, strict=True)]
     else:
         groups = [row.responses for row in rows]
-    pairs, places = list[tuple[Any, str, str]](), list[tuple[int, int, int]]()
+    pairs, places = list[AnswerPair](), list[tuple[int, int, int]]()
     outcomes_of = [[list[float]() for _ in answers] for answers in groups]
     for number, (row, answers) in enumerate(zip(rows, groups, strict=True)):
         if len(answers) < 2:
@@ -168,7 +191,7 @@ def _shares_of_wins(
             )
         for i, j in _neighbours(len(answers)):
             if answers[i] != answers[j]:
-                pairs.append((row.question.prompt, answers[i], answers[j]))
+                pairs.append((row.question, answers[i], answers[j]))
                 places.append((number, i, j))
             else:
                 for k in (i, j):
@@ -211,13 +234,14 @@ def compare_rows(
 ) -> JsonObject:
     """Return how often the second answers are better; verdicts are cached next to `file`."""
     counts_of_judge: JsonObject = {"flips": 0, "unreadable": 0, "tokens_spent": 0}
+    counts_of_judge |= {"errors": 0, "first_errors": [], "left_out": 0}
     if is_server(name):
         judge = ServerJudge(name, file, options)
         comparisons, counts = _compare_by_server(judge, first, second)
         counts_of_judge |= counts
     else:
-        comparisons, means = _compare_by_scores(scorer_of(name, file, options), first, second)
-        counts_of_judge["mean_score"] = means
+        comparisons, facts = _compare_by_scores(scorer_of(name, file, options), first, second)
+        counts_of_judge |= facts
     if not comparisons:
         raise DataError(f"--with {name}: no verdict could be read; look at --judge-template.")
     return win_rates(comparisons) | answer_facts(first, second) | counts_of_judge
@@ -234,8 +258,10 @@ def answer_judge(
     options = JudgeOptions.of(asked)
     if is_server(asked.name) and not asked.model:
         raise ConfigError("eval_prompts.judge.model: name the model of the server that judges.")
-    if ".py" in asked.name:  # a wrong name is found before training, not after it
-        scorer_of(asked.name, file, options)
+    if ".py" in asked.name:  # what is wrong is found before training, not after it
+        judge = scorer_of(asked.name, file, options)
+        if isinstance(judge, RuleJudge):
+            judge.check([JudgedPrompt("", {"prompt": ""}, "eval_prompts")])
 
     def compare(answers: Sequence[AnswersToPrompt]) -> JsonObject:
         before, after = list[AnswerRow](), list[AnswerRow]()
@@ -244,20 +270,28 @@ def answer_judge(
             before.append(AnswerRow(question, [old], None))
             after.append(AnswerRow(question, [new], None))
         try:
-            return compare_rows(before, after, asked.name, file, options)
+            rates = compare_rows(before, after, asked.name, file, options)
         except RatherError as error:
             raise type(error)(f"eval_prompts.judge: {error}") from error
+        for reason in rates["first_errors"]:
+            log.warning("eval_prompts.judge: %s", reason)
+        return rates
 
     return compare
 
 
 def _compare_by_scores(
     judge: Scorer, first: Sequence[AnswerRow], second: Sequence[AnswerRow]
-) -> tuple[list[Comparison], list[float]]:
+) -> tuple[list[Comparison], JsonObject]:
+    """Compare mean scores; a prompt is left out if one of its answers has no score."""
     scores = scores_of(judge, [*first, *second])
-    means = list(map(fmean, scores))
-    of_a, of_b = means[: len(first)], means[len(first) :]
-    return compare_means(first, second, of_a, of_b), [fmean(of_a), fmean(of_b)]
+    means = [None if None in of_row else fmean(_known([of_row])) for of_row in scores]
+    prompts = zip(first, second, means[: len(first)], means[len(first) :], strict=True)
+    compared = [prompt for prompt in prompts if None not in prompt[2:]]
+    facts = problems_of(judge, compared) | {"left_out": len(first) - len(compared)}
+    rows_a, rows_b, of_a, of_b = zip(*compared, strict=True)
+    facts["mean_score"] = [fmean(of_a), fmean(of_b)]
+    return compare_means(rows_a, rows_b, of_a, of_b), facts
 
 
 def compare_means(
@@ -287,7 +321,7 @@ def _compare_by_server(
                 "many."
             )
         for text, other_text in zip(row_a.responses, row_b.responses, strict=True):
-            pairs.append((row_a.question.prompt, text, other_text))
+            pairs.append((row_a.question, text, other_text))
             prompts.append(number)
     outcomes, counts = _outcomes(judge, pairs)
     comparisons = []
@@ -298,7 +332,7 @@ def _compare_by_server(
 
 
 def _outcomes(
-    judge: ServerJudge, pairs: Sequence[tuple[Any, str, str]]
+    judge: ServerJudge, pairs: Sequence[AnswerPair]
 ) -> tuple[list[float | None], JsonObject]:
     """Return the outcome of (prompt, A, B) for B; None if a verdict cannot be read."""
     with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -325,8 +359,8 @@ def win_rates(comparisons: Sequence[Comparison]) -> JsonObject:
     for comparison in comparisons:
         by_prompt[comparison.prompt].append(comparison.outcome)
     rates = list(map(fmean, by_prompt.values()))
-    low, high = interval(rates)
     outcomes = [comparison.outcome for comparison in comparisons]
+    low, high = interval(rates)
     return {
         "n": len(outcomes),
         "wins": outcomes.count(1.0),
@@ -364,6 +398,7 @@ def print_verdict(result: JsonObject) -> None:
         return
     if "win_rate" not in result:
         echo(f"{result['file']}: mean score {result['mean_score']:.4g} of {result['n']} answers")
+        _print_errors(result)
         return
     echo(
         f"B wins {result['wins']}, ties {result['ties']}, loses {result['losses']} of {result['n']}"
@@ -380,6 +415,15 @@ def print_verdict(result: JsonObject) -> None:
     echo(f"characters: {_both(result['mean_length'], '.0f')}")
     for name in ("cut", "repetition", "refusals"):
         echo(f"{name}: {_both(result[name], '.1%')}")
+    _print_errors(result)
+
+
+def _print_errors(result: JsonObject) -> None:
+    if result.get("errors"):
+        prompts = f", {counted(result['left_out'], 'prompts')} left out" * ("left_out" in result)
+        echo(f"{counted(result['errors'], 'answers')} without a score{prompts}:")
+        for reason in result["first_errors"]:
+            echo(f"  {reason}")
 
 
 def _print_server_counts(result: JsonObject) -> None:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import re
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jinja2
+import jinja2.meta
 import jinja2.sandbox
 import typer
 
 from rather.commands.journal import Journal
 from rather.commands.openai_client import Server, first_choice, text_of_choice, tokens_of
 from rather.commands.terminal import echo
-from rather.config import plugins
 from rather.config.found import NO_TRUST, Trust
 from rather.config.schema import AnswerJudge
-from rather.errors import ConfigError, DataError, ServerError
+from rather.data.rule import Rule, Unscored
+from rather.errors import ConfigError, ServerError
 from rather.files import JsonObject, make_folder, text_sha, yaml_text
 from rather.tracking.json_lines import strict_json
 
@@ -29,6 +28,7 @@ CACHE = ".rather-cache"  # next to the first file of answers
 RULE = re.compile(r"(.+\.py):(\w+)")
 VERDICT = re.compile(r"\[\[([ABC])\]\]")
 VERDICT_TOKENS = 1024
+FIXED = ("prompt", "answer", "answer_a", "answer_b", "row")  # in rules and templates, not columns
 CHARACTERS_PER_TOKEN = 4  # of English text, for the forecast
 TEMPLATE = """\
 You compare two answers to the same prompt. Judge which of them helps the person who wrote the prompt more: by what is
@@ -54,13 +54,18 @@ Explain your judgement in at most three sentences. Then end with exactly one of 
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """How a judge works. The first four are those of a server."""
+    """How a judge works. The first four are those of a server.
+
+    `columns` maps names in a rule or in a server's template to columns of the rows.
+    """
 
     model: str | None = None
     template: Path | None = None
     concurrency: int = 16
     dry_run: bool = False  # end after the forecast
     trust: Trust = NO_TRUST
+    columns: Mapping[str, str] = field(default_factory=dict)
+    rule_timeout: float | None = None  # seconds for one answer
 
     @classmethod
     def of(cls, judge: AnswerJudge) -> JudgeOptions:
@@ -76,10 +81,16 @@ class JudgedPrompt(NamedTuple):
     place: str
 
 
-class Scorer(Protocol):
-    """A judge that gives each answer a number."""
+Answers = Sequence[tuple[JudgedPrompt, str]]
+Score = float | None
 
-    def scores(self, answers: Sequence[tuple[JudgedPrompt, str]]) -> list[float]: ...
+
+class Scorer(Protocol):
+    """A judge that gives each answer a number, or None and adds a problem."""
+
+    problems: list[str]
+
+    def scores(self, answers: Answers) -> Sequence[Score]: ...
 
 
 class Verdict(NamedTuple):
@@ -119,31 +130,26 @@ def prompt_text(prompt: Any) -> str:
 
 
 class RuleJudge:
-    """`score(prompt, answer)` of a Python file that the command line names."""
+    """A function of a Python file that the command line names."""
 
-    def __init__(self, file: str, name: str) -> None:
-        self.file, self.name = file, name
-        self.function = plugins.load_function(Path(file), name, "--with")
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.problems = rule, list[str]()
 
-    def scores(self, answers: Sequence[tuple[JudgedPrompt, str]]) -> list[float]:
+    def check(self, questions: Iterable[JudgedPrompt]) -> None:
+        """Refuse rows that lack a column of the rule."""
+        for question in questions:
+            self.rule.check(question.row, question.place)
+
+    def scores(self, answers: Answers) -> list[Score]:
         """Return the score of each answer. They are not cached: a rule may use other files."""
-        return [self._score(question, answer) for question, answer in answers]
-
-    def _score(self, question: JudgedPrompt, answer: str) -> float:
-        where = f"--with {self.file}:{self.name}"
-        try:
-            returned = self.function(question.prompt, answer)
-            score = float(returned)
-        except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            lines = [frame.lineno for frame in frames if frame.filename == self.file]
-            line = f", line {lines[-1]}" if lines else ""
-            raise DataError(
-                f"{where}{line}: {type(error).__name__}: {error} (at {question.place})"
-            ) from error
-        if not math.isfinite(score):
-            raise DataError(f"{where}: the score is {score} (at {question.place}).")
-        return score
+        self.check(question for question, _ in answers)
+        scores = list[Score]()
+        for (prompt, row, place), answer in answers:
+            score = self.rule.score(prompt, answer, row, place)
+            if isinstance(score, Unscored):
+                self.problems.append(score.reason)
+            scores.append(score if isinstance(score, float) else None)
+        return scores
 
 
 class RewardJudge:
@@ -158,9 +164,9 @@ class RewardJudge:
                 f"--with {name}: is not a reward model; train one with task: reward, or name a "
                 "Python file with a function (rule.py:score) or a server (http://...)."
             )
-        self.file, self.cache = file, cache
+        self.file, self.cache, self.problems = file, cache, list[str]()
 
-    def scores(self, answers: Sequence[tuple[JudgedPrompt, str]]) -> list[float]:
+    def scores(self, answers: Answers) -> list[float]:
         """Return the score of each answer; those that the cache has are not computed again."""
         digest = self.weights.digest()
         prompt_columns = ("prompt", "system", "tools", "chat_template_kwargs")
@@ -192,21 +198,36 @@ class ServerJudge:
         self.url, self.options, template = url, options, options.template
         self.cache = VerdictCache(file)
         self.server = Server(url, timeout=300)
-        self.text = TEMPLATE if template is None else _template_text(template)
+        text = TEMPLATE if template is None else _template_text(template)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
         try:
-            self.template = environment.from_string(self.text)
-            self._render("p", "a", "b")
+            self.template = environment.from_string(text)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(text))
         except jinja2.TemplateError as error:
             raise ConfigError(f"--judge-template {template}: {error}.") from None
-        if template and not all(name in self.text for name in ("answer_a", "answer_b")):
-            raise ConfigError(f"--judge-template {template}: must show answer_a and answer_b.")
+        if missing := {"answer_a", "answer_b", *options.columns} - names:
+            raise ConfigError(
+                f"--judge-template {template or 'of Rather'}: must show "
+                f"{' and '.join(sorted(missing))}."
+            )
+        if options.rule_timeout:
+            raise ConfigError("--rule-timeout needs a rule (--with rule.py:score).")
 
-    def _render(self, prompt: str, first: str, second: str) -> str:
-        return self.template.render(prompt=prompt, answer_a=first, answer_b=second)
+    def _render(self, question: JudgedPrompt, first: str, second: str) -> str:
+        """Return what the server is asked; the template sees the columns of the row."""
+        row = question.row
+        try:
+            columns = {name: row[column] for name, column in self.options.columns.items()}
+            fixed = {"prompt": prompt_text(question.prompt), "answer_a": first, "answer_b": second}
+            return self.template.render(row | columns | fixed, row=row)
+        except Exception as error:  # a template may raise anything at a row
+            raise ConfigError(
+                f"--judge-template {self.options.template}: {type(error).__name__}: {error} (at "
+                f"{question.place}, whose columns are {', '.join(row)})."
+            ) from None
 
     def verdicts(
-        self, pairs: Sequence[tuple[Any, str, str]], on_verdict: Callable[[], object]
+        self, pairs: Sequence[tuple[JudgedPrompt, str, str]], on_verdict: Callable[[], object]
     ) -> list[tuple[Verdict, Verdict]]:
         """Return the verdicts on (prompt, A, B) as shown and with the answers exchanged.
 
@@ -214,9 +235,9 @@ class ServerJudge:
         printed before the first request.
         """
         texts = []
-        for prompt, first, second in pairs:
-            shown = prompt_text(prompt)
-            texts += [self._render(shown, first, second), self._render(shown, second, first)]
+        for question, first, second in pairs:
+            texts.append(self._render(question, first, second))
+            texts.append(self._render(question, second, first))
         keys = [text_sha(strict_json([self.url, self.options.model, text])) for text in texts]
         missing = {
             key: text for key, text in zip(keys, texts, strict=True) if key not in self.cache
@@ -287,12 +308,28 @@ def is_server(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
+def columns_of(words: Iterable[str]) -> dict[str, str]:
+    """Return the columns that `--column NAME=COLUMN` gives to names."""
+    columns = {}
+    for word in words:
+        name, equals, column = word.partition("=")
+        if not (name and equals and column) or name in FIXED:
+            raise ConfigError(
+                f"--column {word}: write NAME=COLUMN, as in --column gold=answer; NAME is none of "
+                f"{', '.join(FIXED)}."
+            )
+        columns[name] = column
+    return columns
+
+
 def scorer_of(name: str, file: Path, options: JudgeOptions) -> Scorer:
     """Return the judge that gives scores: a rule, or a reward model."""
     if options.model or options.template or options.dry_run:
         raise ConfigError("--judge-model, --judge-template and --dry-run need --with http(s)://...")
     if rule := RULE.fullmatch(name):
-        return RuleJudge(rule[1], rule[2])
+        return RuleJudge(Rule(rule[1], rule[2], options.columns, options.rule_timeout))
     if name.endswith(".py"):
         raise ConfigError(f"--with {name}: name the function, too, as in {name}:score.")
+    if options.columns or options.rule_timeout:
+        raise ConfigError("--column and --rule-timeout need a rule (--with rule.py:score).")
     return RewardJudge(name, file, VerdictCache(file), options.trust)

@@ -233,6 +233,8 @@ def judge_command(
     judge: Annotated[str, typer.Option("--with")] = ...,  # type: ignore[assignment]
     judge_model: str | None = None,
     judge_template: Path | None = None,
+    column: list[str] | None = None,
+    rule_timeout: Annotated[float | None, typer.Option(min=0.001)] = None,
     concurrency: Annotated[int, typer.Option(min=1)] = 16,
     out: OutFile = None,
     dry_run: bool = False,
@@ -249,18 +251,21 @@ def judge_command(
     other: File B: answers to the same prompts.
     judge: A rule (rule.py:score), a reward model, or a server (http://...).
     judge_model: Name of the model on the server.
-    judge_template: Jinja file of the question to the server, with prompt, answer_a and answer_b.
+    judge_template: Jinja file of the question: prompt, answer_a, answer_b, row and its columns.
+    column: NAME=COLUMN, the column for a parameter of a rule or name in a template; repeatable.
+    rule_timeout: Seconds that a rule may take for one answer; default: 10.
     concurrency: Requests at a time.
     out: Write the rows of a single file with their scores to this JSONL file.
     dry_run: Print how many requests and tokens a server would get, then exit.
     """
     from rather.commands.judge import judge_files, print_verdict, score_file
-    from rather.commands.judges import JudgeOptions
+    from rather.commands.judges import JudgeOptions, columns_of
     from rather.config.found import Trust
 
     options = JudgeOptions(
         model=judge_model, template=judge_template, concurrency=concurrency, dry_run=dry_run,
         trust=Trust(trust_code, trust_paths, any_base),
+        columns=columns_of(column or ()), rule_timeout=rule_timeout,
     )  # fmt: skip
     if other is None:
         verdict = score_file(answers, judge, out, options)

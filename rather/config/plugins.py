@@ -160,9 +160,17 @@ def load_sources(files: Iterable[Iterable[str]]) -> None:
 
 def load_function(path: Path, name: str, option: str) -> Any:
     """Run a file that the user names, and return one of its functions or classes."""
-    file = _read(path.expanduser(), "rather_rule_", option)
-    module = _execute(file, str(path), option)
-    function = getattr(module, name, None)
+    return function_of(read_function_file(path, option), path, name, option)
+
+
+def read_function_file(path: Path, option: str) -> ImportedFile:
+    """Read a file of which the user names a function; `function_of` runs it."""
+    return _read(path.expanduser(), "rather_rule_", option)
+
+
+def function_of(file: ImportedFile, path: Path, name: str, option: str) -> Any:
+    """Run a file that was read, and return one of its functions or classes."""
+    function = getattr(_execute(file, str(path), option), name, None)
     if not callable(function):
         raise ConfigError(
             f"{option} {path}:{name}: the file has no function or class of this name."

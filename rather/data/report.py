@@ -13,7 +13,7 @@ EXAMPLES = 5
 CHANGES = (
     "boundary_moved", "double_bos", "double_eos", "eos_lost", "eos_text_removed",
     "special_token_escaped", "ties_skipped", "truncated_prompt", "truncated_response",
-    "prompt_changed", "turn_not_scored", "cut_answer", "duplicate_answer", "empty_answer", "small_gap", "length_gap", "own_tokens",
+    "prompt_changed", "turn_not_scored", "cut_answer", "duplicate_answer", "empty_answer", "unscored_answer", "small_gap", "length_gap", "own_tokens",
     "tokens_changed",
 )  # fmt: skip
 GROUPS = ("dropped", "changed", "warned")
@@ -77,6 +77,7 @@ truncated: the file ends in the middle of a row
 truncated_prompt: prompt cut on the left
 truncated_response: answers cut on the right
 turn_not_scored: an earlier turn that cannot be found
+unscored_answer: an answer whose score is null
 """.splitlines()
 )
 

@@ -57,6 +57,12 @@ def test_rows_without_ends_are_read_as_before() -> None:
     assert skipped == {}
 
 
+def test_answers_without_a_score_make_no_pair() -> None:
+    row: JsonObject = {"prompt": "p", "responses": ["a", "b", "c"], "scores": [1, None, 0]}
+    for ends in ({}, {"ended": [True] * 3}):
+        assert pairs(row | ends) == (["a>c"], {"unscored_answer": 1})
+
+
 def test_a_row_whose_answers_are_cut_is_skipped_and_not_bad() -> None:
     row = ROW | {"ended": [True, *[False] * 5]}
     assert pairs(row) == ([], {"cut_answer": 5})

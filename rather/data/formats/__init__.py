@@ -92,7 +92,7 @@ class OwnTokens(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """Answers to one prompt; a smaller rank is a better answer."""
+    """Answers to one prompt; a smaller rank is a better answer, NaN an unknown one."""
 
     answers: list[Any]
     ranks: list[float]
@@ -429,12 +429,14 @@ def _couples(answers: Any, row: Row, layout: RowLayout) -> tuple[list[Couple], C
 
 
 def _usable_answers(ranked: Ranked, skipped: Counter[str]) -> list[int]:
-    """Return which answers are used. Of sampled ones, those that were cut or repeat are not."""
-    if ranked.ended is None:
-        return list(range(len(ranked.answers)))
+    """Return which answers with a rank are used; sampled ones must be complete and new."""
     usable: list[int] = []
     for i, answer in enumerate(ranked.answers):
-        if not ranked.ended[i]:
+        if math.isnan(ranked.ranks[i]):
+            skipped["unscored_answer"] += 1
+        elif ranked.ended is None:
+            usable.append(i)
+        elif not ranked.ended[i]:
             skipped["cut_answer"] += 1
         elif isinstance(answer, str) and not answer.strip():
             skipped["empty_answer"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -301,7 +302,7 @@ def nemo(row: Row) -> tuple[Prompt, Ranked]:
     one_of=("ranks", "scores"),
 )
 def ranked(row: Row) -> tuple[Prompt, Ranked]:
-    """Several responses with ranks (1 is best) or scores (more is better)."""
+    """Several responses with ranks (1 is best) or scores (more is better); null: unknown."""
     name, sign = ("scores", -1) if row.get("ranks") is None else ("ranks", 1)
     answers = row["responses"]
     values = row.get(name)
@@ -312,7 +313,7 @@ def ranked(row: Row) -> tuple[Prompt, Ranked]:
     are_lists = isinstance(answers, list) and isinstance(values, list)
     if not are_lists or len(values) != len(answers):
         raise DropReason("bad_type", f"responses and {name} must be lists of the same length")
-    ranks = [sign * number_of(number, name) for number in values]
+    ranks = [math.nan if rank is None else sign * number_of(rank, name) for rank in values]
     responses = Ranked(answers, ranks, _ended(row, len(answers)), _own_tokens(row, len(answers)))
     for column in PROMPTS:
         if row.get(column) is not None:

@@ -67,7 +67,9 @@ class Evaluated(NamedTuple):
 def scores_of_rows(rows: Sequence[AnswerRow]) -> list[float]:
     """Return the mean score of the answers to each prompt; [] if they have none."""
     scores = [row.question.row.get("scores") or [] for row in rows]
-    return [float(np.mean(of_prompt)) for of_prompt in scores] if all(scores) else []
+    if not all(scores):
+        return []
+    return [float(np.nanmean(np.array(of_prompt, float))) for of_prompt in scores]
 
 
 def interval_of_mean(values: Sequence[float]) -> tuple[float, float]:
