@@ -138,38 +138,14 @@ def test_a_rule_that_scores_nothing_ends_with_exit_code_3() -> None:
 
 
 @pytest.mark.defect("A3")
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("exit()", "--with rule.py, line 1: SystemExit"),
-        ("import os; os._exit(0)", "--with rule.py: its process ended (exit code 0)"),
-        ("while True: pass", "--with rule.py: took longer than 1 s"),
-        ("import nothing_like_it", "--with rule.py:1: ModuleNotFoundError"),
-        ("def score(", "--with rule.py:1: '(' was never closed"),
-        ("def other(p, a): pass", "--with rule.py:score: the file has no function"),
-        ("def score(*, answers): pass", "Write score(prompt, answer, ...)"),
-        ("def score(a, prompt): pass", "Write score(prompt, answer, ...)"),
-    ],
-)
-def test_a_file_without_a_rule_is_refused(
-    text: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "while" in text:
-        monkeypatch.setattr(rules, "IMPORT_SECONDS", 1.0)
-    rule(text)
-    done = rather("judge", answers("a.jsonl", "x"), *WITH)
-    assert (done.exit_code, message in done.output) == (2, True), done.output
-
-
-@pytest.mark.defect("A3")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_stays_when_the_command_is_ended(number: signal.Signals) -> None:
     """Also one that the rule has started: the pipe of their output ends with the last of them."""
     command = (
         "from rather.data.rule import Rule; Rule('rule.py', 'score', {}).score('', 'x', {}, '')"
     )
-    rule(HOSTILE.replace("    if", "    os.write(2, b'!'); subprocess.Popen(['sleep', '61'])\n    if", 1)
-         .replace('"regex"', '"x"'))  # fmt: skip
+    start = "    os.write(2, b'!'); subprocess.Popen(['sleep', '61'])\n    if"
+    rule(HOSTILE.replace("    if", start, 1).replace('"regex"', '"x"'))
     with subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.PIPE) as process:
         assert process.stderr
         assert process.stderr.read(1) == b"!"
@@ -300,3 +276,30 @@ def test_a_template_gets_the_row() -> None:
     solution = SUMS[0]["answer"]
     assert all(text.startswith(f"{solution}|{solution}|2 + 3?<answer_a>") for text in texts)
     assert {text.split("\n")[-4] for text in texts} == {"x", "{{ row }}"}
+
+
+# --- files without a rule. The last test by name, too: without a child, one file ends pytest ---
+
+
+@pytest.mark.defect("A3")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("exit()", "--with rule.py, line 1: SystemExit"),
+        ("import os; os._exit(0)", "--with rule.py: its process ended (exit code 0)"),
+        ("while True: pass", "--with rule.py: took longer than 1 s"),
+        ("import nothing_like_it", "--with rule.py:1: ModuleNotFoundError"),
+        ("def score(", "--with rule.py:1: '(' was never closed"),
+        ("def other(p, a): pass", "--with rule.py:score: the file has no function"),
+        ("def score(*, answers): pass", "Write score(prompt, answer, ...)"),
+        ("def score(a, prompt): pass", "Write score(prompt, answer, ...)"),
+    ],
+)
+def test_without_a_rule_a_file_is_refused(
+    text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "while" in text:
+        monkeypatch.setattr(rules, "IMPORT_SECONDS", 1.0)
+    rule(text)
+    done = rather("judge", answers("a.jsonl", "x"), *WITH)
+    assert (done.exit_code, message in done.output) == (2, True), done.output
