@@ -157,7 +157,8 @@ def check_model(policy: PolicyModel, longest: int | None = None) -> None:
     refused = f"model family '{model.config.model_type}' cannot be trained"
     text = model.config.get_text_config()
     shortest = min((getattr(text, key, None) or LONGEST for key in SWITCHES), default=LONGEST)
-    pairs = two_pairs(policy.vocabulary_size, longest or shortest, special_ids(model.config))
+    vocabulary = min(policy.vocabulary_size, text.vocab_size)  # Mllama embeds more than its words
+    pairs = two_pairs(vocabulary, longest or shortest, special_ids(model.config))
     try:
         set_attention(model, "eager")
         padded = torch.cat([_padded(model, pair) for pair in pairs])
@@ -352,11 +353,11 @@ def _shrunken(config: PretrainedConfig, few: int) -> PretrainedConfig:
     if not old_head_dim:
         old_head_dim = small.hidden_size // small.num_attention_heads
     for key, size in _small_sizes(config, small, layers, few).items():
-        if getattr(small, key, None) is not None:
+        if before := getattr(small, key, None):
+            is_list = isinstance(before, list) and not isinstance(size, list)
+            count = len(layers) if is_list and len(before) == config.num_hidden_layers else 0
             with suppress(AttributeError):  # falcon computes its head_dim from the others
-                setattr(small, key, size)
-    if isinstance(getattr(config, "intermediate_size", None), list):  # one number for each layer
-        small.intermediate_size = [96] * len(layers)
+                setattr(small, key, [size] * (count or len(before)) if is_list else size)
     _shrink_rope(small, old_head_dim)
     if differing:
         by_layer = {int(layer): values for layer, values in differing.items()}
@@ -385,22 +386,22 @@ def _small_sizes(
         "head_dim": 16,
         "intermediate_size": 96,
         "intermediate_size_mlp": 96,
-        "hidden_size_per_layer_input": 16 if getattr(small, PER_LAYER, None) else 0,
+        "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": 128,
         "num_kv_shared_layers": sum(_shares_keys(config, layer) for layer in layers),
         "q_lora_rank": 24,
         "kv_lora_rank": 16,
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 16,
-        "qk_head_dim": 32,
+        "qk_head_dim": 32 if getattr(small, "qk_rope_head_dim", None) else 16,
         "v_head_dim": 16,
         "index_head_dim": 32,
         "index_n_heads": 2,
         "vocab_size": 128,
         "sliding_window": 8,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
         **_expert_sizes(config, layers),
         **_scan_sizes(few),
         # Positions at which a family changes what it computes: the pairs reach beyond these, and
@@ -482,8 +483,11 @@ def _shrunken_layer(values: dict[str, Any], head_dim: int, few: int) -> dict[str
 
 def _shrink_rope(small: PretrainedConfig, old_head_dim: int) -> None:
     rope = getattr(small, "rope_parameters", None) or {}
+    share = rope.get("partial_rotary_factor", 1.0)
     if "mrope_section" in rope:  # of 8 frequencies: time, height, width
-        rope["mrope_section"] = [2, 2, 4]
+        rope["mrope_section"] = [int(share * count) for count in (2, 2, 4)]
+    if share != 1 and hasattr(small, "qk_rope_head_dim"):
+        rope["partial_rotary_factor"] = 1.0  # of the twin's head_dim, which is qk_rope_head_dim
     for name in rope.keys() & {"short_factor", "long_factor"}:  # one number per frequency
         rope[name] = rope[name][: len(rope[name]) * 16 // old_head_dim]
 
