@@ -174,13 +174,13 @@ def memory_limit(extra: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def make_folder(path: Path, key: str = "") -> None:
+def make_folder(path: Path, key: str = "", mode: int = 0o777) -> None:
     """Create a folder and those around it. /proc and others refuse it as a missing file.
 
     An error names the key of the config that it comes from.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode, parents=True, exist_ok=True)
     except OSError as error:
         where = f"{key}: {path}" if key else str(path)
         raise DiskError(

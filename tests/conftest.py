@@ -39,8 +39,9 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The key that signs runs is not in the home of whoever runs the tests."""
+    """Keys that sign runs and verdicts are not in the home of whoever runs the tests."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)

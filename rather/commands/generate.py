@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rather.commands.journal import Journal, different_keys, first_entry, write_atomic
+from rather.commands.journal import (
+    Journal,
+    different_keys,
+    first_entry,
+    refuse_inputs,
+    write_atomic,
+)
 from rather.commands.terminal import echo
 from rather.config.found import NO_TRUST, Trust
 from rather.config.run_config import DPOConfig
@@ -30,6 +37,7 @@ from rather.data.pixels import PixelMaker
 from rather.data.pool import encoder_of
 from rather.data.prepare import images_of, recipe_of
 from rather.data.prompts import PromptRow, read_prompts
+from rather.data.read import find_sources
 from rather.data.template import use_processor_template
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.files import JsonObject, read_json, text_sha
@@ -61,6 +69,13 @@ class WrittenAnswer(NamedTuple):
     text: str
     ended: bool
     ids: list[int] | None
+
+
+def written_answer(text: Any, ended: Any, ids: Any) -> WrittenAnswer:
+    """Return an answer of a journal; raise TypeError if it is not one."""
+    if isinstance(text, str) and isinstance(ended, bool) and isinstance(ids, list | None):
+        return WrittenAnswer(text, ended, ids)
+    raise TypeError
 
 
 class Prompts:
@@ -181,11 +196,11 @@ class Output:
             self.path.unlink()
         return not names
 
-    def finish(self, rows: Iterator[JsonObject], meta: JsonObject, journal: Journal) -> None:
+    def finish(self, rows: Iterator[JsonObject], meta: JsonObject) -> None:
         """Write both files; the answers last, as they say that the work is done."""
         write_atomic(self.meta, [strict_json(meta, indent=1), "\n"])
         write_atomic(self.path, (f"{strict_json(row)}\n" for row in rows))
-        journal.remove()
+        self.part.unlink()
 
 
 def progress_bar(total: int, done: int) -> Progress:
@@ -196,9 +211,7 @@ def progress_bar(total: int, done: int) -> Progress:
     return bar
 
 
-Answered = tuple[
-    dict[int, list[WrittenAnswer]], Journal, JsonObject
-]  # the last: more for meta.json
+Answered = tuple[dict[int, list[WrittenAnswer]], JsonObject]  # the last: more for meta.json
 
 
 def write_answers(
@@ -222,6 +235,8 @@ def write_answers(
     if weights.is_reward:
         raise ConfigError(f"{model}: is a reward model, which writes no text; use `rather judge`.")
     prompts = Prompts(weights, file, request)
+    images = [image.source for images in prompts.images for image in images]
+    refuse_inputs(out, [*(source.path for source in find_sources(file)), *images])
     if dry_run:
         print_forecast(prompts, request)
         return {}
@@ -240,11 +255,11 @@ def write_answers(
         output.part.unlink(missing_ok=True)
         echo(f"{out}: is already complete.", err=True)
         return dict(read_json(output.meta))
-    answers, journal, facts = answer(weights, prompts, work, output.part)
+    answers, facts = answer(weights, prompts, work, output.part)
     tokens = token_counts(prompts, answers) | facts.pop("tokens", {})
     meta = work | facts | {"tokens": tokens}
     rows = (prompts.written_row(index, answers[index]) for index in range(len(prompts.ids)))
-    output.finish(rows, meta, journal)
+    output.finish(rows, meta)
     return meta
 
 
@@ -263,23 +278,24 @@ def generate_answers(
         causal_lm = weights.load(here(), sees_images=prompts.has_images).causal_lm
         decides = {name: fact for name, fact in work.items() if name != "model"}  # not its path
         sampler = Sampler(causal_lm, prompts, request, text_sha(strict_json(decides)))
-        started = first_entry(part) or {}
-        sampler.set_batch(batch or started.get("batch"))
-        journal = Journal(part, work | {"batch": sampler.batch})
+        earlier_batch = (first_entry(part) or {}).get("batch")
+        sampler.set_batch(batch or (earlier_batch if isinstance(earlier_batch, int) else None))
         answers: dict[int, list[WrittenAnswer]] = {}
-        for entry in journal.entries:
-            for index, answers_of_prompt in entry["answers"]:
-                answers[index] = [WrittenAnswer(*fields) for fields in answers_of_prompt]
         count = request.answers
-        with progress_bar(len(prompts.ids) * count, len(answers) * count) as bar:
-            for number, chunk in enumerate(sampler.chunks):
-                if all(index in answers for index in chunk):
-                    continue
-                answers_of_chunk = sampler.answer(number)
-                journal.append({"chunk": number, "answers": list(answers_of_chunk.items())})
-                answers |= answers_of_chunk
-                bar.advance(bar.task_ids[0], len(answers_of_chunk) * count)
-        return answers, journal, {"batch": sampler.batch}
+        with closing(Journal(part, work | {"batch": sampler.batch})) as journal:
+            with journal.reading():
+                for entry in journal.entries:
+                    for index, answers_of_prompt in entry["answers"]:
+                        answers[index] = [written_answer(*fields) for fields in answers_of_prompt]
+            with progress_bar(len(prompts.ids) * count, len(answers) * count) as bar:
+                for number, chunk in enumerate(sampler.chunks):
+                    if all(index in answers for index in chunk):
+                        continue
+                    answers_of_chunk = sampler.answer(number)
+                    journal.append({"chunk": number, "answers": list(answers_of_chunk.items())})
+                    answers |= answers_of_chunk
+                    bar.advance(bar.task_ids[0], len(answers_of_chunk) * count)
+        return answers, {"batch": sampler.batch}
 
     source = {"server": None, "device": here().partition(":")[0]}
     return write_answers(answer, source, model, file, out, request, **options)

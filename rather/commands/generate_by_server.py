@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -24,9 +24,11 @@ from rather.commands.generate import (
     WrittenAnswer,
     progress_bar,
     write_answers,
+    written_answer,
 )
 from rather.commands.journal import Journal
 from rather.commands.openai_client import TRIES, Server, first_choice, text_of_choice, tokens_of
+from rather.config.redaction import public_url
 from rather.data.images import MOST_BYTES, PLACEHOLDER, data_url, open_image
 from rather.data.messages import as_turns
 from rather.errors import ConfigError, ServerError, ServerSilent
@@ -74,6 +76,9 @@ class ServedModel:
         )
         self.name = options.name or self._find_name(model)
         self.way = WAYS[0]
+        vocabulary = prompts.tokenizer.get_vocab()
+        self.known_ids = set(vocabulary.values())
+        self.longest_token = 1 + max(map(len, vocabulary))  # with a space
         self.has_miscounted = False  # then no answer without a count is accepted
 
     def _find_name(self, model: str) -> str:
@@ -136,9 +141,14 @@ class ServedModel:
                 f"tokenizer and template of MODEL give {expected}: the server runs another model "
                 "or template."
             )
-        written = tokens_of(answer, "completion_tokens")
-        if written is None:
-            written = len(self.prompts.tokenizer(text, add_special_tokens=False).input_ids)
+        most = self.request.decoding.max_new_tokens
+        if len(text) > most * self.longest_token:
+            raise ServerError(
+                f"the server's answer has {len(text):,} characters, more than --max-new-tokens "
+                f"{most} can hold."
+            )
+        counted = len(self.prompts.tokenizer(text, add_special_tokens=False).input_ids)
+        written = max(counted, tokens_of(answer, "completion_tokens") or 0)
         ended = choice.get("finish_reason") not in (None, "length")
         complete = WrittenAnswer(text, ended, self._ids(choice, text))
         cut = self.prompts.cut_at_stop(complete, self.request.decoding.stop)
@@ -151,9 +161,11 @@ class ServedModel:
             ids = [entry.get("id") for entry in logprobs["content"] if isinstance(entry, dict)]
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             return None
+        if not self.known_ids.issuperset(ids):
+            raise ServerError("the server's answer has token ids that MODEL's tokenizer does not.")
         ends = (self.prompts.tokenizer.eos_token_id, self.prompts.end_of_turn)
         while ids and ids[-1] in ends:
-            ids = ids[:-1]
+            ids.pop()
         return ids if self.prompts.decode(ids) == text else None
 
     def find_way(self, place: Place) -> ServerReply:
@@ -225,17 +237,17 @@ def generate_by_server(
     """Write the answers of a server that runs MODEL, and return meta.json."""
 
     def answer(_: Weights, prompts: Prompts, work: JsonObject, part: Path) -> Answered:
-        journal = Journal(part, work)
-        asking = Asking(ServedModel(options, prompts, request, model), journal, options)
-        asking.run()
+        with closing(Journal(part, work)) as journal:
+            asking = Asking(ServedModel(options, prompts, request, model), journal, options)
+            asking.run()
         answers = {
             prompt: [asking.answers[prompt, k] for k in range(request.answers)]
             for prompt in range(len(prompts.ids))
         }
         spent = asking.tokens_before + asking.spending.spent
-        return answers, journal, {"requests": asking.counts(), "tokens": {"spent": spent}}
+        return answers, {"requests": asking.counts(), "tokens": {"spent": spent}}
 
-    source = {"server": {"url": options.url, "name": options.name}, "batch": None}
+    source = {"server": {"url": public_url(options.url), "name": options.name}, "batch": None}
     return write_answers(answer, source, model, file, out, request, **more)
 
 
@@ -250,17 +262,19 @@ class Asking:
         sent: set[Place] = set()
         self.repeated = 0
         self.way: str | None = None  # found by an earlier command
-        for entry in journal.entries:
-            if "way" in entry:
-                self.way = entry["way"]
-                continue
-            question = (entry["prompt"], entry["answer"])
-            if "sent" in entry:
-                self.repeated += question in sent and question not in self.answers
-                sent.add(question)
-            else:
-                self.answers[question] = WrittenAnswer(entry["text"], entry["ended"], entry["ids"])
-                self.tokens_before += entry["tokens"]
+        with journal.reading():
+            for entry in journal.entries:
+                if "way" in entry:
+                    self.way = WAYS[WAYS.index(entry["way"])]
+                    continue
+                question = (entry["prompt"], entry["answer"])
+                if "sent" in entry:
+                    self.repeated += question in sent and question not in self.answers
+                    sent.add(question)
+                else:
+                    answer = written_answer(entry["text"], entry["ended"], entry["ids"])
+                    self.answers[question] = answer
+                    self.tokens_before += entry["tokens"]
         self.unanswered = sent - self.answers.keys()  # in flight when the last command ended
 
     def counts(self) -> JsonObject:
@@ -312,7 +326,7 @@ class Asking:
             self._keep((0, 0), served.find_way((0, 0)))
         prompts = min(CHECKED_PROMPTS, len(served.prompts.ids)) if samples else 0
         if prompts and not any(self._samples_differ(prompt) for prompt in range(prompts)):
-            self.journal.remove()  # its answers are worthless
+            self.journal.path.unlink()  # its answers are worthless
             raise ConfigError(
                 f"--server {served.server.url}: two seeds give the same text at temperature "
                 f"{served.request.decoding.temperature:g}: the server does not sample. Use another "

@@ -6,40 +6,54 @@ cut off is removed when the journal is opened again.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any
 
 from rather.errors import ConfigError
 from rather.files import JsonObject, own, parse_json, read_bytes
 from rather.tracking.json_lines import strict_json
 
+log = logging.getLogger(__name__)
 MOST_BYTES = 64 << 30
 
 
 class Journal:
-    """Lines that are appended as work is done. `entries` are those of earlier commands."""
+    """Lines that are appended as work is done, by one command at a time.
+
+    `entries` are those of earlier commands.
+    """
 
     def __init__(self, path: Path, work: JsonObject) -> None:
         self.path = path
         self.entries: list[JsonObject] = []
         self._lock = Lock()
-        complete_bytes = self._read() if path.exists() else 0
+        self._file = open(path, "a+b", opener=own)  # noqa: SIM115 - open as long as the work
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until close, or a kill
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(
+                f"{path}: another command is writing it; wait for it, or name another --out."
+            ) from None
+        except OSError as error:
+            log.warning("%s: cannot be locked (%s); start no second command.", path, error.strerror)
+        complete_bytes = self._read()
+        self._file.truncate(complete_bytes)
         if complete_bytes == 0:
-            self._file: BinaryIO = open(path, "wb", opener=own)  # noqa: SIM115 - open as long as the work
             self.append(work)
-            return
-        earlier = self.entries.pop(0)
-        if names := different_keys(earlier, work):
+        elif names := different_keys(self.entries.pop(0), work):
+            self.close()
             raise ConfigError(
                 f"{path}: belongs to another command, which differs in {', '.join(names)}; "
                 "repeat that command, delete the file, or name another --out."
             )
-        self._file = open(path, "r+b", opener=own)  # noqa: SIM115
-        self._file.truncate(complete_bytes)
-        self._file.seek(complete_bytes)
 
     def _read(self) -> int:
         """Read the complete lines and return their bytes."""
@@ -61,13 +75,18 @@ class Journal:
             self._file.write(strict_json(entry).encode() + b"\n")
             self._file.flush()
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn what is wrong with an entry into one sentence."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError):
+            raise ConfigError(
+                f"{self.path}: has a line that Rather did not write; delete the file."
+            ) from None
+
     def close(self) -> None:
         self._file.close()
-
-    def remove(self) -> None:
-        """Delete the journal of finished work."""
-        self.close()
-        self.path.unlink(missing_ok=True)
 
 
 def first_entry(path: Path) -> JsonObject | None:
@@ -90,6 +109,14 @@ def different_keys(one: JsonObject, other: JsonObject) -> list[str]:
         elif json.dumps(left) != json.dumps(right):
             names.append(name)
     return names
+
+
+def refuse_inputs(out: Path, inputs: Iterable[str | bytes | Path]) -> None:
+    """Refuse an output file that is one of the files that are read, also by a link."""
+    for file in inputs:
+        with suppress(OSError, ValueError):  # one does not exist, or is the content of an image
+            if os.path.samefile(out, file):
+                raise ConfigError(f"--out {out}: is the file that is read; name another one.")
 
 
 def write_atomic(path: Path, lines: Any) -> None:

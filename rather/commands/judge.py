@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from rather.commands.answer_stats import interval, is_refusal, length_controlled, repetition
-from rather.commands.journal import write_atomic
+from rather.commands.journal import refuse_inputs, write_atomic
 from rather.commands.judges import (
     JudgedPrompt,
     JudgeOptions,
@@ -26,6 +26,7 @@ from rather.commands.judges import (
     scorer_of,
 )
 from rather.commands.terminal import echo
+from rather.config.redaction import public_url
 from rather.config.schema import AnswerJudge
 from rather.data.json_rows import DropReason
 from rather.data.read import find_sources, rows_of
@@ -124,14 +125,14 @@ def score_file(
     A server gives an answer its share of wins against other answers to the prompt; with `against`,
     against those of that file alone.
     """
-    if out and out.absolute() == path.absolute():
-        raise ConfigError(f"--out {out}: is the file that is read; name another one.")
+    if out:
+        refuse_inputs(out, [path, against or path])
     rows = read_answers(path)
-    facts: JsonObject = {"file": str(path), "with": name, "prompts": len(rows)}
+    facts: JsonObject = {"file": str(path), "with": public_url(name), "prompts": len(rows)}
     scores: Sequence[Sequence[Score]]
     if is_server(name):
         base = read_answers(against) if against else None
-        scores, counts = _shares_of_wins(ServerJudge(name, path, options), rows, base)
+        scores, counts = _shares_of_wins(ServerJudge(name, options), rows, base)
         facts |= counts
     else:
         judge = scorer_of(name, path, options)
@@ -197,8 +198,6 @@ def _shares_of_wins(
                 for k in (i, j):
                     outcomes_of[number][k].append(0.5)
     outcomes, counts = _outcomes(judge, pairs)
-    if pairs and counts["unreadable"] == 2 * len(pairs):
-        raise DataError(f"{judge.url}: no verdict could be read; look at the judge's template.")
     for (number, i, j), outcome in zip(places, outcomes, strict=True):
         share_of_second = 0.5 if outcome is None else outcome
         outcomes_of[number][i].append(1 - share_of_second)
@@ -221,7 +220,9 @@ def judge_files(a: Path, b: Path, name: str, options: JudgeOptions) -> JsonObjec
     """Return how often the answers of file B are better."""
     first = read_answers(a)
     second = match_rows(first, read_answers(b), a, b)
-    facts: JsonObject = {"a": str(a), "b": str(b), "with": name, "prompts": len(first)}
+    facts: JsonObject = {
+        "a": str(a), "b": str(b), "with": public_url(name), "prompts": len(first),
+    }  # fmt: skip
     return facts | compare_rows(first, second, name, a, options)
 
 
@@ -232,18 +233,16 @@ def compare_rows(
     file: Path,
     options: JudgeOptions,
 ) -> JsonObject:
-    """Return how often the second answers are better; verdicts are cached next to `file`."""
+    """Return how often the second answers are better; `file` has the first."""
     counts_of_judge: JsonObject = {"flips": 0, "unreadable": 0, "tokens_spent": 0}
     counts_of_judge |= {"errors": 0, "first_errors": [], "left_out": 0}
     if is_server(name):
-        judge = ServerJudge(name, file, options)
+        judge = ServerJudge(name, options)
         comparisons, counts = _compare_by_server(judge, first, second)
         counts_of_judge |= counts
     else:
         comparisons, facts = _compare_by_scores(scorer_of(name, file, options), first, second)
         counts_of_judge |= facts
-    if not comparisons:
-        raise DataError(f"--with {name}: no verdict could be read; look at --judge-template.")
     return win_rates(comparisons) | answer_facts(first, second) | counts_of_judge
 
 
@@ -339,18 +338,26 @@ def _outcomes(
         task = bar.add_task("verdicts", total=2 * len(pairs))
         verdicts = judge.verdicts(pairs, lambda: bar.advance(task))
     outcomes: list[float | None] = []
-    flips = unreadable = tokens = 0
+    flips = 0
+    reasons = Counter(verdict.problem for pair in verdicts for verdict in pair if verdict.problem)
     for there, back in verdicts:
-        tokens += there.tokens + back.tokens
-        missing = [there.choice, back.choice].count(None)
-        unreadable += missing
-        if missing:
+        if there.problem or back.problem:
             outcomes.append(None)
             continue
         flips += there.choice != back.choice
         agreed = there.choice if there.choice == back.choice else "C"
         outcomes.append({"A": 0.0, "B": 1.0}.get(agreed or "C", 0.5))
-    return outcomes, {"flips": flips, "unreadable": unreadable, "tokens_spent": tokens}
+    if pairs and not any(outcome is not None for outcome in outcomes):
+        raise DataError(
+            f"--with {judge.url}: no verdict could be read ({_listed(reasons)}); look at "
+            "--judge-template and --judge-tokens."
+        )
+    counts = {"flips": flips, "unreadable": reasons.total(), "unreadable_because": dict(reasons)}
+    return outcomes, {**counts, "tokens_spent": judge.tokens_spent}
+
+
+def _listed(reasons: dict[str, int]) -> str:
+    return ", ".join(f"{number} {reason}" for reason, number in reasons.items())
 
 
 def win_rates(comparisons: Sequence[Comparison]) -> JsonObject:
@@ -429,7 +436,8 @@ def _print_errors(result: JsonObject) -> None:
 def _print_server_counts(result: JsonObject) -> None:
     comparisons = result.get("comparisons", result["n"])
     echo(f"verdicts that flip with the order: {result['flips']} of {comparisons} (ties)")
-    echo(f"verdicts that cannot be read: {result['unreadable']}")
+    reasons = _listed(result["unreadable_because"])
+    echo(f"verdicts that cannot be read: {result['unreadable']}{reasons and f' ({reasons})'}")
     echo(f"tokens spent: {result['tokens_spent']}")
 
 

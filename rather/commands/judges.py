@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -14,19 +16,30 @@ import jinja2.meta
 import jinja2.sandbox
 import typer
 
-from rather.commands.journal import Journal
 from rather.commands.openai_client import Server, first_choice, text_of_choice, tokens_of
 from rather.commands.terminal import echo
 from rather.config.found import NO_TRUST, Trust
+from rather.config.redaction import public_url
 from rather.config.schema import AnswerJudge
 from rather.data.rule import Rule, Unscored
 from rather.errors import ConfigError, ServerError
-from rather.files import JsonObject, make_folder, text_sha, yaml_text
+from rather.files import (
+    JsonObject,
+    append_whole,
+    make_folder,
+    own,
+    parse_json,
+    real_path,
+    text_sha,
+    yaml_text,
+)
+from rather.reference.logprob_cache import refuse_foreign
 from rather.tracking.json_lines import strict_json
 
-CACHE = ".rather-cache"  # next to the first file of answers
 RULE = re.compile(r"(.+\.py):(\w+)")
 VERDICT = re.compile(r"\[\[([ABC])\]\]")
+# What could end an answer's place in the question, or be quoted as a verdict.
+FORGED = re.compile(r"\[\[(\s*[ABC]\s*)\]\]|<(\s*/?\s*(?:prompt|answer_[ab])\s*)>", re.IGNORECASE)
 VERDICT_TOKENS = 1024
 FIXED = ("prompt", "answer", "answer_a", "answer_b", "row")  # in rules and templates, not columns
 CHARACTERS_PER_TOKEN = 4  # of English text, for the forecast
@@ -54,13 +67,14 @@ Explain your judgement in at most three sentences. Then end with exactly one of 
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """How a judge works. The first four are those of a server.
+    """How a judge works. The first five are those of a server.
 
     `columns` maps names in a rule or in a server's template to columns of the rows.
     """
 
     model: str | None = None
     template: Path | None = None
+    max_tokens: int = VERDICT_TOKENS
     concurrency: int = 16
     dry_run: bool = False  # end after the forecast
     trust: Trust = NO_TRUST
@@ -70,7 +84,8 @@ class JudgeOptions:
     @classmethod
     def of(cls, judge: AnswerJudge) -> JudgeOptions:
         """Return the options that a config names."""
-        return cls(model=judge.model, template=Path(judge.template) if judge.template else None)
+        template = Path(judge.template) if judge.template else None
+        return cls(judge.model, template, judge.max_tokens)
 
 
 class JudgedPrompt(NamedTuple):
@@ -94,21 +109,36 @@ class Scorer(Protocol):
 
 
 class Verdict(NamedTuple):
-    """A for the first answer, B for the second, C for neither; None if it cannot be read."""
+    """A for the first answer, B for the second, C for neither; None if it cannot be read.
+
+    `problem` says why it cannot.
+    """
 
     choice: str | None
-    tokens: int
+    problem: str = ""
 
 
 class VerdictCache:
-    """Results by a digest of all that decides them, in a file next to the answers."""
+    """Results of a judge by a digest of the question, in the user's own cache folder.
 
-    def __init__(self, answers: Path) -> None:
-        folder = answers.absolute().parent / CACHE
-        make_folder(folder)
-        self._journal = Journal(folder / "verdicts.jsonl", {"verdicts": 1})
-        entries = self._journal.entries
-        self._known = {entry["key"]: entry.get("result") for entry in entries if "key" in entry}
+    Files that others made, such as one next to the answers, decide nothing. Several commands may
+    append at a time: each line is one write to the end of the file.
+    """
+
+    def __init__(self, judge: Any, kind: type) -> None:
+        home = real_path(Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")))
+        for folder in (home / "rather", home / "rather" / "verdicts"):
+            make_folder(folder, "XDG_CACHE_HOME", 0o700)
+            refuse_foreign(folder, "XDG_CACHE_HOME")
+        file = folder / f"{text_sha(strict_json(judge))}.jsonl"
+        self._file = open(file, "a+b", buffering=0, opener=own)  # noqa: SIM115
+        self._known: dict[str, Any] = {}
+        self._file.seek(0)
+        for line in self._file.read().splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # of a line that was cut off
+                entry = parse_json(line)
+                if isinstance(entry["result"], kind):
+                    self._known[entry["key"]] = entry["result"]
 
     def __contains__(self, key: str) -> bool:
         return key in self._known
@@ -118,7 +148,9 @@ class VerdictCache:
 
     def add(self, key: str, result: Any) -> None:
         self._known[key] = result
-        self._journal.append({"key": key, "result": result})
+        # The first line end closes a line that a kill or a full disk has cut off.
+        line = f"\n{strict_json({'key': key, 'result': result})}\n"
+        append_whole(self._file.fileno(), line.encode())
 
 
 def prompt_text(prompt: Any) -> str:
@@ -155,7 +187,7 @@ class RuleJudge:
 class RewardJudge:
     """A reward model: the score that it gives to an answer after its prompt."""
 
-    def __init__(self, name: str, file: Path, cache: VerdictCache, trust: Trust) -> None:
+    def __init__(self, name: str, file: Path, trust: Trust) -> None:
         from rather.run_folder.model_source import weights_of  # these import torch
 
         self.weights = weights_of(name, trust)
@@ -164,18 +196,18 @@ class RewardJudge:
                 f"--with {name}: is not a reward model; train one with task: reward, or name a "
                 "Python file with a function (rule.py:score) or a server (http://...)."
             )
-        self.file, self.cache, self.problems = file, cache, list[str]()
+        self.file, self.problems = file, list[str]()
 
     def scores(self, answers: Answers) -> list[float]:
         """Return the score of each answer; those that the cache has are not computed again."""
-        digest = self.weights.digest()
+        cache = VerdictCache(self.weights.digest(), float)
         prompt_columns = ("prompt", "system", "tools", "chat_template_kwargs")
         rows = [{name: q.row.get(name) for name in prompt_columns} for q, _ in answers]
         keys = [
-            text_sha(strict_json([digest, row, answer]))
+            text_sha(strict_json([row, answer]))
             for row, (_, answer) in zip(rows, answers, strict=True)
         ]
-        missing = {key: i for i, key in enumerate(keys) if key not in self.cache}
+        missing = {key: i for i, key in enumerate(keys) if key not in cache}
         if missing:
             from rather.commands.reward_scores import reward_scores
 
@@ -184,20 +216,20 @@ class RewardJudge:
             for key, score in zip(
                 missing, reward_scores(self.weights, self.file, questions), strict=True
             ):
-                self.cache.add(key, score)
-        return [float(self.cache[key]) for key in keys]
+                cache.add(key, score)
+        return [cache[key] for key in keys]
 
 
 class ServerJudge:
     """A language model that compares two answers, in both orders."""
 
-    def __init__(self, url: str, file: Path, options: JudgeOptions) -> None:
-        """Verdicts are cached next to `file`."""
+    def __init__(self, url: str, options: JudgeOptions) -> None:
         if not options.model:
             raise ConfigError("--judge-model: name the model of the server that judges.")
-        self.url, self.options, template = url, options, options.template
-        self.cache = VerdictCache(file)
+        self.tokens_spent = 0  # by the last `verdicts`
+        self.url, self.options, template = public_url(url), options, options.template
         self.server = Server(url, timeout=300)
+        self.cache = VerdictCache([self.server.url, options.model], str)
         text = TEMPLATE if template is None else _template_text(template)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
         try:
@@ -215,11 +247,11 @@ class ServerJudge:
 
     def _render(self, question: JudgedPrompt, first: str, second: str) -> str:
         """Return what the server is asked; the template sees the columns of the row."""
-        row = question.row
+        row = unforged(question.row)
         try:
             columns = {name: row[column] for name, column in self.options.columns.items()}
-            fixed = {"prompt": prompt_text(question.prompt), "answer_a": first, "answer_b": second}
-            return self.template.render(row | columns | fixed, row=row)
+            texts = {"prompt": prompt_text(question.prompt), "answer_a": first, "answer_b": second}
+            return self.template.render(row | columns | unforged(texts), row=row)
         except Exception as error:  # a template may raise anything at a row
             raise ConfigError(
                 f"--judge-template {self.options.template}: {type(error).__name__}: {error} (at "
@@ -238,7 +270,7 @@ class ServerJudge:
         for question, first, second in pairs:
             texts.append(self._render(question, first, second))
             texts.append(self._render(question, second, first))
-        keys = [text_sha(strict_json([self.url, self.options.model, text])) for text in texts]
+        keys = list(map(text_sha, texts))
         missing = {
             key: text for key, text in zip(keys, texts, strict=True) if key not in self.cache
         }
@@ -246,39 +278,44 @@ class ServerJudge:
         echo(
             f"{self.url}: {len(missing)} requests ({len(texts) - len(missing)} of {len(texts)} "
             f"verdicts are cached), about {characters // CHARACTERS_PER_TOKEN} tokens of prompts "
-            f"and at most {len(missing) * VERDICT_TOKENS} of verdicts",
+            f"and at most {len(missing) * self.options.max_tokens} of verdicts",
             err=True,
         )
         if self.options.dry_run:
             raise typer.Exit
-        spent = self._ask_all(missing, on_verdict)
-        pairs_of_verdicts = []
-        for i in range(0, len(keys), 2):
-            # Equal questions were asked once, so their tokens count once.
-            there = Verdict(self.cache[keys[i]], spent.pop(keys[i], 0))
-            back = Verdict(_exchanged(self.cache[keys[i + 1]]), spent.pop(keys[i + 1], 0))
-            pairs_of_verdicts.append((there, back))
-        return pairs_of_verdicts
+        asked = self._ask_all(missing, on_verdict)
+        verdicts = [asked.get(key) or Verdict(self.cache[key]) for key in keys]
+        return [
+            (there, back._replace(choice=_exchanged(back.choice)))
+            for there, back in zip(verdicts[::2], verdicts[1::2], strict=True)
+        ]
 
-    def _ask_all(self, missing: dict[str, str], on_verdict: Callable[[], object]) -> dict[str, int]:
-        """Ask for the verdicts that the cache does not have; return the tokens of each."""
+    def _ask_all(
+        self, missing: dict[str, str], on_verdict: Callable[[], object]
+    ) -> dict[str, Verdict]:
+        """Ask for the verdicts that the cache does not have; keep those that can be read."""
 
-        def ask(item: tuple[str, str]) -> tuple[str, int]:
+        spent = list[int]()
+
+        def ask(item: tuple[str, str]) -> tuple[str, Verdict]:
             key, text = item
             body = {
                 "model": self.options.model,
                 "messages": [{"role": "user", "content": text}],
                 "temperature": 0,
-                "max_tokens": VERDICT_TOKENS,
+                "max_tokens": self.options.max_tokens,
             }
             answer = self.server.post("chat/completions", body)
-            reply = text_of_choice(first_choice(answer))
-            verdicts = VERDICT.findall(reply)
-            self.cache.add(key, verdicts[-1] if verdicts else None)
+            choice = first_choice(answer)
+            reply = text_of_choice(choice)
+            verdict = self._read(choice, reply)
+            if verdict.choice:
+                self.cache.add(key, verdict.choice)
             on_verdict()
             counted = tokens_of(answer, "total_tokens")
             estimate = (len(text) + len(reply)) // CHARACTERS_PER_TOKEN
-            return key, counted if counted is not None else estimate
+            spent.append(estimate if counted is None else counted)
+            return key, verdict
 
         pool = ThreadPoolExecutor(self.options.concurrency)
         try:
@@ -291,6 +328,25 @@ class ServerJudge:
         finally:
             self.server.stopped.set()
             pool.shutdown(cancel_futures=True)
+            self.tokens_spent = sum(spent)
+
+    def _read(self, choice: JsonObject, reply: str) -> Verdict:
+        if choice.get("finish_reason") == "length":  # what it quotes is not its verdict
+            return Verdict(None, f"cut off at {self.options.max_tokens} tokens")
+        if verdicts := VERDICT.findall(reply):
+            return Verdict(verdicts[-1])
+        return Verdict(None, "without [[A]], [[B]] or [[C]]" if reply.strip() else "empty")
+
+
+def unforged(value: Any) -> Any:
+    """Return a value whose texts can neither end their place in the question nor plant a verdict."""
+    if isinstance(value, dict):
+        return {key: unforged(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return list(map(unforged, value))
+    if not isinstance(value, str):
+        return value
+    return FORGED.sub(lambda match: f"(({match[1]}))" if match[1] else f"({match[2]})", value)
 
 
 def _exchanged(choice: str | None) -> str | None:
@@ -332,4 +388,4 @@ def scorer_of(name: str, file: Path, options: JudgeOptions) -> Scorer:
         raise ConfigError(f"--with {name}: name the function, too, as in {name}:score.")
     if options.columns or options.rule_timeout:
         raise ConfigError("--column and --rule-timeout need a rule (--with rule.py:score).")
-    return RewardJudge(name, file, VerdictCache(file), options.trust)
+    return RewardJudge(name, file, options.trust)

@@ -235,6 +235,7 @@ def judge_command(
     judge_template: Path | None = None,
     column: list[str] | None = None,
     rule_timeout: Annotated[float | None, typer.Option(min=0.001)] = None,
+    judge_tokens: Annotated[int, typer.Option(min=1)] = 1024,
     concurrency: Annotated[int, typer.Option(min=1)] = 16,
     out: OutFile = None,
     dry_run: bool = False,
@@ -252,6 +253,7 @@ def judge_command(
     judge: A rule (rule.py:score), a reward model, or a server (http://...).
     judge_model: Name of the model on the server.
     judge_template: Jinja file of the question: prompt, answer_a, answer_b, row and its columns.
+    judge_tokens: Token limit of a verdict.
     column: NAME=COLUMN, the column for a parameter of a rule or name in a template; repeatable.
     rule_timeout: Seconds that a rule may take for one answer; default: 10.
     concurrency: Requests at a time.
@@ -263,7 +265,8 @@ def judge_command(
     from rather.config.found import Trust
 
     options = JudgeOptions(
-        model=judge_model, template=judge_template, concurrency=concurrency, dry_run=dry_run,
+        model=judge_model, template=judge_template, max_tokens=judge_tokens,
+        concurrency=concurrency, dry_run=dry_run,
         trust=Trust(trust_code, trust_paths, any_base),
         columns=columns_of(column or ()), rule_timeout=rule_timeout,
     )  # fmt: skip

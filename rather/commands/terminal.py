@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rather.config import plugins
-from rather.config.redaction import hide, printable, redact
+from rather.config.redaction import hide, printable, redact, without_known
 from rather.errors import (
     ConfigError,
     Ended,
@@ -73,8 +73,8 @@ STYLES = {  # of cells that are one of these words
 
 
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a text, which may come from strangers' files."""
-    typer.echo(printable(str(text)), err=err, nl=nl)
+    """Print a text, which may come from strangers' files, without known secrets."""
+    typer.echo(printable(without_known(str(text))), err=err, nl=nl)
 
 
 def writable(path: Path | None) -> Path | None:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 from functools import cache
+from urllib.parse import unquote
 
 HIDDEN = "[hidden]"
 # Characters. Hiding shorter values everywhere would also hide parts of ordinary words.
@@ -28,6 +29,8 @@ _PATTERNS = re.compile(
 _IN_QUERY = re.compile(
     r"(?<=[?&])([\w.-]*(?:token|key|secret|password)=)[^\s&#\"']+", re.IGNORECASE
 )
+# Scheme, user and password, host and path, query.
+_ADDRESS = re.compile(r"(https?://)(?:([^?#]*)@)?([^?#]*)\??([^#]*).*", re.DOTALL)
 # Terminals obey these: they could rewrite what was printed, or fill the clipboard.
 _CONTROL = {
     number: f"\\x{number:02x}"
@@ -46,16 +49,39 @@ def looks_secret(name: str) -> bool:
 
 def hide(values: Iterable[str]) -> None:
     """Make `redact` remove these values from every text."""
-    _hidden.update(secret for secret in values if len(secret) >= SHORTEST)
+    _hidden.update(values)
+
+
+def without_known(text: str) -> str:
+    """Return the text without registered secrets and the values of secret variables.
+
+    A library may show one stripped, or as repr writes it.
+    """
+    secrets = _hidden | {os.environ.get(name, "") for name in os.environ if looks_secret(name)}
+    forms = {form for text in secrets for form in (text, text.strip(), repr(text)[1:-1])}
+    for form in sorted(forms, key=len, reverse=True):
+        if len(form) >= SHORTEST:
+            text = text.replace(form, HIDDEN)
+    return text
 
 
 def redact(text: str) -> str:
-    """Return the text without registered secrets, values of secret variables and lookalikes."""
-    variables = {os.environ.get(name, "") for name in os.environ if looks_secret(name)}
-    secrets = _hidden | {secret for secret in variables if len(secret) >= SHORTEST}
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
-    return _IN_QUERY.sub(rf"\g<1>{HIDDEN}", _PATTERNS.sub(HIDDEN, text))
+    """Return the text without known secrets and what looks like one."""
+    return _IN_QUERY.sub(rf"\g<1>{HIDDEN}", _PATTERNS.sub(HIDDEN, without_known(text)))
+
+
+def public_url(name: str) -> str:
+    """Return an address without user, password, query and fragment; another name as it is."""
+    match = _ADDRESS.fullmatch(name)
+    return match[1] + match[3] if match else name
+
+
+def url_secrets(name: str) -> set[str]:
+    """Return user, password and query of an address, as they are written and as they are read."""
+    match = _ADDRESS.fullmatch(name)
+    hidden = [text for text in (match[2], match[4]) if text] if match else []
+    words = [word for text in hidden for word in (text, *re.split("[:&=]", text))]
+    return {*words, *map(unquote, words)}
 
 
 def printable(text: str) -> str:

@@ -519,6 +519,8 @@ class AnswerJudge(Section):
     """Name of the model on the server."""
     template: Text | None = None
     """Jinja file of the question to the server, with prompt, answer_a and answer_b."""
+    max_tokens: Count = 1024
+    """Token limit of a verdict of the server."""
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ import yaml
 from rather.config.compat import ALIASES
 from rather.config.inherit import value_at
 from rather.config.keys import OTHER_NAMES, Key, nearest, suggestion, table
-from rather.config.redaction import looks_secret, redact
+from rather.config.redaction import looks_secret, public_url, redact, url_secrets
 from rather.config.run_config import DPOConfig
 from rather.config.schema import LossConfig, RunConfig
 from rather.config.values import MASK, Section
@@ -34,12 +34,16 @@ from `pretrain`. Values may refer to others: `${exp_name}`, `${oc.env:HF_TOKEN}`
 environment is never written out.
 """
 
+JUDGE = "with"  # the key of a judge, which may be the address of a server
+
 
 def secret_values(values: Any, secret: bool = False) -> Iterator[str]:
-    """Yield every text under a key that is named like a secret."""
+    """Yield every text under a key named like a secret, and what a judge's address hides."""
     if isinstance(values, dict):
         for name, content in values.items():
             yield from secret_values(content, looks_secret(str(name)))
+            if name == JUDGE:
+                yield from url_secrets(str(content))
     elif isinstance(values, list):
         for entry in values:
             yield from secret_values(entry, secret)
@@ -75,6 +79,8 @@ def _masked(value: Any, text: Any, root: Any, name: str = "") -> Any:
         ]
     if looks_secret(name) and value is not None:
         return MASK
+    if name == JUDGE:
+        value = value and public_url(value)
     # A git commit looks like an old W&B key.
     return redact(value) if isinstance(value, str) and name != "revision" else value
 

@@ -43,10 +43,11 @@ ENTRY = np.dtype([("key", "<u8", 2), ("sum", "<f8"), ("kept", "?")])
 NO_ENTRIES = np.empty(0, ENTRY)
 
 
-def refuse_foreign(path: Path) -> None:
-    """Refuse a folder or a file of the cache that another user can write, or has written.
+def refuse_foreign(path: Path, key: str = "reference.cache.path") -> None:
+    """Refuse a folder or a file of a cache that another user can write, or has written.
 
-    Whoever writes log-probs of the reference decides what is trained. Root is trusted, and so is
+    Whoever writes log-probs of the reference decides what is trained, and whoever writes verdicts
+    which model is better. Root is trusted, and so is
     a group that has the user's name and no other member: many systems let it write by default.
     """
     if not os.path.lexists(path):  # it will be made
@@ -62,9 +63,9 @@ def refuse_foreign(path: Path) -> None:
     else:
         return
     raise ConfigError(
-        f"reference.cache.path: {path} {problem}, who would decide what is trained; remove their "
-        "access (chmod -R go-w), or copy it to a folder of your own. Share a cache that root owns "
-        "and only root can write."
+        f"{key}: {path} {problem}, who would decide the result; remove their access (chmod -R "
+        "go-w), or copy it to a folder of your own. Share a cache that root owns and only root can "
+        "write."
     )
 
 

@@ -20,6 +20,7 @@ from tests.commands.conftest import rather, told
 from tests.commands.fake_server import Reply, serving
 from tests.commands.test_generate import rows_of, write
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 KIND = "def score(prompt, answer):\n    return answer.count('kind') - answer.count('rude')\n"
 
 

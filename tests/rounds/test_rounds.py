@@ -270,7 +270,7 @@ def test_a_server_judges_rounds(uninterrupted: Path, tmp_path: Path) -> None:
         plan = load_plan(write_plan(Path(), rounds={"judge": judge}))
         for number in (0, 1, 2):
             source = uninterrupted / f"output/own/round-{number}"
-            shutil.copytree(source, plan.round_folder(number), ignore=lambda *_: [".rather-cache"])
+            shutil.copytree(source, plan.round_folder(number))
         rounds = run.RoundsRun(plan)
         with dying_at(VerdictCache, "add", 20), pytest.raises(Killed):
             rounds._judge(1)
