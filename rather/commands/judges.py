@@ -339,7 +339,7 @@ class ServerJudge:
 
 
 def unforged(value: Any) -> Any:
-    """Return a value whose texts can neither end their place in the question nor plant a verdict."""
+    """Return a value whose texts neither end their place in a question nor plant a verdict."""
     if isinstance(value, dict):
         return {key: unforged(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Servers that send too much, never end, lie or spy; and caches and journals that others have touched."""
+"""Servers that send too much, never end or lie; caches and journals that others have touched."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 SIZE = b"Content-Length: %d"
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 CHUNK = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+BOMB = gzip.compress(b" " * 50_000_000)
 DRIPS = 300  # bytes, one each 0.02 s
 
 
@@ -101,7 +102,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         (endless(OK + CHUNKED, CHUNK), "more than 16 MiB"),
         (endless(OK + b"Content-Length: 99999999999\r\n\r\n", CHUNK), "more than 16 MiB"),
         (endless(b"HTTP/1.1 400 No\r\n" + CHUNKED, CHUNK), "more than 16 MiB"),
-        (whole(OK + b"Content-Encoding: gzip\r\n" + SIZE, gzip.compress(b" " * 50_000_000)), "in gzip"),
+        (whole(OK + b"Content-Encoding: gzip\r\n" + SIZE, BOMB), "in gzip"),
         (whole(OK + b"Content-Encoding: br\r\n" + SIZE, b"garbage"), "in br"),
         (whole(OK + SIZE, b'{"a": [' + b"0," * 3_000_000 + b"0]}"), "more than 2,000,000 values"),
     ],
