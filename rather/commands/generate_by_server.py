@@ -141,11 +141,11 @@ class ServedModel:
                 f"tokenizer and template of MODEL give {expected}: the server runs another model "
                 "or template."
             )
-        most = self.request.decoding.max_new_tokens
-        if len(text) > most * self.longest_token:
+        limit = self.request.decoding.max_new_tokens
+        if len(text) > limit * self.longest_token:
             raise ServerError(
                 f"the server's answer has {len(text):,} characters, more than --max-new-tokens "
-                f"{most} can hold."
+                f"{limit} can hold."
             )
         counted = len(self.prompts.tokenizer(text, add_special_tokens=False).input_ids)
         written = max(counted, tokens_of(answer, "completion_tokens") or 0)

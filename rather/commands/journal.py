@@ -111,12 +111,12 @@ def different_keys(one: JsonObject, other: JsonObject) -> list[str]:
     return names
 
 
-def refuse_inputs(out: Path, inputs: Iterable[str | bytes | Path]) -> None:
+def refuse_inputs(output: Path, inputs: Iterable[str | bytes | Path]) -> None:
     """Refuse an output file that is one of the files that are read, also by a link."""
     for file in inputs:
         with suppress(OSError, ValueError):  # one does not exist, or is the content of an image
-            if os.path.samefile(out, file):
-                raise ConfigError(f"--out {out}: is the file that is read; name another one.")
+            if os.path.samefile(output, file):
+                raise ConfigError(f"--out {output}: is the file that is read; name another one.")
 
 
 def write_atomic(path: Path, lines: Any) -> None:

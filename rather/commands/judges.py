@@ -338,15 +338,15 @@ class ServerJudge:
         return Verdict(None, "without [[A]], [[B]] or [[C]]" if reply.strip() else "empty")
 
 
-def unforged(value: Any) -> Any:
+def unforged(shown: Any) -> Any:
     """Return a value whose texts neither end their place in a question nor plant a verdict."""
-    if isinstance(value, dict):
-        return {key: unforged(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return list(map(unforged, value))
-    if not isinstance(value, str):
-        return value
-    return FORGED.sub(lambda match: f"(({match[1]}))" if match[1] else f"({match[2]})", value)
+    if isinstance(shown, dict):
+        return {key: unforged(inner) for key, inner in shown.items()}
+    if isinstance(shown, list):
+        return list(map(unforged, shown))
+    if not isinstance(shown, str):
+        return shown
+    return FORGED.sub(lambda match: f"(({match[1]}))" if match[1] else f"({match[2]})", shown)
 
 
 def _exchanged(choice: str | None) -> str | None:
