@@ -115,6 +115,7 @@ def test_the_layout_says_what_a_name_became() -> None:
     assert said == f"{expected}; run by torch.distributed"
     assert "2 replicas of 2" in trained(named("hsdp", shard_size=2)).describe()
     assert "host memory" in trained(named("gemini_auto")).describe()
+    assert "each dp rank holds everything" in trained(named("ddp")).describe()
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,9 @@ def test_a_budget_without_two_full_runs_is_refused(tmp_path: Path) -> None:
     state.budget = 240.0
     state._reserve(1000)
     assert state.reserved == pytest.approx(2 * 1.15 * 101)
+    state.budget = 1000.0  # room for the search, too
+    state._reserve(1000)
+    assert state.reserved == pytest.approx(3 * 1.15 * 101)
 
 
 class Sequence:

@@ -317,6 +317,9 @@ def test_an_address_in_two_halves(
     folder: Folder, server: Server, watch: Watch, names: tuple[str, str]
 ) -> None:
     folder.change("actor_train.data_args.dataset_dir", names[0])
+    refused = "is outside" if names[1].startswith("/") else "is an address"
+    with pytest.raises(ConfigError, match=refused):
+        load_found(folder.write({"actor_train.data_args.file_name": names[1]}))
     value = f"{names[1]}-${{oc.env:DATABASE_URL}}"
     file = folder.write({"actor_train.data_args.file_name": value})
     with watch(folder.outside):
