@@ -16,6 +16,7 @@ FOLDERS = {
     "model": ("config.json",),
     "PEFT adapter": ("adapter_config.json",),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"),
+    "Megatron checkpoint": (".metadata", "*/.metadata", "*/*/.metadata"),
     "data": ("*.arrow", "state.json", "dataset_dict.json", "part-*/state.json"),
 }
 TABLES = (".xlsx", ".xls")
@@ -56,8 +57,13 @@ class _NamedPaths:
 def _check_models(config: DPOConfig, paths: _NamedPaths) -> None:
     """Check models, adapters, the tokenizer and templates."""
     for role, section in config.roles.items():
-        adapter = section.model_args.adapter_name_or_path
-        paths.check(f"{role}.model_args.model_name_or_path", "model", section.model_path)
+        adapter, described_by = (
+            section.model_args.adapter_name_or_path,
+            section.model_args.config_from,
+        )
+        kind = "Megatron checkpoint" if described_by else "model"
+        paths.check(f"{role}.model_args.model_name_or_path", kind, section.model_path)
+        paths.check(f"{role}.model_args.config_from", "model", described_by)
         paths.check(f"{role}.model_args.adapter_name_or_path", "PEFT adapter", adapter)
     tokenizer = config.actor_train.tokenizer_path
     paths.check("actor_train.model_args.tokenizer_name_or_path", "tokenizer", tokenizer)

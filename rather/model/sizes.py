@@ -121,7 +121,7 @@ def _inner(text: Any, shapes: Shapes, chosen: int) -> int:
 
 def sizes_of(name: str, args: ModelArgs) -> Sizes:
     """Return the sizes of a model folder, or of a hub model that has been downloaded."""
-    written = 0
+    name, written = args.config_from or name, 0
     with suppress(OSError, ValueError, RuntimeError):  # a hub's name, or not a path: refused below
         written = (Path(name).expanduser() / "config.json").stat().st_mtime_ns
     return _sizes_of(name, args.revision, args.trust_remote_code, written)

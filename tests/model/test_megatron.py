@@ -34,10 +34,12 @@ from rather import child
 from rather.checkpoint import dist_metadata
 from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.checkpoint.torch_dist import TorchDistFiles
+from rather.config.paths import check_paths
 from rather.config.schema import ModelArgs
 from rather.errors import ConfigError
 from rather.model.files import ModelFiles, weight_files
 from rather.model.megatron import MegatronFiles, checkpoint_folder
+from rather.model.sizes import sizes_of
 from rather.parallel.load import load_policy
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.megatron_file import megatron_tensors, write_megatron
@@ -171,6 +173,20 @@ def test_an_exported_checkpoint_trains_as_its_model(tmp_path: Path) -> None:
     assert results[0] == results[1]
     exported = [ModelFiles(weight_files(config.run_dir / "model")) for config in (own, theirs)]
     assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
+
+
+def test_a_checkpoint_needs_no_files_of_a_model(good: Path, tmp_path: Path) -> None:
+    """Megatron-LM writes no config.json; it was taken for a wrong model folder."""
+    config = make_config(
+        tmp_path, pretrain=str(good / "ck"), actor_train__model_args__config_from=str(good / "hf")
+    )
+    check_paths(config)
+    actor = config.actor_train
+    assert sizes_of(actor.model_path, actor.model_args) == sizes_of(str(good / "hf"), ModelArgs())
+    changes = {"pretrain": str(good / "hf"), "actor_train__model_args__config_from": str(tmp_path)}
+    with pytest.raises(ConfigError, match="hf is not a Megatron checkpoint folder") as error:
+        check_paths(make_config(tmp_path, **changes))
+    assert "config_from: " in str(error.value)
 
 
 # --- damaged and hostile checkpoints ---
