@@ -215,7 +215,6 @@ def test_paths_of_this_machine_are_cut_out(tmp_path: Path) -> None:
     assert front(text)["at"] == "b"
 
 
-@pytest.mark.defect("A7")
 def test_every_file_of_an_export_is_known(run: DPOConfig, tmp_path: Path) -> None:
     names = {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
     for pattern in PROCESSOR:
