@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
@@ -364,27 +365,26 @@ def replaced(value: Any, wrong: Any) -> Iterator[Any]:
                 yield copied
 
 
+CONTENTS: list[dict[str, Any]] = [
+    {"message": {"content": "w1"}}, {"text": "w1 w2", "token_ids": [4, 5]},
+    {"text": "w1 w2", "logprobs": {"content": [{"id": 4}, {"id": 5}]}},
+]  # fmt: skip
+
+
 @pytest.mark.defect("A13")
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"message": {"content": "w1"}}, {"text": "w1 w2", "token_ids": [4, 5]},
-        {"text": "w1 w2", "logprobs": {"content": [{"id": 4}, {"id": 5}]}},
-    ],
-)  # fmt: skip
-def test_wrong_types_anywhere_in_an_answer(served: ServedModel, content: dict[str, Any]) -> None:
+def test_wrong_types_anywhere_in_an_answer(served: ServedModel) -> None:
     """Whatever a server says, there is an answer that can be written, or one sentence."""
     number = len(served.prompts.ids[0])
     usage = {"prompt_tokens": number, "completion_tokens": 2}
-    good = {"choices": [{**content, "finish_reason": "stop"}], "usage": usage}
-    assert served._reply(0, good).tokens == number + 2
-    for wrong in WRONG:
+    for content, wrong in product(CONTENTS, WRONG):
+        good = {"choices": [{**content, "finish_reason": "stop"}], "usage": usage}
+        assert served._reply(0, good).tokens == number + 2
         for answer in replaced(good, wrong):
             served.has_miscounted = False
             with suppress(ServerError):
                 reply = served._reply(0, answer)
                 assert reply.tokens >= number
-                assert served.known_ids.issuperset(reply.answer.ids or [])
+                assert all(token >= 0 for token in reply.answer.ids or [])
                 strict_json(reply.answer).encode()
 
 
