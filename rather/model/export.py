@@ -28,9 +28,9 @@ from rather.errors import ConfigError, DiskError
 from rather.files import refuse_outside, sync
 from rather.model.files import ModelFiles, model_folder, weight_files, weights_digest
 from rather.model.megatron import model_files
-from rather.model.names import Group, Names, empty_model, usual_shapes
+from rather.model.names import Group, Names, empty_like, usual_shapes
 from rather.model.policy import PolicyModel
-from rather.model.proof import prove_export
+from rather.model.proof import prove_adapter, prove_export
 from rather.model.reward import merging_files, set_padding
 from rather.model.towers import has_tower
 from rather.model.vision import frozen_outside_language
@@ -247,8 +247,7 @@ def _as_in_files(
 
 def names_of(model: Any, source: ModelFiles | None) -> Names:
     """Return how the weights of a model become the tensors of files like those of its source."""
-    model_class = next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
-    empty = empty_model(model.config, model_class)
+    empty = empty_like(model)
     if source is None:
         return Names(empty, usual_shapes(empty, model))
     return Names(empty, {name: source.stored.shape(name) for name in source.stored})
@@ -325,6 +324,7 @@ def whole_adapter(
 
     with _new_folder(folder, tokenizer) as temporary:
         write_adapter(temporary, model, weights, source, trained_on)
+        prove_adapter(temporary, model)
     return temporary
 
 

@@ -238,20 +238,15 @@ class InMemory:
         return self.tensor[slices]
 
 
-class _Made:
+class _Made(InMemory):
     """A weight that is made of several tensors, or by more than another name."""
 
     def __init__(self, make: Callable[[], dict[str, Tensor]], name: str) -> None:
         self.make, self.name = make, name
 
-    def get_slice(self, _name: str) -> _Made:
-        return self
-
-    def get_tensor(self, _name: str) -> Tensor:
+    @property
+    def tensor(self) -> Tensor:  # type: ignore[override]
         return self.make()[self.name]
-
-    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
-        return self.make()[self.name][slices]
 
 
 class _Renamed:

@@ -68,6 +68,12 @@ def empty_model(config: PretrainedConfig, model_class: Any = None) -> Any:
         return new_model(loader, config, keeps_tower=True)
 
 
+def empty_like(model: Any) -> Any:
+    """Return a model of the same class without memory: whole, without changes of the training."""
+    names = (kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+    return empty_model(model.config, next(names))
+
+
 def is_known(config: PretrainedConfig) -> bool:
     """Return whether transformers itself has the code of a model, and so knows its names."""
     return type(config).__module__.startswith("transformers.")

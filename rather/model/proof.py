@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from transformers.utils import logging as hf_logging
 from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.errors import ConfigError
 from rather.model.files import weight_files
-from rather.model.names import Names
+from rather.model.names import Names, empty_like
 
 SHOWN = 3
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def prove_export(folder: Path, model: Any, names: Names, *, has_source: bool) -> None:
@@ -29,10 +30,7 @@ def prove_export(folder: Path, model: Any, names: Names, *, has_source: bool) ->
         if hasattr(model, "score"):
             expected = {name: expected[name] for name in expected.keys() - names.unknown}
             expected |= {name: shapes[name] for name in shapes.keys() & {"score.weight"}}
-        _refuse(folder, "are missing", expected.keys() - shapes.keys())
-        _refuse(folder, "are not in the source", shapes.keys() - expected.keys())
-        changed = [name for name in shapes if shapes[name] != expected[name]]
-        _refuse(folder, "have other shapes than in the source", changed)
+        _compare(folder, "the source", shapes, expected)
     model_class = type(names.model)
     config = type(model.config).from_pretrained(folder)
     empty = {
@@ -56,6 +54,25 @@ def prove_export(folder: Path, model: Any, names: Names, *, has_source: bool) ->
     _refuse(folder, "have other shapes than the model", info["mismatched_keys"])
     unexpected = set(info["unexpected_keys"]) - set(names.unknown)
     _refuse(folder, "are unknown to transformers", unexpected)
+
+
+def prove_adapter(folder: Path, model: Any) -> None:
+    """Refuse an adapter whose tensors are not those that PEFT adds to the model by its config."""
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict  # takes seconds
+
+    with torch.device("meta"):
+        adapted = get_peft_model(empty_like(model), PeftConfig.from_pretrained(folder))
+    state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    files = ShardedFiles([folder / "adapter_model.safetensors"])
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    _compare(folder, "the model", {name: files.shape(name) for name in files}, expected)
+
+
+def _compare(folder: Path, other: str, shapes: Shapes, expected: Shapes) -> None:
+    _refuse(folder, "are missing", expected.keys() - shapes.keys())
+    _refuse(folder, f"are not in {other}", shapes.keys() - expected.keys())
+    changed = [name for name in shapes if shapes[name] != expected[name]]
+    _refuse(folder, f"have other shapes than in {other}", changed)
 
 
 def _refuse(folder: Path, problem: str, names: Collection[Any]) -> None:

@@ -53,8 +53,8 @@ class Weights:
         args = self.args.model_copy(update={"dtype": dtype}) if dtype else self.args
         options: dict[str, Any] = {"start": self.start, "rounding": self.rounding}
         options["frozen"] = PARTS if sees_images else None
-        if self.checkpoint:
-            options["frozen"] = frozen_in(self.checkpoint, self.group) or options["frozen"]
+        if self.checkpoint and (frozen := frozen_in(self.checkpoint, self.group)) is not None:
+            options["frozen"] = frozen
         policy = load_policy(self.model, args, device, **options, reward=self.is_reward)
         if self.checkpoint:
             load_weights(policy, self.checkpoint, self.group)

@@ -11,19 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rather.commands.export import export
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorModelArgs, ModelArgs
-from rather.errors import DiskError
+from rather.errors import ConfigError, DiskError
+from rather.model import export as export_module
 from rather.model.export import FileCast, export_model, export_run, export_stored
-from rather.model.files import LoadedWeights, ModelFiles
+from rather.model.files import LoadedWeights, ModelFiles, weight_files
 from rather.model.policy import PolicyModel
 from rather.parallel.load import Start, load_policy
 from rather.pipeline.pipeline import DPOPipeline
 from tests.model.test_hybrids import hybrid
+from tests.model.towers import TEXT
 from tests.tiny import in_child, make_config, make_model
 
 Trained = tuple[DPOConfig, DPOPipeline]
@@ -297,3 +299,95 @@ def test_what_several_ranks_export_opens_as_what_one_exports(family: str, tmp_pa
         exported = dict(opened.named_parameters())
         assert exported.keys() == dict(model.named_parameters()).keys()
         assert all(torch.equal(exported[name], p) for name, p in model.named_parameters())
+
+
+def exported(base: Path, out: Path, *, has_source: bool = True) -> dict[str, torch.Tensor]:
+    """Add one to every weight of a checkpoint; return the tensors of the export."""
+    policy = load_policy(str(base), ModelArgs(), "cpu")
+    weights = {name: p.detach() + 1 for name, p in policy.named_parameters()}
+    source = ModelFiles(weight_files(base)) if has_source else None
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    export_model(policy, weights, tokenizer, out / "model", "card", source)
+    stored = ModelFiles(weight_files(out / "model")).stored
+    return {name: stored[name] for name in stored}
+
+
+@pytest.mark.defect("M1")
+@pytest.mark.parametrize("has_source", [True, False], ids=["source", "alone"])
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"1 tensors are missing.*: model\.norm\.weight"),
+        (lambda t: t.update(odd=t["model.norm.weight"]), r"1 tensors are (not in|unknown).*: odd"),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.embed_tokens.weight"]}),
+            r"1 tensors have other shapes than .*: .*model\.norm\.weight",
+        ),
+    ],
+    ids=["missing", "unknown", "shape"],
+)
+def test_an_export_that_would_not_open_is_not_published(
+    change: Any, problem: str, has_source: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_model(tmp_path / "base")
+    before = (base / "model.safetensors").read_bytes()
+    earlier = exported(base, tmp_path / "run")
+
+    def changed(*args: Any, **options: Any) -> dict[str, Any]:
+        tensors = as_in_files(*args, **options)
+        change(tensors)
+        return tensors
+
+    as_in_files = export_module._as_in_files
+    monkeypatch.setattr(export_module, "_as_in_files", changed)
+    with pytest.raises(ConfigError, match=f"run/model: not written: {problem}"):
+        exported(base, tmp_path / "run", has_source=has_source)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["model"]
+    stored = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert stored.keys() == earlier.keys()
+    assert (base / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.defect("M1")
+def test_an_adapter_that_would_not_open_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, args = make_model(tmp_path / "base"), ActorModelArgs(lora_rank=4)
+    policy = load_policy(str(folder), args, "cpu")
+    trained = {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
+    lost = trained.popitem()[0]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    layer = lost.removeprefix("causal_lm.").partition(".lora_")[0]
+    with pytest.raises(
+        ConfigError, match=rf"adapter: not written: 1 tensors are missing: .*{layer}"
+    ):
+        export_run(policy, trained, (str(folder), args), tokenizer, tmp_path / "run/model", "card")
+    assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.defect("M1")
+@pytest.mark.parametrize("form", ["several files", "a tied head twice", "a tensor of no module"])
+def test_the_names_of_the_source_decide(form: str, tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    if form == "several files":
+        settings = {"num_hidden_layers": 3, "num_experts": 3, "num_experts_per_tok": 2}
+        config = AutoConfig.for_model("qwen3_moe", **{**TEXT, **settings})
+        model = AutoModelForCausalLM.from_config(config)
+        (base / "model.safetensors").unlink()
+        model.save_pretrained(base, max_shard_size="20KB")
+    elif form == "a tied head twice":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    else:  # such as a layer that predicts tokens further ahead
+        tensors["model.layers.9.eh_proj.weight"] = torch.ones(3)
+        save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    source = ModelFiles(weight_files(base)).stored
+    written = exported(base, tmp_path / "run")
+    assert {name: source.shape(name) for name in source} == {n: t.shape for n, t in written.items()}
+    unchanged = {name for name in source if torch.equal(source[name], written[name])}
+    assert unchanged == {name for name in source if ".9." in name}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert torch.equal(
+        model.lm_head.weight, AutoModelForCausalLM.from_pretrained(base).lm_head.weight + 1
+    )

@@ -19,11 +19,13 @@ from transformers import AutoModelForImageTextToText
 from rather import DPOTrainer, TrainingArguments
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.images import refuse_images
+from rather.commands.export import export
 from rather.config.load import config_from_dict
 from rather.config.run_config import DPOConfig
 from rather.data.prepare import Prepared, prepare
 from rather.errors import ConfigError
-from rather.model.files import TOWER
+from rather.model.files import TOWER, ModelFiles
+from rather.optim.rounding import plain_name
 from rather.pipeline.pipeline import DPOPipeline
 from tests.cells import cells
 from tests.data.vision import processor_of, tokenizer_of, vision_folder
@@ -144,7 +146,7 @@ def test_features_and_reference_are_hits_in_the_second_epoch(
 CONSTANT = {"lr_scheduler_type": "constant"}
 
 
-@pytest.mark.parametrize("frozen", cells([""], ["vision projector"]))
+@pytest.mark.parametrize("frozen", cells([""], ["vision", "vision projector"]))
 def test_it_resumes_to_the_bit(tmp_path: Path, frozen: str) -> None:
     options = {"model_args": {"freeze": frozen.split()}, "training_args": CONSTANT}
     whole = run(vision_config(tmp_path, **options))
@@ -154,7 +156,10 @@ def test_it_resumes_to_the_bit(tmp_path: Path, frozen: str) -> None:
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     saved = open_checkpoint(resumed / "checkpoint-2").stored("model")
-    assert any(TOWER.search(name) for name in saved) == (not frozen)
+    assert any(TOWER.search(name) for name in saved) == (frozen != "vision projector")
+    export(str(resumed / "checkpoint-2"), tmp_path / "earlier")
+    written = ModelFiles([tmp_path / "earlier" / WEIGHTS])
+    assert all(torch.equal(written[plain_name(name)], saved[name]) for name in saved)
 
 
 def preferences(folder: Path, rows: list[dict[str, Any]], images: list[Path]) -> torch.Tensor:
