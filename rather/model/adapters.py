@@ -14,7 +14,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from hashlib import file_digest, sha256
@@ -154,12 +154,12 @@ def saved_config(folder: Path) -> LoraConfig:
     settings = {key: values[key] for key in KNOWN[:7] if values.get(key) is not None}
     if isinstance(settings.get("target_modules"), str):
         # An untrusted regular expression may never end; the file has the names that it matched.
-        settings["target_modules"] = _adapted_linears(folder)
+        settings["target_modules"] = _adapted_linears(_open(folder))
     return LoraConfig(**settings, init_lora_weights=True, task_type="CAUSAL_LM")
 
 
-def _adapted_linears(folder: Path) -> list[str]:
-    names = [name.removeprefix(_PEFT) for name in _open(folder)]
+def _adapted_linears(saved: Iterable[str]) -> list[str]:
+    names = [name.removeprefix(_PEFT) for name in saved]
     names = [name for name in names if ".lora_" in name and not changed_stack(name, ())]
     return sorted({name.partition(".lora_")[0] for name in names})
 
@@ -493,12 +493,15 @@ def write_adapter(
         }
         for adapter in (TRAINED, START)
     )
+    targets = config.target_modules or []
+    if getattr(causal_lm, "left_out", 0):  # a tower has layers of the same names
+        targets = _adapted_linears(saved)
     values = config.to_dict() | {
         "base_model_name_or_path": base,
         "revision": args.revision,
         "init_lora_weights": True,
         "inference_mode": True,
-        "target_modules": sorted(config.target_modules or []),
+        "target_modules": sorted(targets),
     }
     if _is_pissa(config.init_lora_weights):  # relative to the original base: B A - B0 A0
         for name, start in began.items():

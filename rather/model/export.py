@@ -210,7 +210,7 @@ def _trained(
     model: Any, weights: Mapping[str, TensorStream], names: Names, files: ModelFiles | None
 ) -> dict[str, TensorStream]:
     """Return the weights that are not copied from the source; without one, all of the model."""
-    trains = names.parameters(language_only=getattr(model, "left_out", 0) > 0)
+    trains = names.parameters(language_only=bool(getattr(model, "left_out", 0)))
     if files:
         trains -= frozen_outside_language(model)
     weights = {name: stream for name, stream in weights.items() if name in trains}

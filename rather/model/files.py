@@ -30,7 +30,7 @@ from rather.files import (
     text_sha,
 )
 from rather.model.mxfp4 import BLOCKS, SCALES, PackedExperts
-from rather.model.names import Group, Names, empty_model, is_known
+from rather.model.names import Names, empty_model, is_known
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -136,7 +136,7 @@ class ModelFiles(ShardedFiles):
             if group.converter is None:
                 shards[weight] = self._under(group.files[0])
             elif group.is_stack:
-                shards[weight] = self._stack(group)
+                shards[weight] = self._stack(self.names.blocks(group))
             else:
                 spec = ShardSpec.full(self.names.state[weight])
                 file = _Made(partial(self._made, group.weights[0]), weight)
@@ -184,20 +184,12 @@ class ModelFiles(ShardedFiles):
         spec = ShardSpec.full(packed.shape)
         self._shards[name] = {spec.offsets: (packed, spec)}
 
-    def _stack(self, group: Group) -> dict[tuple[int, ...], Any]:
+    def _stack(self, blocks: Mapping[str, ShardSpec]) -> dict[tuple[int, ...], Any]:
         """Return the matrices of all experts as one tensor: a rank reads those that it holds."""
-        patterns = [key for key in group.converter.source_patterns if key in group.stored]
-        heights = [self.stored.shape(group.stored[key][0])[0] for key in patterns]
-        width = self.stored.shape(group.files[0])[1]
-        shape = (len(group.stored[patterns[0]]), sum(heights), width)
         shards: dict[tuple[int, ...], Any] = {}
-        for block, pattern in enumerate(patterns):
-            for expert, name in enumerate(group.stored[pattern]):
-                offsets = (expert, sum(heights[:block]), 0)
-                file = _Renamed(
-                    next(iter(self.stored._shards[name].values()))[0], name, stacked=True
-                )
-                shards[offsets] = (file, ShardSpec(shape, offsets, (1, heights[block], width)))
+        for name, block in blocks.items():
+            (file, _) = next(iter(self.stored._shards[name].values()))
+            shards[block.offsets] = (_Renamed(file, name, stacked=True), block)
         return shards
 
     def unchanged(self, name: str) -> TensorStream:

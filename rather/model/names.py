@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import no_init_weights
 
+from rather.checkpoint.sharded_tensors import ShardSpec
 from rather.model.towers import leave_tower_out, new_model, tower_class
 
 Shape = tuple[int, ...]
@@ -40,7 +41,6 @@ class Group:
     weights: list[str]
     stored: dict[str, list[str]] = field(default_factory=dict)  # by pattern; experts in order
     converter: Any = None  # a WeightConverter; None: the one tensor has another name at most
-    is_reversible: bool = True  # by the operations of transformers
 
     @property
     def files(self) -> list[str]:
@@ -148,72 +148,66 @@ class Names:
         return next((name for name in names if name in weights), None)
 
     def _is_convertible(self, group: Group) -> bool:
-        """Name all weights of a group, and find how they become tensors of the files again."""
-        shapes = {name: self.shapes[name] for name in group.files}
-        empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        """Name all weights of a group; return whether they are what the model has."""
+        empty = {name: torch.empty(self.shapes[name], device="meta") for name in group.files}
         try:
             made = self.to_weights(group, empty)
         except (ValueError, RuntimeError, LookupError, AttributeError):
-            return False
-        group.weights = list(made)
-        if any(tuple(made[name].shape) != self.state.get(name) for name in made):
             return False  # loading the model reports it
-        try:
-            stored = self.to_files(group, made)
-            is_equal = {name: tuple(tensor.shape) for name, tensor in stored.items()} == shapes
-        except (ValueError, RuntimeError, LookupError, AttributeError):
-            is_equal = False
-        group.is_reversible = is_equal
-        return is_equal or sum(map(prod, shapes.values())) == sum(t.numel() for t in made.values())
+        group.weights = list(made)
+        numbers = sum(prod(self.shapes[name]) for name in group.files)
+        fits = all(tuple(made[name].shape) == self.state.get(name) for name in made)
+        return fits and numbers == sum(tensor.numel() for tensor in made.values())
 
     def to_weights(self, group: Group, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of a group."""
-        if group.converter is None:
-            return {group.weights[0]: stored[group.files[0]]}
-        tensors = {key: [stored[name] for name in names] for key, names in group.stored.items()}
-        made = self._convert(group.converter, tensors, group.weights[0])
-        before, _, after = group.weights[0].partition(group.converter.target_patterns[0])
-        return {before + pattern + after: tensor for pattern, tensor in made.items()}
-
-    def to_files(self, group: Group, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of the files of a group."""
-        if group.converter is None:
-            return {group.files[0]: weights[group.weights[0]]}
-        if not group.is_reversible:
-            return self._by_position(group, weights)
-        back = group.converter.reverse_transform()
-        sources = zip(back.source_patterns, group.weights, strict=True)
-        tensors = {pattern: [weights[name]] for pattern, name in sources}
-        made = self._convert(back, tensors, group.weights[0])
-        names = {}
-        for old, new in zip(group.converter.source_patterns, back.target_patterns, strict=True):
-            for number, name in enumerate(group.stored.get(old, [])):
-                names[new.replace("*", str(number))] = name
-        return {names[pattern]: tensor for pattern, tensor in made.items()}
-
-    def _by_position(self, group: Group, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Put each number where its position comes from: the operations only move numbers."""
-        sizes = [prod(self.shapes[name]) for name in group.files]
-        positions = torch.arange(sum(sizes)).split(sizes)
-        numbered = {
-            name: part.view(self.shapes[name])
-            for name, part in zip(group.files, positions, strict=True)
+        """Return the weights of a group that has a converter."""
+        converter, first = group.converter, group.weights[0]
+        tensors: Any = {
+            key: [stored[name] for name in names] for key, names in group.stored.items()
         }
-        flat = torch.empty(sum(sizes), dtype=weights[group.weights[0]].dtype)
-        for name, moved in self.to_weights(group, numbered).items():
-            flat[moved.reshape(-1)] = weights[name].reshape(-1)
-        parts = zip(group.files, flat.split(sizes), strict=True)
-        return {name: part.view(self.shapes[name]) for name, part in parts}
-
-    def _convert(self, transform: Any, tensors: Any, weight: str) -> dict[str, Tensor]:
-        for operation in transform.operations:
+        for operation in converter.operations:
             tensors = operation.convert(
                 tensors,
-                source_patterns=transform.source_patterns,
-                target_patterns=transform.target_patterns,
-                full_layer_name=weight,
+                source_patterns=converter.source_patterns,
+                target_patterns=converter.target_patterns,
+                full_layer_name=first,
                 model=self.model,
                 config=self.model.config,
                 missing_keys=None,
             )
-        return {key: t[0] if isinstance(t, list) else t for key, t in tensors.items()}
+        before, _, after = first.partition(converter.target_patterns[0])
+        made = {before + pattern + after: tensor for pattern, tensor in tensors.items()}
+        return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+
+    def blocks(self, group: Group) -> dict[str, ShardSpec]:
+        """Return where each matrix of a file is in its stack."""
+        whole = self.state[group.weights[0]]
+        blocks, start = {}, 0
+        for pattern in group.converter.source_patterns:
+            names = group.stored.get(pattern, [])
+            height = self.shapes[names[0]][0] if names else 0
+            for expert, name in enumerate(names):
+                blocks[name] = ShardSpec(whole, (expert, start, 0), (1, height, whole[2]))
+            start += height
+        return blocks
+
+    def to_files(self, group: Group, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of the files of a group.
+
+        The operations of transformers only move numbers. Each is put where its position comes from.
+        """
+        whole = weights[group.weights[0]]
+        if group.is_stack:
+            return {name: whole[block.slices][0] for name, block in self.blocks(group).items()}
+        sizes = [prod(self.shapes[name]) for name in group.files]
+        kind = torch.int32 if sum(sizes) < 1 << 31 else torch.int64
+        positions = torch.arange(sum(sizes), dtype=kind).split(sizes)
+        numbered = {
+            name: part.view(self.shapes[name])
+            for name, part in zip(group.files, positions, strict=True)
+        }
+        flat = torch.empty(sum(sizes), dtype=whole.dtype)
+        for name, moved in self.to_weights(group, numbered).items():
+            flat[moved.reshape(-1)] = weights[name].reshape(-1)
+        parts = zip(group.files, flat.split(sizes), strict=True)
+        return {name: part.view(self.shapes[name]) for name, part in parts}

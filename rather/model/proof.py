@@ -61,7 +61,7 @@ def prove_adapter(folder: Path, model: Any) -> None:
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict  # takes seconds
 
     with torch.device("meta"):
-        adapted = get_peft_model(empty_like(model), PeftConfig.from_pretrained(folder))
+        adapted = get_peft_model(empty_like(model), PeftConfig.from_pretrained(str(folder)))
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     files = ShardedFiles([folder / "adapter_model.safetensors"])
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
