@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from peft import LoraConfig, LoraModel
+from peft import (
+    LoraConfig,
+    LoraModel,
+    PeftConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from peft.tuners import lora
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -493,15 +499,15 @@ def write_adapter(
         }
         for adapter in (TRAINED, START)
     )
-    targets = config.target_modules or []
-    if getattr(causal_lm, "left_out", 0):  # a tower has layers of the same names
-        targets = _adapted_linears(saved)
+    # A tower that is left out has layers of the same names.
+    has_tower = getattr(causal_lm, "left_out", False)
+    targets = _adapted_linears(saved) if has_tower else config.target_modules
     values = config.to_dict() | {
         "base_model_name_or_path": base,
         "revision": args.revision,
         "init_lora_weights": True,
         "inference_mode": True,
-        "target_modules": sorted(targets),
+        "target_modules": sorted(targets or []),
     }
     if _is_pissa(config.init_lora_weights):  # relative to the original base: B A - B0 A0
         for name, start in began.items():
@@ -513,13 +519,23 @@ def write_adapter(
         values |= {"r": 2 * config.r, "lora_alpha": _number(config.lora_alpha * growth)}
     text = json.dumps(values, indent=2, sort_keys=True, default=str)
     (folder / CONFIG).write_text(text + "\n", "utf-8")
-    notes = {"quantization": args.quantization, "base_weights": trained_on}
-    if any(notes.values()):
-        text = json.dumps({key: value for key, value in notes.items() if value})
-        (folder / NOTES).write_text(text + "\n", "utf-8")
+    _write_notes(folder, {"quantization": args.quantization, "base_weights": trained_on})
     streams = {name: TensorStream.of(saved[name]) for name in sorted(saved)}
     with open(folder / WEIGHTS, "xb") as file:
         file.writelines(safetensors_file(streams, {}))
+
+
+def _write_notes(folder: Path, notes: Mapping[str, Any]) -> None:
+    if known := {key: value for key, value in notes.items() if value}:
+        (folder / NOTES).write_text(json.dumps(known) + "\n", "utf-8")
+
+
+def peft_shapes(folder: Path, base: Any) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of what PEFT adds to a base without memory, by an adapter's config."""
+    with torch.device("meta"):
+        adapted = get_peft_model(base, PeftConfig.from_pretrained(str(folder)))
+    state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 # --- into the base ---

@@ -341,7 +341,7 @@ def write_model(
     `source` has the tower of a checkpoint, if it has one.
     """
     files = source if isinstance(source, ModelFiles) else None
-    if files is None and getattr(model, "left_out", 0):
+    if files is None and getattr(model, "left_out", False):
         raise ConfigError(
             f"the tower of '{model.config.model_type}' was not trained and is copied from the "
             "model that the run started from, which is not on this machine; restore its folder."

@@ -8,7 +8,7 @@ decide: a released checkpoint is exported under its released names.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -111,6 +111,7 @@ class Names:
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {key: entry for entry in converters for key in entry.source_patterns}
+
         groups: dict[str, Group] = {}
         for name in sorted(shapes, key=dot_natural_key):  # as transformers reads them
             weight, pattern = rename_source_key(
@@ -124,7 +125,10 @@ class Names:
             group = groups.setdefault(weight, Group([weight]))
             group.converter = by_pattern[pattern] if pattern else None
             group.stored.setdefault(pattern or name, []).append(name)
-        for group in groups.values():
+        self._add(groups.values())
+
+    def _add(self, groups: Iterable[Group]) -> None:
+        for group in groups:
             if group.converter is None or self._is_convertible(group):
                 self.by_weight |= dict.fromkeys(group.weights, group)
             else:
