@@ -526,12 +526,13 @@ def write_adapter(
 
 
 def _write_notes(folder: Path, notes: Mapping[str, Any]) -> None:
-    if known := {key: value for key, value in notes.items() if value}:
-        (folder / NOTES).write_text(json.dumps(known) + "\n", "utf-8")
+    if any(notes.values()):
+        text = json.dumps({key: note for key, note in notes.items() if note})
+        (folder / NOTES).write_text(text + "\n", "utf-8")
 
 
 def peft_shapes(folder: Path, base: Any) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of what PEFT adds to a base without memory, by an adapter's config."""
+    """Return names and shapes of what PEFT adds to an empty base, by an adapter's config."""
     with torch.device("meta"):
         adapted = get_peft_model(base, PeftConfig.from_pretrained(str(folder)))
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)

@@ -233,9 +233,9 @@ def _as_in_files(
     tensors: dict[str, TensorStream] = {}
     for group in names.groups:
         made_of = {name: names.of_weight(name, weights) for name in group.weights}
-        given = {name: weights[key] for name, key in made_of.items() if key}
-        if given:
-            tensors |= _tensors_of(names, group, given)
+        streams = {name: weights[key] for name, key in made_of.items() if key}
+        if streams:
+            tensors |= _tensors_of(names, group, streams)
         elif files:
             tensors |= {name: files.unchanged(name) for name in group.files}
     in_groups = {names.of_weight(name, weights) for name in names.by_weight}
@@ -259,13 +259,13 @@ def _tensors_of(
     """Return the tensors of a group, which are made together when the first one is written."""
     if group.converter is None:
         return {group.files[0]: weights[group.weights[0]]}
-    made: dict[str, Tensor] = {}
+    waiting: dict[str, Tensor] = {}
 
     def make(name: str) -> Tensor:
-        if name not in made:
-            whole = {key: _whole(stream) for key, stream in weights.items()}
-            made.update(names.to_files(group, whole))
-        return made.pop(name)
+        if name not in waiting:
+            tensors = {key: _whole(stream) for key, stream in weights.items()}
+            waiting.update(names.to_files(group, tensors))
+        return waiting.pop(name)
 
     dtype = weights[group.weights[0]].dtype
     return {
@@ -277,9 +277,9 @@ def _tensors_of(
 def _whole(stream: TensorStream) -> Tensor:
     flat = torch.empty(math.prod(stream.shape), dtype=stream.dtype)
     start = 0
-    for part in stream.parts():
-        flat[start : start + part.numel()] = part.reshape(-1)
-        start += part.numel()
+    for rows in stream.parts():
+        flat[start : start + rows.numel()] = rows.reshape(-1)
+        start += rows.numel()
     return flat.view(stream.shape)
 
 

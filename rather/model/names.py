@@ -155,13 +155,13 @@ class Names:
         """Name all weights of a group; return whether they are what the model has."""
         empty = {name: torch.empty(self.shapes[name], device="meta") for name in group.files}
         try:
-            made = self.to_weights(group, empty)
+            weights_made = self.to_weights(group, empty)
         except (ValueError, RuntimeError, LookupError, AttributeError):
             return False  # loading the model reports it
-        group.weights = list(made)
+        group.weights = list(weights_made)
         numbers = sum(prod(self.shapes[name]) for name in group.files)
-        fits = all(tuple(made[name].shape) == self.state.get(name) for name in made)
-        return fits and numbers == sum(tensor.numel() for tensor in made.values())
+        fits = all(tuple(weights_made[name].shape) == self.state.get(name) for name in weights_made)
+        return fits and numbers == sum(tensor.numel() for tensor in weights_made.values())
 
     def to_weights(self, group: Group, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of a group that has a converter."""
@@ -180,18 +180,18 @@ class Names:
                 missing_keys=None,
             )
         before, _, after = first.partition(converter.target_patterns[0])
-        made = {before + pattern + after: tensor for pattern, tensor in tensors.items()}
-        return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+        weights_made = {before + pattern + after: tensor for pattern, tensor in tensors.items()}
+        return {name: t[0] if isinstance(t, list) else t for name, t in weights_made.items()}
 
     def blocks(self, group: Group) -> dict[str, ShardSpec]:
         """Return where each matrix of a file is in its stack."""
-        whole = self.state[group.weights[0]]
+        shape = self.state[group.weights[0]]
         blocks, start = {}, 0
         for pattern in group.converter.source_patterns:
             names = group.stored.get(pattern, [])
             height = self.shapes[names[0]][0] if names else 0
             for expert, name in enumerate(names):
-                blocks[name] = ShardSpec(whole, (expert, start, 0), (1, height, whole[2]))
+                blocks[name] = ShardSpec(shape, (expert, start, 0), (1, height, shape[2]))
             start += height
         return blocks
 
@@ -200,18 +200,18 @@ class Names:
 
         The operations of transformers only move numbers. Each is put where its position comes from.
         """
-        whole = weights[group.weights[0]]
+        first = weights[group.weights[0]]
         if group.is_stack:
-            return {name: whole[block.slices][0] for name, block in self.blocks(group).items()}
+            return {name: first[block.slices][0] for name, block in self.blocks(group).items()}
         sizes = [prod(self.shapes[name]) for name in group.files]
         kind = torch.int32 if sum(sizes) < 1 << 31 else torch.int64
         positions = torch.arange(sum(sizes), dtype=kind).split(sizes)
         numbered = {
-            name: part.view(self.shapes[name])
-            for name, part in zip(group.files, positions, strict=True)
+            name: numbers.view(self.shapes[name])
+            for name, numbers in zip(group.files, positions, strict=True)
         }
-        flat = torch.empty(sum(sizes), dtype=whole.dtype)
+        flat = torch.empty(sum(sizes), dtype=first.dtype)
         for name, moved in self.to_weights(group, numbered).items():
             flat[moved.reshape(-1)] = weights[name].reshape(-1)
-        parts = zip(group.files, flat.split(sizes), strict=True)
-        return {name: part.view(self.shapes[name]) for name, part in parts}
+        tensors = zip(group.files, flat.split(sizes), strict=True)
+        return {name: tensor.view(self.shapes[name]) for name, tensor in tensors}
