@@ -373,6 +373,7 @@ def win_rates(comparisons: Sequence[Comparison]) -> JsonObject:
         "wins": outcomes.count(1.0),
         "ties": outcomes.count(0.5),
         "losses": outcomes.count(0.0),
+        "by_prompt": {str(number): rate for number, rate in zip(by_prompt, rates, strict=True)},
         "win_rate": fmean(rates),
         "win_rate_low": low,
         "win_rate_high": high,

@@ -578,8 +578,9 @@ class StepKeys(Section):
     """Evaluation metric that selects the best model."""
     save_best: bool = False
     """Also keep the model with the best metric_for_best_model: the lowest if the name ends with
-    loss, drift or error, else the highest; of equal ones the earliest. A model beyond
-    forgetting_limit or drift_limit is never the best."""
+    loss, drift or error, else the highest; of equal ones the earliest. With eval/win_rate it must
+    be better beyond its interval. A model beyond forgetting_limit or drift_limit is never the
+    best."""
     early_stopping_patience: Count | None = None
     """Stop after this many evaluations without a better metric_for_best_model."""
     on_nonfinite: Literal["skip", "stop", "rollback"] = "skip"

@@ -212,6 +212,8 @@ class Answers:
         self.chosen: Sequence[str] = ()  # answers of the training data
         self.is_always_judged = is_always_judged
         self.judge: JudgeAnswers | None = None
+        # How the last answers compare with the reference's, from 0 to 1, by the number of a prompt.
+        self.scores: dict[str, float] = {}
         if self.asked.judge:
             self.judge = tool("answer_judge")(self.asked.judge, self.file)
 
@@ -287,6 +289,7 @@ class Answers:
         if step == 0:
             return dict.fromkeys((f"eval/{name}" for name in names), 0.5)
         compared = self.judge([(row["prompt"], row["reference"], row["policy"]) for row in rows])
+        self.scores = compared["by_prompt"]
         return {f"eval/{name}": compared[name] for name in names}
 
     def _answers(self, role: Role, stopped: Stopped = lambda: False) -> list[GeneratedAnswer]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rather.checkpoint.checkpoint import Checkpoint
+from rather.config.values import WIN_RATE
 from rather.data.shares import PairRows
 from rather.errors import DiskError
 from rather.losses.metrics import Window
@@ -218,7 +219,10 @@ class Evaluate(Hook):
             progress.base |= drifts(metrics)
         if self.metric_for_best:
             problem = self.limits.problem(metrics, progress.base)
-            is_best = progress.judge(metrics, self.metric_for_best, self.patience, problem)
+            scores = None
+            if self.answers and self.metric_for_best.startswith(WIN_RATE):
+                scores = self.answers.scores
+            is_best = progress.judge(metrics, self.metric_for_best, self.patience, problem, scores)
             if is_best and self.save_best:
                 self.save_best()
         if progress.stopped_early and result and progress.window.pairs:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rather.config.schema import SpikeArgs
 from rather.errors import ConfigError, DataError, NonFiniteError
+from rather.losses.gain import LEAST, Gain
 from rather.losses.metrics import Window
 from rather.losses.objective import Running
 from rather.tracking.json_lines import FALLS, current_name
@@ -53,6 +54,9 @@ class Progress:
     window: Window = field(default_factory=Window)
     best: float | None = None
     best_step: int = 0
+    # Of the best model's answers if a judge selects it, by prompt; empty: the first model's.
+    best_scores: dict[str, float] = field(default_factory=dict)
+    judged: int = 0  # evaluations whose answers a judge compared
     stale_evaluations: int = 0  # since the best one
     stopped_early: bool = False
     # Numbers of the last step if a signal interrupted the evaluation after it.
@@ -105,11 +109,17 @@ class Progress:
         return {step for _, step in self.rollbacks}
 
     def judge(
-        self, record: Mapping[str, float], metric: str, patience: int | None, problem: str = ""
+        self,
+        record: Mapping[str, float],
+        metric: str,
+        patience: int | None,
+        problem: str = "",
+        scores: Mapping[str, float] | None = None,
     ) -> bool:
         """Return whether an evaluation is the best so far; stop after too many that are not.
 
-        A model with a `problem` is never the best.
+        A model with a `problem` is never the best. With `scores` of a judge, by prompt, it must be
+        better beyond the interval of their differences from the best model's.
         """
         value = record.get(metric)
         if value is None:
@@ -118,16 +128,32 @@ class Progress:
                 f"{', '.join(record)}"
             )
         best = math.nan if self.best is None else self.best
+        self.judged += bool(scores)
         if problem:
             log.warning("step %d: the model cannot be the best: %s", self.step, problem)
-        elif math.isnan(best) or (value < best if metric.endswith(FALLS) else value > best):
+        elif (
+            math.isnan(best) or (value < best if metric.endswith(FALLS) else value > best)
+        ) and self._is_shown(scores):
             self.best, self.best_step, self.stale_evaluations = value, self.step, 0
+            self.best_scores = dict(scores or {})
             return True
         self.stale_evaluations += 1
         self.stopped_early = patience is not None and self.stale_evaluations >= patience
         if self.stopped_early:
             log.info("%s", self.stop_reason(metric))
         return False
+
+    def _is_shown(self, scores: Mapping[str, float] | None) -> bool:
+        """Return whether a judge's scores show that a model is better; without scores it is."""
+        if not scores:
+            return True
+        before = self.best_scores or dict.fromkeys(scores, 0.5)
+        gains = [score - before[prompt] for prompt, score in scores.items() if prompt in before]
+        if len(gains) < LEAST:
+            text = "%d prompts cannot show that a model is better; give eval_prompts %d or more"
+            log.warning(text, len(gains), LEAST)
+            return False
+        return Gain.of(gains, looks=self.judged).is_certain
 
     def stop_reason(self, metric: str) -> str:
         """Return why the run stopped early."""
