@@ -77,7 +77,7 @@ def pairs_command(
             code = _calibrate(run, pairs, plant, trust)
         if code:
             return code
-    doctor = Doctor.of(run)
+    doctor = Doctor.of(run, texts.source_of if texts else None)
     rows, summary = doctor.rows(), doctor.summary()
     if pairs:
         summary["contradicting"] = _add_places(rows, pairs)

@@ -28,7 +28,15 @@ from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.report import pairs
-from rather.tools.report.pairs import Doctor, PairHistory, auc, calibrate, read_ledger
+from rather.tools.report.pair_texts import PairTexts
+from rather.tools.report.pairs import (
+    Doctor,
+    PairHistory,
+    auc,
+    calibrate,
+    is_of_one_source,
+    read_ledger,
+)
 from rather.tracking.ledger import LEDGER_SCHEMA, ledger_part
 from tests.tiny import make_config
 
@@ -357,3 +365,24 @@ def test_corrections_are_written_for_likely_flipped_pairs(
     assert {line["id"] for line in lines} == {hex_id(int(each)) for each in ids}
     assert all(line["flip"] is True for line in lines)
     assert f"3 corrections in {file}" in result.stdout
+
+
+@pytest.mark.defect("E12")
+def test_sources_are_columns_or_files(run: DPOConfig, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (Path(run.output_dir).parent / "pairs.jsonl").open()]
+    file, held_out = tmp_path / "two.jsonl", tmp_path / "other.jsonl"
+    file.write_text("".join(json.dumps({**row, "source": "a"}) + "\n" for row in rows[:30]))
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[30:]))
+    names = {"actor_train__data_args__file_name": str(file)}
+    config = config_of(tmp_path, "split", **names, validation__data_args={"split": 5}, max_steps=1)
+    assert DPOPipeline(config).run() == 0
+    assert is_of_one_source(config.run_dir)
+    names["validation__data_args__file_name"] = str(held_out)
+    config = config_of(tmp_path, "two", **names, max_steps=1)
+    assert DPOPipeline(config).run() == 0
+    assert not is_of_one_source(config.run_dir)
+    texts = PairTexts.of(config.run_dir)
+    assert set(texts.source_of.values()) == {"a", str(held_out)}
+    assert "a: No pair is called likely flipped" in invoke_pairs(config)
+    conclusion = Doctor.of(config.run_dir).conclusion
+    assert conclusion.startswith("the sources of the pairs are not known here: No pair")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rather.config.found import Trust
     from rather.config.run_config import DPOConfig
     from rather.data.pairs import PairDataset
+    from rather.data.prepare import Prepared
 
 MOST = 160  # characters of a text
 
@@ -25,7 +27,7 @@ class PairTexts:
     """The training pairs of a run, with their texts."""
 
     config: DPOConfig
-    pairs: PairDataset
+    prepared: Prepared
 
     @staticmethod
     def of(run_dir: Path, trust: Trust | None = None) -> PairTexts:
@@ -38,7 +40,37 @@ class PairTexts:
         from rather.data.prepare import prepare
 
         config = load_found(run_dir / "config.yaml", trust or NO_TRUST)
-        return PairTexts(config, prepare(config, console=Console(quiet=True)).train)
+        return PairTexts(config, prepare(config, console=Console(quiet=True)))
+
+    @property
+    def pairs(self) -> PairDataset:
+        return self.prepared.train
+
+    @cached_property
+    def source_of(self) -> dict[int, str]:
+        """Return the source of all pairs by their digests: `source` of the row, or its file."""
+        from rather.data.findings import sets_of
+
+        sets, entries = (self.pairs, *self.prepared.evals.values()), sets_of(self.prepared.report)
+        files = entries["train"]["files"]
+        sources: dict[int, str] = {}
+        for pairs, entry in zip(sets, entries.values(), strict=True):
+            paths = [file["path"] for file in entry.get("files", files)]
+            of_rows = [self._sources_in(Path(path)) for path in paths]
+            columns = (pairs.column(name).tolist() for name in ("pair_hash", "source", "number"))
+            for digest, file, row in zip(*columns, strict=True):
+                sources[digest] = of_rows[file].get(row, paths[file])
+        return sources
+
+    def _sources_in(self, path: Path) -> dict[int, str]:
+        """Return the texts of the column `source`, by the numbers of their rows."""
+        from rather.data.read import find_sources, rows_of
+
+        encoding, sources = self.config.actor_train.data_args.encoding, dict[int, str]()
+        for number, row in chain.from_iterable(rows_of(f, encoding) for f in find_sources(path)):
+            if isinstance(row, dict) and isinstance(row.get("source"), str):
+                sources[number] = row["source"]
+        return sources
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 from rather.data.pairs import hex_id
 from rather.errors import ConfigError
 from rather.files import JsonObject
-from rather.tracking.json_lines import LEDGER, read_lines, read_object
+from rather.losses.metrics import wilson
+from rather.run_folder.names import DATA_REPORT
+from rather.tracking.json_lines import LEDGER, read_object
 from rather.tracking.ledger import LEDGER_SCHEMA, read_batches
 
 Floats = NDArray[np.float64]
@@ -37,6 +40,8 @@ UNDECIDED = 0.5  # the score of a pair without a margin; above it the model disa
 SURE = 0.51  # a score from which on the model contradicts a label by more than a hair
 FLOOR = 5.4  # evidence (LabelNoise) that 1 % of the runs with right labels reach by chance
 MOST_ERRORS = 2 / 3  # of what contradicts a sure model may be its own errors
+MOST_NAMES = 3  # of sources with the same conclusion
+UNKNOWN = "the sources of the pairs are not known here"
 OR_PLANT = "or calibrate with `rather pairs RUN --plant 0.2`"
 PRECISION = 0.8  # of the pairs that are called likely flipped: that many labels are wrong
 MEAN_CHANCE = 0.82  # of the same pairs, which is an estimate, and so a little above PRECISION
@@ -219,6 +224,10 @@ def _root_mean_square(x: Floats) -> float:
     return float(np.sqrt(np.mean(x**2))) or 1.0
 
 
+def _middle(x: Floats) -> float:
+    return float(np.median(np.abs(x))) or 1.0
+
+
 def _sigmoid(x: Floats) -> Floats:
     return np.asarray(1 / (1 + np.exp(-np.clip(x, -30, 30))))
 
@@ -250,37 +259,56 @@ def calibrate(doctor: Doctor, planted: NDArray[np.uint64]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How the model does on held-out pairs at the last evaluation."""
+    """The margins of held-out pairs at the last evaluation."""
 
-    accuracy: float
-    low: float  # of its 95 % interval
-    high: float
-    noise: LabelNoise | None = None  # None in ledgers of earlier versions
+    margins: Floats
 
     @staticmethod
-    def of(run_dir: Path, ledger: Any) -> HeldOut | None:
-        """Return it from metrics.jsonl, and from the held-out rows of the ledger."""
-        records, _ = read_lines(run_dir / "metrics.jsonl")
-        for record in reversed(records):
-            for name in record:
-                if name.startswith("eval/") and name.endswith("rewards/accuracies"):
-                    values = [record.get(name + end) for end in ("", "_low", "_high")]
-                    numbers = [float(x) for x in values if isinstance(x, float | int)]
-                    if len(numbers) == len(values):
-                        accuracy, low, high = numbers
-                        return HeldOut(accuracy, low, high, _last_noise(ledger))
-        return None
+    def of(ledger: Any) -> HeldOut | None:
+        step, margin = (ledger.column(name).to_numpy() for name in ("step", "margin"))
+        if not len(step) or step.max() == 0:  # before the first step all margins are 0
+            return None
+        return HeldOut(margin[step == step.max()])
+
+    @property
+    def accuracy(self) -> float:
+        return float((self.margins > 0).mean())
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return wilson(self.accuracy, len(self.margins))
+
+    @cached_property
+    def noise(self) -> LabelNoise:
+        """How labels and model disagree."""
+        return LabelNoise.of_margins(self.margins)
+
+    def errors(self, sureness: Floats) -> Floats:
+        """Return which share of labels the model contradicts more surely than each of these.
+
+        In units of the median size, which no flipped label and no tail changes. One error more is
+        assumed, because few are seen.
+        """
+        ranked = np.sort(self.margins / _middle(self.margins))
+        beyond = np.searchsorted(ranked, sureness, side="right")
+        return np.asarray((beyond + 1) / (len(ranked) + 1))
 
     def __str__(self) -> str:
-        return f"{self.accuracy:.1%} (95 %: {self.low:.1%} to {self.high:.1%})"
+        low, high = self.interval
+        return f"{self.accuracy:.1%} (95 %: {low:.1%} to {high:.1%})"
 
 
-def _last_noise(ledger: Any) -> LabelNoise | None:
-    """Return how labels and model disagree at the last evaluation."""
-    step, margin = (ledger.column(name).to_numpy() for name in ("step", "margin"))
-    if not len(step) or step.max() == 0:  # before the first step all margins are 0
-        return None
-    return LabelNoise.of_margins(margin[step == step.max()])
+def shortened(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more sources" if more > 0 else "")
+
+
+def is_of_one_source(run_dir: Path) -> bool:
+    """Return whether all pairs of a run, the held-out ones too, are of one file."""
+    report = read_object(run_dir / DATA_REPORT)
+    files = report.get("train", {}).get("files", [])
+    evals = report.get("evals", {}).values()
+    return len(files) == 1 and all("held_out_of" in entry for entry in evals)
 
 
 @dataclass(frozen=True)
@@ -290,14 +318,37 @@ class Doctor:
     history: PairHistory
     calibration: dict[str, float]
     held_out: HeldOut | None = None
+    # Pairs of several sources: each label is judged only by what is known of its own source.
+    sources: Mapping[str, Doctor] = field(default_factory=dict)
 
     @staticmethod
-    def of(run_dir: Path) -> Doctor:
+    def of(run_dir: Path, source_of: Mapping[int, str] | None = None) -> Doctor:
+        """Read a run; `source_of` has the source of each pair by its digest, where it is known."""
         training, held_out = read_ledgers(run_dir)
         calibration = read_object(run_dir / CALIBRATION)  # may be a stranger's
-        is_whole = all(isinstance(calibration.get(name), float) for name in CALIBRATED)
-        history = PairHistory.of(training)
-        return Doctor(history, calibration if is_whole else {}, HeldOut.of(run_dir, held_out))
+        if all(isinstance(calibration.get(name), float) for name in CALIBRATED):
+            return Doctor(PairHistory.of(training), calibration, HeldOut.of(held_out))
+        if source_of is None and is_of_one_source(run_dir):
+            source_of = {}
+        return Doctor.by_source(training, held_out, source_of)
+
+    @staticmethod
+    def by_source(training: Any, held_out: Any, source_of: Mapping[int, str] | None) -> Doctor:
+        """Judge the pairs of each source; pairs without one are of one source of their own."""
+        every = Doctor(PairHistory.of(training), {}, HeldOut.of(held_out))
+        if source_of is None:
+            return replace(every, sources={UNKNOWN: replace(every, held_out=None)})
+        judged, known = (
+            np.array([source_of.get(digest, "") for digest in table.column("id").to_pylist()])
+            for table in (training, held_out)
+        )
+        sources = {}
+        for name in np.unique(judged).tolist():
+            history = PairHistory.of(training.filter(judged == name))
+            errors = HeldOut.of(held_out.filter(pa.array(known == name, pa.bool_())))
+            sources[name] = Doctor(history, {}, errors)
+        is_one = len(sources) == 1 and (known == judged[0]).all()
+        return every if is_one else replace(every, sources=sources)
 
     @cached_property
     def errors(self) -> LabelNoise | None:
@@ -319,8 +370,6 @@ class Doctor:
     @cached_property
     def chance(self) -> Floats:
         """Return the chance that the label of each pair is wrong, from all visits of the pair."""
-        score = np.clip(self.history.flip_score, 1e-12, 1 - 1e-12)
-        sureness = np.log1p(-score) - np.log(score)
         # All visits of a pair say no more than if the errors of the model were independent: as much
         # as this many visits of equal weight.
         weight = FADING ** np.arange(self.history.visits.max())
@@ -328,20 +377,31 @@ class Doctor:
         first = self.history.first
         slope = self.noise.slope * first.std() / _root_mean_square(first)  # the unit of the score
         most = slope * independent[self.history.visits - 1]
-        return self.noise.chance(sureness, np.minimum(LabelNoise.fit(sureness).slope, most))
+        slopes = np.minimum(LabelNoise.fit(self._sureness).slope, most)
+        return self.noise.chance(self._sureness, slopes)
+
+    @cached_property
+    def _sureness(self) -> Floats:
+        """The scores as margins, in units of the spread of first-seen margins."""
+        score = np.clip(self.history.flip_score, 1e-12, 1 - 1e-12)
+        return np.asarray(np.log1p(-score) - np.log(score))
 
     @cached_property
     def why_none(self) -> str:
         """Return why no pair is called likely flipped; empty if pairs may be."""
         noise, errors, held_out = self.noise, self.errors, self.held_out
-        if held_out and held_out.low <= 0.5:
+        if held_out and held_out.interval[0] <= 0.5:
             return (
                 "on held-out pairs the model is not better than chance, so it cannot judge labels"
             )
         if not self.calibration and self.history.visits.max() < 2:
             return f"each pair was seen once. Train for two epochs, {OR_PLANT}"
         if not self.calibration and not errors:
-            return f"how often the model errs is unknown. Train with held-out pairs, {OR_PLANT}"
+            return (
+                "how often the model errs on pairs of this source is unknown. Hold pairs out with "
+                "validation.data_args.split, or give held-out and training rows the same text as "
+                f"`source`, {OR_PLANT}"
+            )
         if noise.evidence < FLOOR:
             return "the model disagrees no more often than a model of its quality errs"
         if errors and self.first_seen.evidence_beyond(errors) < FLOOR:
@@ -361,6 +421,11 @@ class Doctor:
     @property
     def conclusion(self) -> str:
         """Return what is known about the labels of the run, in one sentence or two."""
+        if self.sources:
+            names: dict[str, list[str]] = {}
+            for name, doctor in self.sources.items():
+                names.setdefault(doctor.conclusion, []).append(name)
+            return "\n".join(f"{shortened(same)}: {text}" for text, same in names.items())
         if self.why_none:
             return f"No pair is called likely flipped: {self.why_none}."
         held_out_errors = ""
@@ -376,11 +441,13 @@ class Doctor:
         """Return name -> which pairs."""
         history = self.history
         disagrees = history.flip_score > UNDECIDED
-        if self.why_none:
-            likely = np.zeros_like(disagrees)
-        elif self.calibration:
+        likely = np.zeros_like(disagrees)
+        if self.sources:
+            for doctor in self.sources.values():
+                likely |= np.isin(history.ids, doctor.ids_of("likely_flipped"))
+        elif self.calibration and not self.why_none:
             likely = disagrees & (self.chance >= self.calibration["chance"])
-        else:
+        elif not self.why_none:
             likely = self._mostly_wrong & (history.visits > 1)
         return {"likely_flipped": likely, "disagrees": disagrees & ~likely, **history.findings}
 
@@ -388,30 +455,46 @@ class Doctor:
     def _mostly_wrong(self) -> Flags:
         """Return the pairs with the highest scores, as many as have this mean chance.
 
-        So the set as a whole has at most a fifth of right labels.
-        A limit for each single pair would leave out many that are wrong.
+        So the set as a whole has at most a fifth of right labels. A limit for each single pair
+        would leave out many that are wrong. The chance assumes that errors fade as fast among the
+        surest pairs as among the others; as many right labels are expected among the accused as the
+        model contradicts so surely in held-out pairs, if these are more.
         """
-        score = self.history.flip_score
+        history, score = self.history, self.history.flip_score
         order = np.argsort(-score, kind="stable")
-        expected = np.cumsum(self.chance[order]) / np.arange(1, len(order) + 1)
+        count = np.arange(1, len(order) + 1)
+        expected = np.cumsum(self.chance[order]) / count
+        if self.held_out:
+            sureness = (
+                self._sureness[order] * history.first.std() / _root_mean_square(history.first)
+            )
+            right = (1 - self.noise.share) * len(order) * self.held_out.errors(sureness)
+            expected = np.minimum(expected, 1 - right / count)
         enough = np.flatnonzero((expected >= MEAN_CHANCE) & (score[order] >= SURE))
         flags = np.zeros(len(order), dtype=bool)
         if len(enough):
             flags[order[: enough[-1] + 1]] = True
         return flags
 
+    @cached_property
+    def _chances(self) -> dict[int, float]:
+        """Return the chance of each pair; without evidence it is unknown."""
+        if self.sources:
+            return {k: v for doctor in self.sources.values() for k, v in doctor._chances.items()}
+        if self.why_none:
+            return {}
+        return dict(zip(self.history.ids.tolist(), self.chance.tolist(), strict=True))
+
     def rows(self) -> list[JsonObject]:
         """Return one object per pair, the most suspicious first."""
         history = self.history
-        noise: dict[str, Floats] = {}  # without evidence the chance is unknown
-        if not self.why_none:
-            noise["chance"] = self.chance
+        ids, chances = history.ids.tolist(), self._chances
         numbers = ("flip_score", "first", "last", "mean", "chosen_moved", "gradient_weight")
         return [
             {
-                "id": hex_id(int(history.ids[i])),
+                "id": hex_id(ids[i]),
                 **{name: round(float(getattr(history, name)[i]), 6) for name in numbers},
-                **{name: round(float(values[i]), 6) for name, values in noise.items()},
+                **({"chance": round(chances[ids[i]], 6)} if ids[i] in chances else {}),
                 "visits": int(history.visits[i]),
                 "longer": int(history.longer[i]),
                 "findings": [name for name, flags in self.findings.items() if flags[i]],
