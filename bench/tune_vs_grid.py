@@ -1,11 +1,13 @@
 """Does `rather tune` find a setting as good as the best of a grid, on pairs that neither has seen?
 
-    python bench/tune_vs_grid.py --model smollm2 --train train.jsonl --held-out held_out.jsonl \
-        --test test.jsonl --budget 240s --name smollm2_ukp
+    python bench/tune_vs_grid.py --model stories15M --train truthfulqa_pairs.jsonl.gz \
+        --test 0.3 --budget 240s --name stories15M_truthfulqa
 
-`tune` gets the training and the held-out pairs. Then the YAML that it wrote is trained as it is, and
-so is every cell of a grid of learning rates and betas; all are evaluated on the test pairs, with
-drift and forgetting. The best cell is chosen on the test pairs themselves, which favours the grid.
+`tune` gets the training pairs and a YAML as `rather init` writes it, which holds out 5 %, or
+`--held-out` pairs. `--test` is another file, or the share of the prompts that is put aside first.
+Then the YAML that `tune` wrote is trained as it is, and so is every cell of a grid of learning
+rates and betas; all are evaluated on the test pairs, with drift and forgetting. The best cell is
+chosen on the test pairs themselves, which favours the grid.
 Everything resumes: run the same command again after a timeout. The result is
 bench/results/tune_NAME.json; `--picture FILE.svg` draws it.
 """
@@ -13,6 +15,8 @@ bench/results/tune_NAME.json; `--picture FILE.svg` draws it.
 from __future__ import annotations
 
 import argparse
+import gzip
+import hashlib
 import itertools
 import json
 import logging
@@ -21,17 +25,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from common import RESULTS, machine
 
 from rather.commands.terminal import settings
-from rather.losses.metrics import Z
+from rather.data.prepare import prepare
+from rather.losses.gain import Gain
 from rather.losses.objective import from_config
 from rather.outcome.forgetting import SHIPPED, Forgotten
 from rather.pipeline.forgetting import Limits
 from rather.tools.report.folder import MetricsReader
 from rather.tools.sweep import train_here
-from rather.tools.tune import NOTHING, Half, halves, print_answers, print_result, seconds_of, tune
+from rather.tools.tune import (
+    NOTHING,
+    Rewards,
+    print_answers,
+    print_result,
+    prompts_of,
+    seconds_of,
+    tune,
+)
 from rather.tools.tune import write_best as write_yaml
 
 YAML = """\
@@ -47,8 +59,9 @@ actor_train:
   data_args: {{file_name: {train}, overlong: truncate_response}}
   training_args: {{learning_rate: {rate}, per_device_train_batch_size: {batch}, num_train_epochs: {epochs}}}
 validation:
-  data_args: {{file_name: {held_out}}}
+  data_args: {{{held_out}}}
 """
+SPLIT = "split: 0.05"  # as `rather init` writes it
 NEAR = 0.01  # of the loss, and of the accuracy
 QUESTIONS, BASE_RIGHT = 50, 30  # of a result without `chance`, which had SmolLM2-135M's 30 of 50
 
@@ -59,7 +72,7 @@ def main() -> None:
     add("--model", type=Path)
     add("--train", type=Path)
     add("--held-out", type=Path)
-    add("--test", type=Path)
+    add("--test", help="a file, or the share of the prompts of --train that is put aside")
     add("--name", default="grid")
     add("--budget", default="240s")
     add("--rate", type=float, default=1e-5, help="learning rate of the YAML that is tuned")
@@ -68,6 +81,7 @@ def main() -> None:
     add("--batch", type=int, default=32)
     add("--epochs", type=float, default=1)
     add("--length", type=int, default=1024)
+    add("--by-loss", action="store_true", help="without limits of drift and forgetting")
     add("--steps", type=int, help="only try it out: steps of every run")
     add("--out", type=Path, default=Path("output/bench-tune"))
     add("--picture", type=Path)
@@ -77,23 +91,29 @@ def main() -> None:
         help="result.json whose grid counts; only its best cells are trained",
     )
     add("--page", type=Path, help="only write this result into docs/answers.md and its picture")
+    add("--table", nargs="+", type=Path, help="only write these results into docs/choosing.md")
     args = parser.parse_args()
+    if args.table:
+        return write_table([json.loads(file.read_text()) for file in args.table])
     if args.page:
         result = json.loads(args.page.read_text())
         write_page(result)
         (PAGE.parent / "images" / "tune-grid.svg").write_text(picture(result))
         return
-    if not all((args.model, args.train, args.held_out, args.test)):
-        parser.error("--model, --train, --held-out and --test are required")
+    if not all((args.model, args.train, args.test)):
+        parser.error("--model, --train and --test are required")
     logging.disable(logging.INFO)
     began = time.monotonic()
     out = (args.out / args.name).resolve()
     out.mkdir(parents=True, exist_ok=True)
     file = out / "base.yaml"
-    paths = {key: getattr(args, key).resolve() for key in ("model", "train", "held_out")}
+    train, test = put_aside(args.train, args.test, out)
+    held_out = f"file_name: {args.held_out.resolve()}" if args.held_out else SPLIT
     numbers = {key: getattr(args, key) for key in ("name", "length", "rate", "batch", "epochs")}
-    file.write_text(YAML.format(out=out, **paths, **numbers))
+    paths = {"out": out, "model": args.model.resolve(), "train": train, "held_out": held_out}
+    file.write_text(YAML.format(**paths, **numbers))
     overrides = [f"max_steps={args.steps}"] if args.steps else []
+    overrides += ["drift_limit=1e9", "forgetting=off"] if args.by_loss else []
     tuning = tune(file, overrides, seconds_of(args.budget), [])
     found = tuning.result()
     print_result(found)
@@ -103,10 +123,8 @@ def main() -> None:
     if found["best"] != NOTHING:
         write_yaml(tuning, found, chosen)
         values = found["runs"][found["best"]]["values"]
-    cells = Cells(file, out, args.test.resolve(), overrides)
-    grid = {}
-    if args.grid_from:
-        grid = json.loads(args.grid_from.read_text())["grid"]
+    cells = Cells(file, out, test, overrides)
+    grid = json.loads(args.grid_from.read_text())["grid"] if args.grid_from else {}
     for rate, beta in itertools.product(args.rates, args.betas):
         name = f"lr {rate:g}, beta {beta:g}"
         if name not in grid or name in best_cells(grid):
@@ -114,7 +132,8 @@ def main() -> None:
             grid[name] = cells.trained(f"grid-{rate:g}-{beta:g}", file, own)
     tuned = cells.trained("tuned", chosen, []) if values else cells.untrained()
     result = {
-        "machine": machine(), "name": args.name, "test_pairs": len(tuned["margins"]),
+        "machine": machine(), "name": args.name, "has_limits": not args.by_loss,
+        "test_pairs": len(tuned["rewards"].margins),
         "steps": tuned["steps"], "budget": tuning.budget, "tune_seconds": found["seconds"],
         "seconds": time.monotonic() - began, "chosen": values, "reason": found["reason"],
         "finalists": found["finalists"], **compare(tuned, grid),
@@ -128,17 +147,42 @@ def main() -> None:
         args.picture.write_text(picture(result))
 
 
+def put_aside(train: Path, test: str, out: Path) -> tuple[Path, Path]:
+    """Return the files of training and test pairs; no prompt is in both.
+
+    Messages become plain text, for models without a chat template.
+    """
+    if Path(test).exists():
+        return train.resolve(), Path(test).resolve()
+    opened = gzip.open if train.suffix == ".gz" else open
+    with opened(train, "rt", encoding="utf-8") as file:
+        lines = file.readlines()
+    sides: dict[bool, list[str]] = {True: [], False: []}
+    for line in lines:
+        row = json.loads(line)
+        if messages := row.pop("messages", None):
+            row["prompt"] = "".join(f"{message['content']}\n" for message in messages)
+        digest = hashlib.sha256(row["prompt"].encode()).hexdigest()
+        sides[int(digest[:8], 16) < float(test) * 2**32].append(f"{json.dumps(row)}\n")
+    files = out / "train.jsonl", out / "test.jsonl"
+    for written, side in zip(files, (False, True), strict=True):
+        written.write_text("".join(sides[side]))
+    return files
+
+
 class Cells:
     """Trains settings to the end and evaluates them on the test pairs; finished ones are read."""
 
     def __init__(self, file: Path, out: Path, test: Path, overrides: list[str]) -> None:
         base = settings(file, [])
         self.file, self.out = file, out
+        self.prompts: dict[int, int] = {}
         self.shared = [
-            *overrides, f"output_dir={out}/cells", f"logging_dir={out}/logs/cells",
+            f"forgetting={SHIPPED}", *overrides, f"output_dir={out}/cells",
+            f"logging_dir={out}/logs/cells",
             f"reference.cache.path={base.reference_cache_dir}",
             f"actor_train.data_args.cache_dir={base.data_cache_dir(base.actor_train.data_args)}",
-            f"validation.data_args.file_name={test}", f"forgetting={SHIPPED}",
+            f"validation.data_args.file_name={test}", "validation.data_args.split=null",
             "eval_steps=null", "save_steps=null", "pair_ledger=true",
         ]  # fmt: skip
 
@@ -148,6 +192,7 @@ class Cells:
         code, error = train_here(config)
         assert code == 0, error
         self.last = config
+        self.prompts = self.prompts or prompts_of(prepare(config).evals.values())
         return self.measured(config, first=False)
 
     def untrained(self) -> dict[str, Any]:
@@ -157,13 +202,12 @@ class Cells:
         columns = MetricsReader(config.run_dir / "metrics.jsonl").update()
         place = 0 if first else -1
         last = {name: column.values[place] for name, column in columns.items()}
-        both = halves(config.run_dir, from_config(config).terms[0].beta, first=first)
-        margins = np.concatenate([half.margins for half in both])
-        all_pairs = Half(margins)
+        beta = from_config(config).terms[0].beta
+        rewards = Rewards.of(config.run_dir, beta, self.prompts, first=first)
         texts = columns.get("eval/forgetting/loss")
         return {
             "forgetting_loss_before": texts.values[0] if texts else None,
-            "margins": margins, "loss": all_pairs.loss, "accuracy": all_pairs.accuracy,
+            "rewards": rewards, "loss": rewards.loss, "accuracy": rewards.accuracy,
             "drift": last["eval/drift"], "steps": int(columns["lr"].steps[-1]),
             "forgetting_loss": last.get("eval/forgetting/loss"),
             "right": last.get("eval/forgetting/right"), "kept": last.get("eval/forgetting/kept"),
@@ -182,23 +226,21 @@ def compare(tuned: dict[str, Any], grid: dict[str, dict[str, Any]]) -> dict[str,
         if not cells:
             continue
         top, top_accuracy = best_of(cells)
-        paired = []  # cells that were only read have no margins
-        if "margins" in cells[top]:
-            worse = Half(tuned["margins"]).losses - Half(cells[top]["margins"]).losses
-            paired.append(("loss", top, worse))
-        if "margins" in cells[top_accuracy]:
-            fewer = (cells[top_accuracy]["margins"] > 0) * 1.0 - (tuned["margins"] > 0) * 1.0
-            paired.append(("accuracy", top_accuracy, fewer))
-        for name, cell, apart in paired:
-            error = float(Z * apart.std(ddof=1) / math.sqrt(len(apart)))
-            mean = float(apart.mean())
+        paired = []  # cells that were only read have no rewards
+        if rewards := cells[top].get("rewards"):
+            paired.append(("loss", top, rewards.gain_over(tuned["rewards"])))
+        if rewards := cells[top_accuracy].get("rewards"):
+            right, tuned_right = rewards.margins > 0, tuned["rewards"].margins > 0
+            gain = Gain.of(right * 1.0 - tuned_right, rewards.prompts)
+            paired.append(("accuracy", top_accuracy, gain))
+        for name, cell, gain in paired:
             differences[f"{name}, {which}"] = {
-                "best_cell": cell, "worse_by": mean, "interval": [mean - error, mean + error],
-                "near_or_covered": bool(mean <= NEAR or mean - error <= 0),
+                "best_cell": cell, "worse_by": gain.mean, "interval": [gain.low, gain.high],
+                "near": gain.mean <= NEAR, "near_or_covered": gain.mean <= NEAR or gain.low <= 0,
             }  # fmt: skip
     return {
-        "tuned": {name: value for name, value in tuned.items() if name != "margins"},
-        "grid": {name: {key: value for key, value in cell.items() if key != "margins"}
+        "tuned": {name: value for name, value in tuned.items() if name != "rewards"},
+        "grid": {name: {key: value for key, value in cell.items() if key != "rewards"}
                  for name, cell in grid.items()},
         "differences": differences,
         "tuned_keeps_limits": keeps_limits(tuned),
@@ -261,6 +303,32 @@ def write_page(result: dict[str, Any]) -> None:
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+CHOOSING = PAGE.with_name("choosing.md")
+BEGIN_TABLE = "<!-- begin: bench/tune_vs_grid.py --table -->"
+COLUMNS = ("pairs", "limits", "test pairs", "chosen", "loss", "best cell", "worse by (95 %)")
+
+
+def write_table(results: list[dict[str, Any]]) -> None:
+    """Write what was chosen for each set, and how far it is from the best cell that may win."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS)]
+    for result in results:
+        which = "cells within the limits" if result["has_limits"] else "all cells"
+        apart = result["differences"][f"loss, {which}"]
+        low, high = apart["interval"]
+        rate, beta = result["chosen"].values() if len(result["chosen"]) == 2 else (
+            *result["chosen"].values(), "0.1"
+        )  # fmt: skip
+        rows.append(
+            (result["name"].split("_")[1], "default" if result["has_limits"] else "none",
+             str(result["test_pairs"]), f"lr {float(rate):.2g}, beta {float(beta):.2g}",
+             f"{result['tuned']['loss']:.3f}", apart["best_cell"],
+             f"{apart['worse_by']:.3f} ({low:.3f} to {high:.3f})")
+        )  # fmt: skip
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    before, _, rest = CHOOSING.read_text().partition(BEGIN_TABLE)
+    CHOOSING.write_text(f"{before}{BEGIN_TABLE}\n{table}\n{END}{rest.partition(END)[2]}")
 
 
 # --- the picture ---

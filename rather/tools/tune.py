@@ -5,9 +5,10 @@ halving: all settings around the best rate train for some steps, the best third 
 and so on. These runs only propose. The finalists train to the end, with the schedule and epochs of
 the YAML that is written, and are compared with each other and with doing nothing.
 
-Two halves of the held-out pairs, by their digests: one chooses the finalists, the other compares
-them. What was measured is in tune.json, so the same command continues, within what is left of the
-budget.
+A third of the held-out prompts, by their digests, guides the search and proposes a finalist. The
+others decide whether it is better than doing nothing (rather.losses.gain). If it is, all of them
+choose among the finalists. If the YAML splits pairs off, a third of all is held out meanwhile. What
+was measured is in tune.json, so the same command continues, within what is left of the budget.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from rather.config.values import FORGETTING
 from rather.data.pairs import PairDataset
 from rather.data.prepare import prepare
 from rather.errors import ConfigError, NonFiniteError
-from rather.files import JsonObject, own, parse_json, read_bytes, replace_own, text_sha, write_own
-from rather.losses.metrics import Z, wilson
+from rather.files import JsonObject, own, parse_json, read_bytes, replace_own, write_own
+from rather.losses.gain import LEAST, LEAST_PROMPTS, Gain
+from rather.losses.metrics import wilson
 from rather.losses.objective import from_config
 from rather.model.generate import Decoding, generate
 from rather.outcome.forgetting import PHRASINGS, SHIPPED, read_rows
@@ -49,6 +51,8 @@ from rather.tools.sweep import SIGNALS, combinations, folder_of_runs, train_here
 from rather.tracking.json_lines import strict_json
 
 STATE = "tune.json"
+LOWER = "has a lower held-out loss than no training,"
+VERSION = 2  # of what it holds: since then a third of the held-out pairs chooses
 NOTHING = "nothing"  # the candidate that is not trained
 RATE, BETA, LOSS = "actor_train.training_args.learning_rate", "beta", "pref_loss"
 RANGE = (0.01, 0.1, 1.0, 10.0, 100.0)  # of the rate in the YAML, in the range test
@@ -57,7 +61,11 @@ GENTLER = 1 / 3  # of a rate
 SHARE = 0.2  # of the budget, for the range test
 FIRST = 4  # steps of each rate before the length of the range test is chosen
 PER_ROUND = 3  # reduction factor of successive halving
-MOST_FINALISTS = 8
+MOST_FINALISTS = 20
+FINER = (3.0, math.sqrt(3))  # steps of rate and beta around the best finalist
+# Of rate and beta, as powers of such a step.
+NEIGHBOURS = ((1, 0), (-1, 0), (0, 1), (0, -1), (-1, 1), (1, -1))
+SAME = 1.05  # settings that differ by less are the same
 MOST_GRADES = 8  # times that a rate is made gentler, or stronger
 MOST_TRADES = 2  # times that a third of the rate is traded for three times beta
 MOST_RESCUES = 2  # smaller rates if the usable finalists lost more right answers than allowed
@@ -65,8 +73,12 @@ DIRECT = (
     3.0  # times the cost of a short run: full runs that cost less follow the range test directly
 )
 MARGIN = 1.15  # of the time that a full run is expected to take
-FEW = 100  # pairs of a half: their accuracy is known to +- 0.1
-MEASURED = ("loss", "accuracy", "drift")  # of the choosing half, but drift
+CHOOSING = 1 / 3  # of the held-out pairs; the others decide
+HELD_OUT = 1 / 3  # of all pairs, if they are split off the training data
+MOST_HELD_OUT = 1000  # pairs: enough to see a loss that is lower by 0.02 (docs/choosing.md)
+GIVEN_AWAY = 0.003  # of the loss, at most, for a gentler setting
+FEW = 200  # deciding pairs
+MEASURED = ("loss", "accuracy", "drift")  # of the choosing pairs, but drift
 TEXTS = ("error", "problem")
 OF_SEARCH = [
     "actor_train.training_args.lr_scheduler_type=constant",
@@ -123,11 +135,34 @@ def _number(value: object) -> float:
 
 
 @dataclass(frozen=True)
-class Half:
+class Rewards:
     """The reward margins of some held-out pairs: beta times the margins of the log-ratios."""
 
     margins: NDArray[np.float64]
-    prompts: NDArray[np.uint64] | None = None  # a digest of each pair's prompt; None: all differ
+    prompts: NDArray[np.uint64]  # a digest of each pair's prompt
+
+    @staticmethod
+    def of(
+        run_dir: Path, beta: float, prompts: Mapping[int, int], *, first: bool = False
+    ) -> Rewards:
+        """Read those after the last step of a run, or before the first.
+
+        `prompts` has the digest of each pair's prompt by the digest of the pair.
+        """
+        table = read_ledgers(run_dir)[1]
+        steps, ids, margins = (table.column(name).to_numpy() for name in ("step", "id", "margin"))
+        now = steps == (steps.min() if first else steps.max())
+        of_pairs = np.array([prompts[pair] for pair in ids[now].tolist()], np.uint64)
+        return Rewards(beta * margins[now], of_pairs)
+
+    def divided(self) -> tuple[Rewards, Rewards]:
+        """Return the pairs that choose and those that decide; whole prompts, by their digests."""
+        _, place, sizes = np.unique(self.prompts, return_inverse=True, return_counts=True)
+        chooses = (np.cumsum(sizes) - sizes < CHOOSING * len(place))[place]
+        return self._only(chooses), self._only(~chooses)
+
+    def _only(self, rows: NDArray[np.bool_]) -> Rewards:
+        return Rewards(self.margins[rows], self.prompts[rows])
 
     @property
     def losses(self) -> NDArray[np.float64]:
@@ -145,62 +180,26 @@ class Half:
     def accuracy(self) -> float:
         return float((self.margins > 0).mean())
 
-    def gain_over(self, other: Half) -> tuple[float, float]:
-        """Return by how much the loss is lower than another's, and the standard error of that.
-
-        Prompts count, not pairs: pairs that share a prompt are not independent.
-        """
-        gains = other.losses - self.losses
-        mean = float(gains.mean())
-        sums = gains - mean  # of each prompt
-        if self.prompts is not None:
-            unique, numbers = np.unique(self.prompts, return_inverse=True)
-            if len(unique) > 1:
-                sums = np.zeros(len(unique))
-                np.add.at(sums, numbers, gains - mean)
-        count = len(sums)
-        error = math.sqrt(count / (count - 1) * float((sums**2).sum())) / len(gains)
-        return mean, error
-
-    def is_worse_than(self, other: Half, standard_errors: float = Z) -> bool:
-        gain, error = other.gain_over(self)
-        return gain > standard_errors * error
+    def gain_over(self, other: Rewards) -> Gain:
+        """Return by how much the loss is lower than another's on the same pairs."""
+        return Gain.of(other.losses - self.losses, self.prompts)
 
     def text(self) -> str:
         low, high = wilson(self.accuracy, len(self.margins))
         return f"loss {self.loss:.4f}, accuracy {self.accuracy:.1%} ({low:.1%} to {high:.1%})"
 
 
-def halves(
-    run_dir: Path, beta: float, prompts: Mapping[int, int] | None = None, *, first: bool = False
-) -> tuple[Half, Half]:
-    """Return the half that chooses and the half that compares, after the last step of a run.
-
-    `prompts` has the digest of each pair's prompt by the digest of the pair; `first`: before the
-    first step. Pairs with the same texts are in the same half.
-    """
-    table = read_ledgers(run_dir)[1]
-    steps, ids, margins = (table.column(name).to_numpy() for name in ("step", "id", "margin"))
-    now = steps == (steps.min() if first else steps.max())
-    margins, ids = beta * margins[now], ids[now]
-    compares = ids % 2 == 1
-    if prompts is None:
-        return Half(margins[~compares]), Half(margins[compares])
-    of_prompts = np.array([prompts[pair] for pair in ids.tolist()], np.uint64)
-    return (
-        Half(margins[~compares], of_prompts[~compares]),
-        Half(margins[compares], of_prompts[compares]),
-    )
-
-
 def prompts_of(sets: Iterable[PairDataset]) -> dict[int, int]:
-    """Return the digest of each pair's prompt by the digest of the pair."""
-    prompts = {}
+    """Return the digest of each pair's prompt by the digest of the pair.
+
+    Where all pairs have the same prompt, each counts as one of its own.
+    """
+    prompts: dict[int, int] = {}
     for pairs in sets:
-        for number, digest in enumerate(pairs.digests.tolist()):
-            [pair] = pairs.take([number])
-            prompts[digest] = int(text_sha(pair.prompt.tobytes().hex())[:16], 16)
-    return prompts
+        of_pairs = pairs.column("prompt_hash").tolist()
+        prompts |= zip(pairs.digests.tolist(), of_pairs, strict=True)
+    is_one = len(set(prompts.values())) == 1
+    return {pair: pair for pair in prompts} if is_one else prompts
 
 
 # --- the search ---
@@ -216,7 +215,7 @@ class Tuning:
     folder: Path
     budget: float
     state: JsonObject = field(default_factory=dict)
-    prompts: Mapping[int, int] | None = None  # see halves
+    prompts: Mapping[int, int] = field(default_factory=dict)  # see Rewards.of
     reserved: float = 0.0  # seconds that the search leaves to the finalists
 
     @staticmethod
@@ -237,10 +236,11 @@ class Tuning:
         ]  # fmt: skip
         tuning = Tuning(file, base, shared, folder, budget)
         tuning.state = read_state(folder / STATE)
-        request = {"config": dump_yaml(base), "overrides": list(overrides)}
+        request = {"config": dump_yaml(base), "overrides": list(overrides), "version": VERSION}
         if tuning.state.setdefault("asked", request) != request:
             raise ConfigError(
-                f"{folder} was tuned with other settings; choose another exp_name, or remove it."
+                f"{folder} was tuned with other settings, or by an earlier version; choose another "
+                "exp_name, or remove it."
             )
         return tuning
 
@@ -265,6 +265,16 @@ class Tuning:
     @property
     def left(self) -> float:
         return self.budget - self.reserved - float(self.state["seconds"])
+
+    def hold_out(self, pairs: int, steps: int) -> None:
+        """Hold out so many pairs in all runs, which train for as many steps as the YAML."""
+        epochs = self.base.actor_train.training_args.num_train_epochs
+        overrides = [
+            f"validation.data_args.split={pairs}", f"max_steps={steps}",
+            f"actor_train.training_args.num_train_epochs={2 * epochs}",
+        ]  # fmt: skip
+        self.shared = [*self.shared, *overrides]
+        self.base = settings(self.file, [*self.state["asked"]["overrides"], *overrides])
 
     def save(self) -> None:
         replace_own(self.folder / STATE, strict_json(self.state, indent=1) + "\n")
@@ -293,7 +303,7 @@ class Tuning:
             run["error"] = error
         else:
             columns = MetricsReader(config.run_dir / "metrics.jsonl").update()
-            chooses, _ = halves(config.run_dir, self.beta(values))
+            chooses, _ = self._rewards(name).divided()
             run |= {"loss": chooses.loss, "accuracy": chooses.accuracy}
             run |= self._limits(columns)
             timed = zip(columns["pairs"].values, columns["pairs_per_second"].values, strict=True)
@@ -332,12 +342,12 @@ class Tuning:
         return limits_of_run
 
     def loss(self, name: str) -> float:
-        """Return the loss of the choosing half; infinite if the run failed or exceeds a limit."""
+        """Return the loss of the choosing pairs; infinite if it failed or exceeds a limit."""
         is_usable = not any(text in self.runs[name] for text in TEXTS)
         return self._any_loss(name) if is_usable else math.inf
 
     def _any_loss(self, name: str) -> float:
-        """Return the loss of the choosing half, even if the run exceeds a limit."""
+        """Return the loss of the choosing pairs, even if the run exceeds a limit."""
         loss = float(self.runs[name].get("loss", math.inf))
         return loss if math.isfinite(loss) else math.inf
 
@@ -498,6 +508,39 @@ class Tuning:
                 return values
         return stronger
 
+    def _neighbour(self) -> JsonObject | None:
+        """Return a setting next to the best finalist; None if all were tried.
+
+        The best is the one with the lowest loss of those that kept the right answers. What moves
+        the model more than a finalist beyond a limit is left out.
+        """
+        usable = [name for name in self.finalists if self.loss(name) < math.inf]
+        if not usable:
+            return None
+        best = min(usable, key=lambda name: (self._lost_share(name), self.loss(name)))
+        values = self.runs[best]["values"]
+        tried = {name: self._place(self.runs[name]["values"]) for name in self.finalists}
+        for step in FINER:
+            for of_rate, of_beta in NEIGHBOURS if self._beta else NEIGHBOURS[:2]:
+                near = with_rate(values, step**of_rate)
+                if of_beta:
+                    near[BETA] = f"{self.beta(values) * step**of_beta:.3g}"
+                if not any(self._rules_out(name, tried[name], near) for name in tried):
+                    return near
+        return None
+
+    def _place(self, values: JsonObject) -> tuple[float, float]:
+        return math.log(float(values[RATE])), math.log(self.beta(values))
+
+    def _rules_out(self, name: str, place: tuple[float, float], values: JsonObject) -> bool:
+        """Return whether a finalist is the same setting, or a gentler one that is not usable."""
+        rate, beta = (a - b for a, b in zip(self._place(values), place, strict=True))
+        same = math.log(SAME)
+        is_stronger = rate > -same and beta < same
+        return (abs(rate) < same and abs(beta) < same) or (
+            is_stronger and self.loss(name) == math.inf
+        )
+
     def _best_of_search(self) -> JsonObject:
         searched = [name for name in self.runs if not name.startswith("final-")]
         ranked = self.ranked(searched)
@@ -531,7 +574,7 @@ class Tuning:
             if name is None:
                 return values
             is_usable = self.loss(name) < math.inf
-            if is_usable and self._chooses(name).is_worse_than(self._chooses(best)):
+            if is_usable and self._chooses(best).gain_over(self._chooses(name)).is_certain:
                 return None
         return None
 
@@ -541,11 +584,14 @@ class Tuning:
         if not keepers:
             return False
         best = self._chooses(min(usable, key=self.loss))
-        return any(not self._chooses(name).is_worse_than(best) for name in keepers)
+        return any(not best.gain_over(self._chooses(name)).is_certain for name in keepers)
 
-    def _chooses(self, name: str) -> Half:
+    def _rewards(self, name: str, *, first: bool = False) -> Rewards:
         beta = self.beta(self.runs[name]["values"])
-        return halves(self.folder / name, beta, self.prompts)[0]
+        return Rewards.of(self.folder / name, beta, self.prompts, first=first)
+
+    def _chooses(self, name: str) -> Rewards:
+        return self._rewards(name).divided()[0]
 
     @property
     def _beta(self) -> float:
@@ -583,7 +629,7 @@ class Tuning:
         for name in self.finalists:  # one of them may have been interrupted
             if code := self.train(name, self.runs[name]["values"], total_steps, how):
                 return code
-        while values := self._next_finalist():
+        while values := self._next_finalist() or self._neighbour():
             finalists = self.finalists
             has_usable = any(self.loss(name) < math.inf for name in finalists)
             is_late = len(finalists) >= 2 and self.left < self._full_run(total_steps)
@@ -595,56 +641,97 @@ class Tuning:
         return 0
 
     def result(self) -> JsonObject:
-        """Return the finalists on the half that did not choose them, the best one, and why."""
+        """Return the finalists on the pairs that did not choose them, the best one, and why."""
         trained = [name for name in self.finalists if self.runs[name]["steps"]]
         if not trained:
             tried = "; ".join(f"{name}: {self._reason(name)}" for name in self.finalists)
             raise NonFiniteError(f"No setting could be trained to the end ({tried}).")
-        betas = {name: self.beta(self.runs[name]["values"]) for name in trained}
-        compared = {
-            name: halves(self.folder / name, betas[name], self.prompts)[1] for name in trained
-        }
-        first = trained[0]
-        untrained = halves(self.folder / first, betas[first], self.prompts, first=True)[1]
-        usable = {name: half for name, half in compared.items() if self.loss(name) < math.inf}
-        candidates = {NOTHING: untrained, **usable}
-        top = min(candidates, key=lambda name: candidates[name].loss)
-        harm = {NOTHING: (0.0, 0.0), **{name: self._harm(name) for name in usable}}
-        best = choose(candidates, harm)
-        reason = "the lowest loss"
-        if best == NOTHING and not usable:
-            reason = "every finalist exceeded a limit; see the table"
-        if best != top:
-            gain, error = candidates[top].gain_over(candidates[best])
-            keeps_more = harm[best][0] < harm[top][0]
-            virtue = "keeps more right answers than" if keeps_more else "gentler than"
-            reason = f"{virtue} {top}, whose loss is lower by only {gain:.4f} +- {Z * error:.4f}"
-        reason += self._warning(best)
+        every = {name: self._rewards(name) for name in trained}
+        untrained = self._rewards(trained[0], first=True)
+        usable = {name: every[name] for name in trained if self.loss(name) < math.inf}
+        best, reason = NOTHING, "every finalist exceeded a limit; see the table"
+        if usable:
+            best, reason = self._decide(usable, untrained)
+        deciding = {name: rewards.divided()[1] for name, rewards in every.items()}
         finals = {
-            name: {"loss": half.loss, "accuracy": half.accuracy, "pairs": len(half.margins),
-                   "text": half.text()}
-            for name, half in {NOTHING: untrained, **compared}.items()
+            name: {"loss": rewards.loss, "accuracy": rewards.accuracy,
+                   "pairs": len(rewards.margins), "text": rewards.text()}
+            for name, rewards in {NOTHING: untrained.divided()[1], **deciding}.items()
         }  # fmt: skip
         return {
             "best": best, "reason": reason, "finalists": finals, "runs": self.runs,
             "seconds": self.state["seconds"], "budget": self.budget,
         }  # fmt: skip
 
+    def _decide(self, usable: Mapping[str, Rewards], untrained: Rewards) -> tuple[str, str]:
+        """Return the setting to write, or NOTHING, and why."""
+        harm = {name: self._harm(name) for name in usable}
+        proposed, gain, best = decide(usable, untrained, harm)
+        if best == NOTHING:
+            text = undecided(gain, len(untrained.margins))
+            return best, f"{proposed} is not shown to be better: {text}"
+        reason = f"{proposed} {LOWER} by {gain} on pairs that did not propose it"
+        top = min(usable, key=lambda name: usable[name].loss)
+        if best != top:
+            virtue = "keeps more right answers" if harm[best][0] < harm[top][0] else "is gentler"
+            lower = usable[best].loss - usable[top].loss
+            reason += f"; {best} {virtue} than {top}, whose loss is lower by only {lower:.4f}"
+        elif best != proposed:
+            reason += f"; {best} has the lowest loss of all held-out pairs"
+        return best, reason + self._warning(best)
 
-def choose(candidates: dict[str, Half], harm: Mapping[str, tuple[float, float]]) -> str:
+
+def decide(
+    finalists: Mapping[str, Rewards], untrained: Rewards, harm: Mapping[str, tuple[float, float]]
+) -> tuple[str, Gain, str]:
+    """Return the finalist that is proposed, its gain over no training, and the best or NOTHING.
+
+    Only this gain decides whether anything is written: the best of many finalists would beat doing
+    nothing by chance. Then all pairs choose, among those that beat doing nothing as well.
+    """
+    parts = {name: rewards.divided() for name, rewards in finalists.items()}
+    proposed = choose({name: chooses for name, (chooses, _) in parts.items()}, harm)
+    base = untrained.divided()[1]
+    gain = parts[proposed][1].gain_over(base)
+    if not gain.is_certain:
+        return proposed, gain, NOTHING
+    better = {
+        name: finalists[name]
+        for name, (_, decides) in parts.items()
+        if decides.gain_over(base).is_certain
+    }
+    return proposed, gain, choose(better, harm)
+
+
+def undecided(gain: Gain, pairs: int) -> str:
+    """Return why so many held-out pairs do not show a gain, and how many would."""
+    text = f"it {LOWER} by only {gain}"
+    if gain.mean <= 0:
+        text = f"its loss is higher than without training, by {-gain.mean:.4f}"
+    if math.isfinite(gain.enough):
+        text += f"; about {math.ceil(gain.enough * pairs):,} held-out pairs would decide"
+    return text
+
+
+def choose(candidates: Mapping[str, Rewards], harm: Mapping[str, tuple[float, float]]) -> str:
     """Return the gentlest candidate that is about as good as the one with the lowest loss.
 
     Candidates that are worse beyond the 95 % interval are out, then those that lost more answers
-    than others. Of the rest, the gentlest within one standard error of the lowest loss wins: a
-    wider interval would give too much away. `harm` is that of Tuning._harm.
+    than others. Of the rest, the gentlest within one standard error of the lowest loss wins, and
+    within GIVEN_AWAY: few pairs have a large error. `harm` is that of Tuning._harm.
     """
-    close = list(candidates)
-    for standard_errors in (Z, 1.0):
-        top = candidates[min(close, key=lambda name: candidates[name].loss)]
-        close = [name for name in close if not candidates[name].is_worse_than(top, standard_errors)]
-        fewest_lost = min(harm[name][0] for name in close)
-        close = [name for name in close if harm[name][0] == fewest_lost]
+    gains = _gains(candidates, list(candidates))
+    close = [name for name, gain in gains.items() if not gain.is_certain]
+    fewest_lost = min(harm[name][0] for name in close)
+    gains = _gains(candidates, [name for name in close if harm[name][0] == fewest_lost])
+    close = [name for name, gain in gains.items() if gain.mean <= min(gain.error, GIVEN_AWAY)]
     return min(close, key=harm.__getitem__)
+
+
+def _gains(candidates: Mapping[str, Rewards], names: Sequence[str]) -> dict[str, Gain]:
+    """Return by how much the one with the lowest loss is better than each."""
+    top = min((candidates[name] for name in names), key=lambda rewards: rewards.loss)
+    return {name: top.gain_over(candidates[name]) for name in names}
 
 
 def with_rate(values: JsonObject, factor: float) -> JsonObject:
@@ -655,20 +742,32 @@ def tune(file: Path, overrides: Sequence[str], budget: float, losses: Sequence[s
     """Try settings until the budget is used; exit with the code of a run that was asked to stop."""
     tuning = Tuning.of(file, overrides, budget)
     prepared = prepare(tuning.base)
+    split = tuning.base.validation.data_args.split
+    if split is not None:
+        held_out, total = len(prepared.evals[""]), len(prepared.evals[""]) + len(prepared.train)
+        needed = min(round(HELD_OUT * total), MOST_HELD_OUT)
+        if held_out < needed:
+            echo(f"tune: holds out {needed} of {total} pairs while it compares settings; the YAML "
+                 f"keeps its split of {split}.", err=True)  # fmt: skip
+            tuning.hold_out(needed, PreparedSteps.of(tuning.base, prepared).total_steps)
+            prepared = prepare(tuning.base)
     tuning.prompts = prompts_of(prepared.evals.values())
-    ids = np.concatenate([dataset.digests for dataset in prepared.evals.values()])
-    fewest = min(int((ids % 2 == half).sum()) for half in (0, 1))
-    if fewest < FEW:
-        echo(
-            f"tune: only {fewest} held-out pairs are in the smaller half; a difference between "
-            f"settings is hardly seen with fewer than {FEW}. Hold out more pairs.",
-            err=True,
+    digests = np.array(list(tuning.prompts.values()), np.uint64)
+    _, decides = Rewards(np.zeros(len(digests)), digests).divided()
+    pairs, prompts = len(decides.margins), len(np.unique(decides.prompts))
+    if pairs < LEAST or prompts < LEAST_PROMPTS:
+        raise ConfigError(
+            f"validation.data_args: {pairs} pairs of {prompts} prompts would decide; at least "
+            f"{LEAST} pairs of {LEAST_PROMPTS} prompts are needed. Hold out more."
         )
-    if fewest < 2:
-        raise ConfigError("validation.data_args: hold out at least some pairs for each half.")
-    total = PreparedSteps.of(tuning.base, prepared).total_steps
+    if pairs < FEW:
+        text = (
+            f"tune: {pairs} held-out pairs decide; with fewer than {FEW} only large gains are seen."
+        )
+        echo(text, err=True)
+    total_steps = PreparedSteps.of(tuning.base, prepared).total_steps
     with control.lock(tuning.folder):
-        if code := tuning.run(losses, total):
+        if code := tuning.run(losses, total_steps):
             raise typer.Exit(code)
     return tuning
 
@@ -679,9 +778,7 @@ def tune(file: Path, overrides: Sequence[str], budget: float, losses: Sequence[s
 def write_best(tuning: Tuning, found: JsonObject, out: Path) -> None:
     """Write the YAML of the best setting, with the reasons above it."""
     best = found["runs"][found["best"]]
-    lines = [
-        f"Chosen by rather tune, on held-out pairs that did not propose it: {found['reason']}."
-    ]
+    lines = [f"Chosen by rather tune: {found['reason']}."]
     lines += [f"{key}: {setting}" for key, setting in best["values"].items()]
     for name, final in found["finalists"].items():
         lines.append(f"{name}: {final['text']}, {facts(found, name)}")
@@ -724,7 +821,7 @@ def print_result(found: JsonObject) -> None:
         numbers = [f"{run[key]:.4f}" if key in run else "" for key in MEASURED]
         rows.append((name, run["steps"], *numbers, run.get("error") or run.get("problem", "")))
     headings = ("setting", "steps", "loss", "accuracy", "drift", "")
-    print_table(headings, rows, "Search, on the half of the held-out pairs that proposes")
+    print_table(headings, rows, "Search, on the held-out pairs that propose")
     final_rows = []
     for name, final in found["finalists"].items():
         run = found["runs"].get(name, {})
@@ -738,7 +835,9 @@ def print_result(found: JsonObject) -> None:
     pairs = found["finalists"][NOTHING]["pairs"]
     used = f"{found['seconds']:.0f} of {found['budget']:.0f} seconds used"
     print_table(
-        final_headings, final_rows, f"Finalists, on the other {pairs} held-out pairs. {used}."
+        final_headings,
+        final_rows,
+        f"Finalists, on the {pairs} held-out pairs that propose nothing. {used}.",
     )
 
 

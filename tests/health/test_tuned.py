@@ -44,12 +44,7 @@ def test_a_setting_is_chosen_and_a_broken_one_refused(
     assert (
         finals[found["best"]]["loss"] < finals["nothing"]["loss"] == pytest.approx(0.6931, abs=1e-4)
     )
-    halves = [
-        len(half.margins) for half in tune.halves(tmp_path / "tuned-tune" / found["best"], 0.1)
-    ]
-    assert sum(halves) == 104
-    assert finals["nothing"]["pairs"] == halves[1]
-    assert min(halves) > 20
+    assert 20 < finals["nothing"]["pairs"] < 104
     written = load(out)
     assert written.actor_train.training_args.learning_rate == float(best["values"][tune.RATE])
     assert written.actor_train.training_args.lr_scheduler_type != "constant"
@@ -67,7 +62,7 @@ def test_a_setting_is_chosen_and_a_broken_one_refused(
     assert "before: w" in again.output
     assert "after: w" in again.output
     assert f"Best: {found['best']}" in again.output
-    assert "held-out pairs are in the smaller half" in again.output
+    assert "held-out pairs decide; with fewer than" in again.output
     other = CliRunner().invoke(app, [*options, "beta=0.5"])
     assert other.exit_code == 2
     assert "was tuned with other settings" in other.output
