@@ -455,8 +455,8 @@ MUTATIONS = (
     Mutation(
         "tune: a finalist beyond a limit may win",
         "rather/tools/tune.py",
-        "usable = {name: half for name, half in compared.items() if self.loss(name) < math.inf}",
-        "usable = dict(compared)",
+        "usable = {name: every[name] for name in trained if self.loss(name) < math.inf}",
+        "usable = dict(every)",
         ("tests/pairs/test_tune.py::test_a_finalist_beyond_a_limit_does_not_win",),
     ),
     Mutation(
