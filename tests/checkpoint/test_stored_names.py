@@ -30,7 +30,7 @@ STATE = {
     "progress.stale_evaluations", "progress.stopped_early", "progress.unevaluated",
     "progress.nonfinite", "progress.rollbacks", "progress.history", "progress.skipped",
     "progress.idle", "progress.base", "progress.base.eval/drift",
-    "progress.running",
+    "progress.running", "progress.judged", "progress.best_scores",
     "progress.window.sums", "progress.window.pairs", "progress.window.tokens",
     "progress.window.skipped", "progress.history.losses", "progress.history.norms",
     "identity.data", "identity.tokenizer", "identity.chat template", "identity.model",

@@ -142,6 +142,7 @@ def test_a_rule_that_scores_nothing_ends_with_exit_code_3() -> None:
 def test_no_process_stays_when_the_command_is_ended(number: signal.Signals) -> None:
     """Also one that the rule has started: the pipe of their output ends with the last of them."""
     command = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from rather.data.rule import Rule; Rule('rule.py', 'score', {}).score('', 'x', {}, '')"
     )
     start = "    os.write(2, b'!'); subprocess.Popen(['sleep', '61'])\n    if"
