@@ -126,6 +126,8 @@ def routed(router: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Te
         scores, logits = outputs
         return logits, scores, logits.topk(router.top_k, dim=1).indices
     logits, scores, chosen = outputs
+    if not logits.is_floating_point():  # GraniteMoe in transformers 5.17
+        raise ValueError("its router returns the choices first; a newer transformers does not")
     return logits, scores, chosen
 
 

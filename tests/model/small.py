@@ -23,6 +23,9 @@ KINDS = {"layer_types": ["conv", "full_attention"] * 16}
 COMPASS = {"rope_parameters": {f"{kind}_attention": {**ROPE} for kind in ("full", "sliding")}}
 OCR = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 OCR = {**OCR, "mlp_layer_types": ["dense"] + ["sparse"] * 31}
+START = {"vision_start_token_id": 108, "audio_start_token_id": 109}
+INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256}
+INDEXER |= {"indexer_budget": 64, "indexer_compress_ratio": 4}
 STATES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -45,15 +48,36 @@ RELEASED: dict[str, dict[str, Any]] = {
     "lfm2_vl": {"text_config": {"model_type": "lfm2", **KINDS}},
     "ministral": {"head_dim": 128},
     "mistral_large4": {"text_config": {"num_hidden_layers": 4}},
-    "molmo2": {"text_config": {"num_hidden_layers": 2}},
+    "molmo2": {
+        "text_config": {"num_hidden_layers": 2},
+        "adapter_config": {"vision_feature_layer": [0]},
+    },
     "nemotron": {"num_key_value_heads": 8},
     "paddleocr_vl": {"text_config": {"rope_parameters": MROPE}},
+    "qwen4_exp": {"text_config": INDEXER},
+    "qwen4_exp_text": INDEXER,
+    "qwen2_5_omni_thinker": {**START, "text_config": {"rope_parameters": MROPE}},
+    "qwen3_omni_moe_thinker": {**START, "text_config": {"rope_parameters": MROPE}},
     "step3p7": {"text_config": {"sliding_window": 512}},
     "qwen2_vl": {"text_config": {"rope_parameters": MROPE}},
     "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
 }
+LEVEL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "hidden_size_global": 32,
+}
+LEVELS = {f"{key}_config": LEVEL for key in ("patcher", "encoder", "decoder", "global")}
+ZAMBA = {**STATES, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+ZAMBA |= {"layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 8}
 # Models whose small config is written out: without attention, or with names of their own.
 EXPLICIT: dict[str, dict[str, Any]] = {
+    "blt": {**LEVELS, "vocab_size": 128, "encoder_hash_byte_group_vocab": 64},
     "dbrx": {
         **{"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 128, "max_seq_len": 128},
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -62,14 +86,27 @@ EXPLICIT: dict[str, dict[str, Any]] = {
     "falcon_mamba": STATES,
     "mamba": STATES,
     "mamba2": {**STATES, "num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "prophetnet": {
+        "hidden_size": 64,
+        "vocab_size": 128,
+        "num_encoder_layers": 1,
+        "num_decoder_layers": 1,
+    },
+    "reformer": {"is_decoder": True, "vocab_size": 128},
     "rwkv": {**STATES, "context_length": 128},
+    "xlnet": {"d_model": 64, "n_head": 4, "d_inner": 96, "n_layer": 2, "vocab_size": 128},
     "xlstm": {**STATES, "num_blocks": 2, "num_heads": 4},
+    "zamba": ZAMBA,
+    "zamba2": {**ZAMBA, "mamba_headdim": 16, "hybrid_layer_ids": [1, 3]},
 }
 # Sizes of language models that the copies of Rather's own check keep.
 TEXT: dict[str, Any] = {
     "linear_num_heads": 4,
     "linear_head_dim": 16,
     "rotary_dim": 8,
+    "num_layers": 1,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 24,
     "encoder_hidden_size": 32,
     **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
@@ -83,6 +120,9 @@ TOWER: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "encoder_hidden_size"), 32),
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim"), 48),
     "num_key_value_heads": 2,
+    "base_channels": 32,
+    "codebook_size": 64,
+    "num_filters": 4,
     "head_dim": 16,
     "out_hidden_size": 64,
     "text_hidden_size": 64,
