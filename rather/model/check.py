@@ -122,12 +122,12 @@ def routed(router: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Te
 
     That of Llama 4 returns scores of all experts, which are 0 for those that are not chosen.
     """
+    logits = outputs[-1] if len(outputs) == 2 else outputs[0]
+    if not logits.is_floating_point():  # GraniteMoe and LongCat-Flash in transformers 5.17
+        raise ValueError("its router returns no logits in this version of transformers")
     if len(outputs) == 2:
-        scores, logits = outputs
-        return logits, scores, logits.topk(router.top_k, dim=1).indices
-    logits, scores, chosen = outputs
-    if not logits.is_floating_point():  # GraniteMoe in transformers 5.17
-        raise ValueError("its router returns the choices first; a newer transformers does not")
+        return logits, outputs[0], logits.topk(router.top_k, dim=1).indices
+    _, scores, chosen = outputs
     return logits, scores, chosen
 
 
