@@ -21,7 +21,6 @@ import re
 import shutil
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -147,9 +146,6 @@ def _short(error: BaseException) -> str:
 
 def results_of(name: str, prepared: Path) -> dict[str, str]:
     """Return the result of a type by form; `prepared` has pairs and their tokens."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
     try:
         model = small_model(name)
     except Exception as error:
@@ -178,6 +174,8 @@ def result_of(results: dict[str, str]) -> str:
 
 
 def _in_child(name: str, prepared: Path, file: Path) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
