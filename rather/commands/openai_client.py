@@ -54,8 +54,9 @@ class Server:
             self.url = self.url.removesuffix(end)
         try:
             address = httpx.URL(url)
+            has_port = address.port is None or 0 < address.port < 65536
             # Another host: of two @, nobody knows which one ends the password.
-            if not address.host or address.host != httpx.URL(self.url).host:
+            if not (has_port and address.host) or address.host != httpx.URL(self.url).host:
                 raise ValueError
         except (httpx.InvalidURL, ValueError):  # neither is shown: both may hold a password
             raise ConfigError(

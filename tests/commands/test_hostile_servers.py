@@ -461,3 +461,9 @@ def test_the_prompts_are_not_overwritten(
     assert done.exit_code == 2
     with pytest.raises(RatherError):
         Server("localhost:8000", 1)
+
+
+@pytest.mark.parametrize("port", [0, 65536, 99999])
+def test_a_port_that_no_machine_has_is_refused(port: int) -> None:
+    with pytest.raises(ConfigError, match="the address of the server cannot be read"):
+        Server(f"http://127.0.0.1:{port}", 1)
