@@ -46,7 +46,8 @@ class Balance:
         self._parts = models[0].token_parts
         self._part = mesh.rank("tp") % self._parts
         self._reports = mesh.rank("tp") == 0 or self._parts > 1
-        experts = experts_of(config)
+        # LongCat-Flash also chooses among experts that do nothing.
+        experts = experts_of(config) + (getattr(config, "zero_expert_num", None) or 0)
         # Choices and summed probabilities of each layer since `reset`.
         shape = (config.num_hidden_layers, 2, experts)
         self.record = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -111,6 +112,8 @@ class Balance:
         rows = probabilities.sum().clamp(min=1)
         loss = len(choices) * (choices @ probabilities) / rows.square()
         layers = self.step[:, 0][self.step[:, 1].sum(1) > 0]
+        if not len(layers):  # all layers of this model are dense
+            return {}
         loads = layers / layers.mean(1, keepdim=True)
         numbers = {
             "router_loss": loss,
@@ -151,7 +154,8 @@ def _count(router: Any, *args: Tensor) -> tuple[Tensor, ...]:
         return outputs
     if hasattr(router, "per_expert_scale"):  # Gemma 4 returns probabilities
         p_NE = logits.float()
-    elif hasattr(router, "e_score_correction_bias"):  # independent affinities (DeepSeek-V3)
+    elif hasattr(router, "e_score_correction_bias") and not hasattr(router, "classifier"):
+        # Independent affinities (DeepSeek-V3), but not in LongCat-Flash.
         affinity = logits.float().sigmoid()
         p_NE = affinity / affinity.sum(-1, keepdim=True)
     else:

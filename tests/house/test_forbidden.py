@@ -42,8 +42,7 @@ FORBIDDEN_CALLS = {
 # SECURITY.md ("Formats") says why each is safe. The writer of Megatron checkpoints needs torch's own format; bench/
 # trains with the scripts of others.
 EXCEPTIONS = {
-    ("rather/checkpoint/torch_dist.py", "pickle"),
-    ("rather/checkpoint/torch_dist.py", "torch.load(): use safetensors"),
+    ("rather/checkpoint/dist_metadata.py", "pickle"),
     ("rather/cluster/bridge.py", "pickle"),
     ("rather/config/plugins.py", f"exec(): {FORBIDDEN_CALLS['exec']}"),
     ("rather/tools/megatron_file.py", "torch.distributed.checkpoint.filesystem"),

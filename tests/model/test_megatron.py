@@ -6,10 +6,13 @@ import io
 import json
 import os
 import pickle
+import random
 import re
 import shutil
+import signal
 import zipfile
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rather import child
+from rather.checkpoint import dist_metadata
 from rather.checkpoint.sharded_tensors import ShardSpec
+from rather.checkpoint.torch_dist import TorchDistFiles
+from rather.config.paths import check_paths
 from rather.config.schema import ModelArgs
 from rather.errors import ConfigError
 from rather.model.files import ModelFiles, weight_files
 from rather.model.megatron import MegatronFiles, checkpoint_folder
+from rather.model.sizes import sizes_of
 from rather.parallel.load import load_policy
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.megatron_file import megatron_tensors, write_megatron
@@ -121,8 +129,8 @@ def test_only_the_chunks_of_a_slice_are_read(
     write_chunks(tmp_path / "ck", megatron_tensors(files, config), tp=2)
     read = MegatronFiles(tmp_path / "ck", config)
     loaded: list[Any] = []
-    load = torch.load
-    monkeypatch.setattr(torch, "load", lambda *a, **k: loaded.append(a) or load(*a, **k))
+    load = zipfile.ZipFile
+    monkeypatch.setattr(zipfile, "ZipFile", lambda *a, **k: loaded.append(a) or load(*a, **k))
     name = "model.layers.1.self_attn.q_proj.weight"
     half = ShardSpec.full(read.shape(name)).narrow(0, 0, read.shape(name)[0] // 2)
     assert torch.equal(read.read(name, half), files[name][half.slices])
@@ -167,6 +175,20 @@ def test_an_exported_checkpoint_trains_as_its_model(tmp_path: Path) -> None:
     assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
 
 
+def test_a_checkpoint_needs_no_files_of_a_model(good: Path, tmp_path: Path) -> None:
+    """Megatron-LM writes no config.json; it was taken for a wrong model folder."""
+    config = make_config(
+        tmp_path, pretrain=str(good / "ck"), actor_train__model_args__config_from=str(good / "hf")
+    )
+    check_paths(config)
+    actor = config.actor_train
+    assert sizes_of(actor.model_path, actor.model_args) == sizes_of(str(good / "hf"), ModelArgs())
+    changes = {"pretrain": str(good / "hf"), "actor_train__model_args__config_from": str(tmp_path)}
+    with pytest.raises(ConfigError, match="hf is not a Megatron checkpoint folder") as error:
+        check_paths(make_config(tmp_path, **changes))
+    assert "config_from: " in str(error.value)
+
+
 # --- damaged and hostile checkpoints ---
 
 
@@ -177,6 +199,13 @@ class Bait:
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.marker),)
 
+
+# A bytearray of 1.5 GiB; a key whose hash takes 2^60 steps; a list for 2^28 and 2^27 objects; 10^6 tuples in a key.
+GIGABYTES = b"\x80\x02cbuiltins\nbytearray\n\x8a\x04\x00\x00\x00\x60\x85R."
+NO_END = b"\x80\x04}K\x01\x94%bK\x01s." % b"".join(b"0h%ch%c\x86\x94" % (i, i) for i in range(60))
+MEMO = b"\x80\x04Nr%b."
+DEEP = b"\x80\x04}K\x01" + b"\x85" * 10**6 + b"K\x01s."
+TOO_MUCH = "takes too much memory or computing for its [0-9,]+ bytes"
 
 Damage = Callable[[Path, Path], object]
 
@@ -272,6 +301,22 @@ def overlap(whole: Metadata) -> None:
     chunks[1] = ChunkStorageMetadata(chunks[0].offsets, chunks[0].sizes)
 
 
+def archive_with(name: str, content: bytes) -> Callable[[Path], bytes]:
+    """A tensor's archive, one file of it replaced."""
+
+    def archive(_: Path) -> bytes:
+        file = io.BytesIO()
+        with (
+            zipfile.ZipFile(file, "w") as new,
+            zipfile.ZipFile(io.BytesIO(saved(torch.ones(1, 16, 32)))) as old,
+        ):
+            for entry in old.namelist():
+                new.writestr(entry, content if entry == f"archive/{name}" else old.read(entry))
+        return file.getvalue()
+
+    return archive
+
+
 def doubling() -> Any:
     """Tuples inside each other whose text would fill every memory."""
     value: Any = (1,)
@@ -296,6 +341,9 @@ HOSTILE: dict[str, tuple[Damage, str]] = {
         r"filesystem\.os, which is not data",
     ),
     "a number instead of metadata": (write(".metadata", pickle.dumps(7)), "no attribute 'state'"),
+    "a memo of 4 GB": (write(".metadata", MEMO % (1 << 28).to_bytes(4, "little")), TOO_MUCH),
+    "a memo of 2 GB": (write(".metadata", MEMO % (1 << 27).to_bytes(4, "little")), TOO_MUCH),
+    "deep tuples": (write(".metadata", DEEP), TOO_MUCH),
     "no format": (lambda f, _: (f / "metadata.json").unlink(), "metadata.json"),
     "zarr": (write("metadata.json", b'{"sharded_backend": "zarr"}'), "only torch_dist is read"),
     "a path above": (set_("stored", "relative_path", "../x.distcp"), r"only \.distcp files next"),
@@ -303,9 +351,22 @@ HOSTILE: dict[str, tuple[Damage, str]] = {
     "a link": (link_out, "is a link to"),
     "no file": (lambda f, _: (f / "__0_0.distcp").unlink(), "No such file"),
     "a cut file": (cut_file, "the tensor at byte .* cannot be read"),
-    "noise in a file": (replace_blob(lambda _: b"PK" * 900), "cannot be read: File is not a zip"),
-    "a call in a tensor": (replace_blob(lambda m: saved(Bait(m))), "cannot be read: "),
-    "a list in a tensor": (replace_blob(lambda _: saved([1])), "not the tensor that the metadata"),
+    "noise in a file": (
+        replace_blob(lambda _: b"PK" * 900),
+        "cannot be read: BadZipFile: File is not",
+    ),
+    "a call in a tensor": (replace_blob(lambda m: saved(Bait(m))), "it is not a plain tensor"),
+    "a list in a tensor": (replace_blob(lambda _: saved([1])), "it is not a plain tensor"),
+    "gigabytes in a tensor": (
+        replace_blob(archive_with("data.pkl", GIGABYTES)),
+        "it is not a plain tensor",
+    ),
+    "no end in a tensor": (
+        replace_blob(archive_with("data.pkl", NO_END)),
+        "it is not a plain tensor",
+    ),
+    "another byte order": (replace_blob(archive_with("byteorder", b"big")), "not a plain tensor"),
+    "fewer numbers": (replace_blob(archive_with("data/0", bytes(60))), "out of bounds"),
     "another shape": (replace_blob(lambda _: saved(torch.ones(3))), "not the tensor that the meta"),
     "a bomb": (replace_blob(bomb), "it is compressed"),
     "a huge length": (set_("stored", "length", 1 << 40), "is not plain"),
@@ -319,7 +380,7 @@ HOSTILE: dict[str, tuple[Damage, str]] = {
     "a name of a megabyte": (add_tensor("x" * 2**20), "a tensor is named 'xxx"),
     "a tensor without numbers": (
         replace_blob(lambda _: saved(torch.ones(1, 16, 32, device="meta"))),
-        "not the tensor that the metadata",
+        "it is not a plain tensor",
     ),
     "a format of two lines": (
         write("metadata.json", b'{"sharded_backend": "a\\n\\u001b[2Jb"}'),
@@ -388,3 +449,66 @@ def test_what_belongs_together_is_asked_for(good: Path, tmp_path: Path) -> None:
     large = AutoConfig.from_pretrained(good / "hf", vocab_size=80)
     with pytest.raises(ConfigError, match=r"word_embeddings\.weight has 63 rows, and .* has 80"):
         MegatronFiles(good / "ck", large)
+
+
+@pytest.mark.defect("A6")
+@pytest.mark.parametrize("ends_by", ["its limit", "Ctrl-C"])
+def test_a_hash_without_end(ends_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child ends at its limit of computing; the parent can be interrupted before."""
+    assert dist_metadata.SECONDS == 5
+    quick = "child = import_module(sys.argv[2]); child.SECONDS = 0.2; child.main"
+    if ends_by == "its limit":
+        start = child._START.replace("import_module(sys.argv[2]).main", quick)
+        monkeypatch.setattr(child, "_START", start)
+    else:
+        receive = Connection.recv_bytes
+
+        def interrupted(connection: Connection, *most: int) -> bytes:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            return receive(connection, *most)
+
+        monkeypatch.setattr(Connection, "recv_bytes", interrupted)
+        previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    (tmp_path / ".metadata").write_bytes(NO_END)
+    expected = ValueError if ends_by == "its limit" else KeyboardInterrupt
+    try:
+        with pytest.raises(expected, match=TOO_MUCH if expected is ValueError else None):
+            dist_metadata.read_metadata(tmp_path / ".metadata")
+    finally:
+        if ends_by == "Ctrl-C":
+            signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.defect("A6")
+def test_an_answer_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist_metadata, "ANSWER", 4)
+    (tmp_path / ".metadata").write_bytes(b"N.")
+    with pytest.raises(ValueError, match=TOO_MUCH):
+        dist_metadata.read_metadata(tmp_path / ".metadata")
+
+
+@pytest.mark.defect("A6")
+def test_a_flipped_bit_of_a_weight_is_refused(good: Path, tmp_path: Path) -> None:
+    """A bit of the padding between the files of an archive changes nothing."""
+    shutil.copytree(good / "ck", tmp_path / "ck")
+    key, path = "decoder.layers.mlp.linear_fc1.weight", tmp_path / "ck" / "__0_0.distcp"
+    chunk = next(iter(TorchDistFiles(tmp_path / "ck")._shards[key].values()))[0]
+    whole = chunk[(slice(None),) * 3]
+    clean = path.read_bytes()
+    first = clean.index(whole.numpy().tobytes())
+    weights = range(first, first + whole.nbytes)
+    others = range(chunk.offset, chunk.offset + chunk.length)
+    rng = random.Random(0)
+    refused = set()
+    for place in rng.sample(weights, 40) + rng.sample(others, 200):
+        flipped = bytearray(clean)
+        flipped[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            values = chunk[(slice(None),) * 3]
+        except ConfigError:
+            refused.add(place)
+        else:
+            assert torch.equal(values, whole), place
+    assert len(refused.intersection(weights)) >= 40
+    assert len(refused) < 240, "padding counts"

@@ -48,7 +48,7 @@ ALLOWED = {
     "rather/tracking/ledger.py: memory_map": "a regular file, validated",
     "rather/tracking/ledger.py: open_stream": "a regular file, validated",
     "rather/checkpoint/sharded_tensors.py: safe_open": "the library limits the header",
-    "rather/checkpoint/torch_dist.py: load": "bounded, not compressed, weights_only",
+    "rather/checkpoint/dist_metadata.py: open": "the file that the parent opened",
     # what this process, its children or the user's shell wrote
     "rather/data/pairs.py: memory_map": "the cache, by its SHA-256",
     "rather/data/pairs.py: open_file": "the cache, by its SHA-256",
