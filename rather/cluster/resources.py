@@ -161,7 +161,7 @@ class ResourceManager:
         self._grouped: set[tuple[int, ...]] = set()  # mappings whose processes are in a group
         self.named: dict[str, Sequence[Seat]] = {}  # by role
         self.cut_off: set[str] = set()  # nodes that Ray may still believe to be alive
-        self.is_stopped = self._closed = False
+        self._closed = False
         self._placed: Any = None
         self._ray: Any = None
         self._server = ""  # address of Ray's own server; unknown behind a ray:// proxy
@@ -476,13 +476,11 @@ class ResourceManager:
             raise WorkerError(
                 f"lost workers cannot be replaced: {sentence(error).rstrip('.')}. {RESUME}"
             ) from error
-        self.is_stopped = False
 
     # --- the end ---
 
     def stop(self, device_mapping: Sequence[int] | None = None) -> None:
         """End the processes on these devices, or all; those of this machine are then gone."""
-        self.is_stopped = self.is_stopped or device_mapping is None
         ending = [tuple(device_mapping)] if device_mapping is not None else list(self._seats)
         self._grouped -= set(ending)
         seats = [seat for mapping in ending for seat in self._seats.pop(mapping, [])]
