@@ -73,6 +73,7 @@ def main() -> None:
     add("--train", type=Path)
     add("--held-out", type=Path)
     add("--test", help="a file, or the share of the prompts of --train that is put aside")
+    add("--seed", default="", help="any word: other prompts are put aside")
     add("--name", default="grid")
     add("--budget", default="240s")
     add("--rate", type=float, default=1e-5, help="learning rate of the YAML that is tuned")
@@ -107,7 +108,7 @@ def main() -> None:
     out = (args.out / args.name).resolve()
     out.mkdir(parents=True, exist_ok=True)
     file = out / "base.yaml"
-    train, test = put_aside(args.train, args.test, out)
+    train, test = put_aside(args.train, args.test, out, args.seed)
     held_out = f"file_name: {args.held_out.resolve()}" if args.held_out else SPLIT
     numbers = {key: getattr(args, key) for key in ("name", "length", "rate", "batch", "epochs")}
     paths = {"out": out, "model": args.model.resolve(), "train": train, "held_out": held_out}
@@ -147,7 +148,7 @@ def main() -> None:
         args.picture.write_text(picture(result))
 
 
-def put_aside(train: Path, test: str, out: Path) -> tuple[Path, Path]:
+def put_aside(train: Path, test: str, out: Path, seed: str) -> tuple[Path, Path]:
     """Return the files of training and test pairs; no prompt is in both.
 
     Messages become plain text, for models without a chat template.
@@ -162,7 +163,7 @@ def put_aside(train: Path, test: str, out: Path) -> tuple[Path, Path]:
         row = json.loads(line)
         if messages := row.pop("messages", None):
             row["prompt"] = "".join(f"{message['content']}\n" for message in messages)
-        digest = hashlib.sha256(row["prompt"].encode()).hexdigest()
+        digest = hashlib.sha256(f"{seed}{row['prompt']}".encode()).hexdigest()
         sides[int(digest[:8], 16) < float(test) * 2**32].append(f"{json.dumps(row)}\n")
     files = out / "train.jsonl", out / "test.jsonl"
     for written, side in zip(files, (False, True), strict=True):
