@@ -31,7 +31,7 @@ def main() -> None:
                     f"no effect, spread {spread}, {finalists} finalists, {pairs} pairs: {rate:.1%}"
                 )
     for quality in (0.2, 0.3, 0.5):
-        for pairs in (70, 300, 513, 770, 1000):
+        for pairs in (70, 205, 308, 500, 1000):
             rate, lost, gain = share_with_effect(pairs, quality, cases // 2)
             print(f"gain {gain:.3f}, {pairs} pairs: written {rate:.0%}, {lost:.4f} from the best")
 

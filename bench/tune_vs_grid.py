@@ -308,7 +308,7 @@ def write_page(result: dict[str, Any]) -> None:
 
 CHOOSING = PAGE.with_name("choosing.md")
 BEGIN_TABLE = "<!-- begin: bench/tune_vs_grid.py --table -->"
-COLUMNS = ("pairs", "limits", "test pairs", "chosen", "loss", "best cell", "worse by (95 %)")
+COLUMNS = ("pairs", "test pairs", "chosen", "loss", "best cell", "worse by (95 %)")
 
 
 def write_table(results: list[dict[str, Any]]) -> None:
@@ -322,8 +322,7 @@ def write_table(results: list[dict[str, Any]]) -> None:
             *result["chosen"].values(), "0.1"
         )  # fmt: skip
         rows.append(
-            (result["name"].split("_")[1], "default" if result["has_limits"] else "none",
-             str(result["test_pairs"]), f"lr {float(rate):.2g}, beta {float(beta):.2g}",
+            (result["name"].split("_")[1], str(result["test_pairs"]), f"lr {float(rate):.2g}, beta {float(beta):.2g}",
              f"{result['tuned']['loss']:.3f}", apart["best_cell"],
              f"{apart['worse_by']:.3f} ({low:.3f} to {high:.3f})")
         )  # fmt: skip

@@ -66,6 +66,11 @@ class Gain:
         return self.low > 0
 
     @property
+    def ratio(self) -> float:
+        """The mean in standard errors; 0 if nothing differs."""
+        return self.mean / self.error if self.error else 0.0
+
+    @property
     def enough(self) -> float:
         """Times as many prompts that would show a gain of this size; infinite if there is none."""
         if self.mean <= 0:

@@ -5,10 +5,11 @@ halving: all settings around the best rate train for some steps, the best third 
 and so on. These runs only propose. The finalists train to the end, with the schedule and epochs of
 the YAML that is written, and are compared with each other and with doing nothing.
 
-A third of the held-out prompts, by their digests, guides the search and proposes a finalist. The
-others decide whether it is better than doing nothing (rather.losses.gain). If it is, all of them
-choose among the finalists. If the YAML splits pairs off, a third of all is held out meanwhile. What
-was measured is in tune.json, so the same command continues, within what is left of the budget.
+A third of the held-out prompts, by their digests, guides the search and proposes the finalist whose
+gain is surest. The others decide whether it is better than doing nothing (rather.losses.gain). If
+it is, all of them choose among the finalists. If the YAML splits pairs off, more of them are held
+out meanwhile. What was measured is in tune.json, so the same command continues, within what is left
+of the budget.
 """
 
 from __future__ import annotations
@@ -74,8 +75,10 @@ DIRECT = (
 )
 MARGIN = 1.15  # of the time that a full run is expected to take
 CHOOSING = 1 / 3  # of the held-out pairs; the others decide
-HELD_OUT = 1 / 3  # of all pairs, if they are split off the training data
-MOST_HELD_OUT = 1000  # pairs: enough to see a loss that is lower by 0.02 (docs/choosing.md)
+# Of all pairs, if they are split off the training data: a fifth, of few pairs up to a third. More
+# would leave too few to train on, and a lower learning rate would seem the best.
+HELD_OUT, HELD_OUT_OF_FEW, FEW_HELD_OUT = 1 / 5, 1 / 3, 300
+MOST_HELD_OUT = 1000
 GIVEN_AWAY = 0.003  # of the loss, at most, for a gentler setting
 FEW = 200  # deciding pairs
 MEASURED = ("loss", "accuracy", "drift")  # of the choosing pairs, but drift
@@ -687,20 +690,21 @@ def decide(
     """Return the finalist that is proposed, its gain over no training, and the best or NOTHING.
 
     Only this gain decides whether anything is written: the best of many finalists would beat doing
-    nothing by chance. Then all pairs choose, among those that beat doing nothing as well.
+    nothing by chance. Proposed is the one that is most standard errors better than doing nothing,
+    which shows a gain with fewer pairs than the lowest loss: that may have a few pairs it is very
+    wrong about. Then all pairs choose, among those that beat doing nothing as well.
     """
-    parts = {name: rewards.divided() for name, rewards in finalists.items()}
-    proposed = choose({name: chooses for name, (chooses, _) in parts.items()}, harm)
-    base = untrained.divided()[1]
-    gain = parts[proposed][1].gain_over(base)
-    if not gain.is_certain:
-        return proposed, gain, NOTHING
-    better = {
-        name: finalists[name]
-        for name, (_, decides) in parts.items()
-        if decides.gain_over(base).is_certain
-    }
-    return proposed, gain, choose(better, harm)
+    parts = [rewards.divided() for rewards in finalists.values()]
+    proposing, deciding = (
+        {name: part[place].gain_over(untrained.divided()[place])
+         for name, part in zip(finalists, parts, strict=True)}
+        for place in (0, 1)
+    )  # fmt: skip
+    proposed = max(finalists, key=lambda name: proposing[name].ratio)
+    if not deciding[proposed].is_certain:
+        return proposed, deciding[proposed], NOTHING
+    better = {name: finalists[name] for name, gain in deciding.items() if gain.is_certain}
+    return proposed, deciding[proposed], choose(better, harm)
 
 
 def undecided(gain: Gain, pairs: int) -> str:
@@ -738,6 +742,12 @@ def with_rate(values: JsonObject, factor: float) -> JsonObject:
     return {**values, RATE: f"{float(values[RATE]) * factor:.3g}"}
 
 
+def held_out_of(total: int) -> int:
+    """Return how many of so many pairs are held out while settings are compared."""
+    at_least = min(round(HELD_OUT_OF_FEW * total), FEW_HELD_OUT)
+    return min(max(round(HELD_OUT * total), at_least), MOST_HELD_OUT)
+
+
 def tune(file: Path, overrides: Sequence[str], budget: float, losses: Sequence[str]) -> Tuning:
     """Try settings until the budget is used; exit with the code of a run that was asked to stop."""
     tuning = Tuning.of(file, overrides, budget)
@@ -745,7 +755,7 @@ def tune(file: Path, overrides: Sequence[str], budget: float, losses: Sequence[s
     split = tuning.base.validation.data_args.split
     if split is not None:
         held_out, total = len(prepared.evals[""]), len(prepared.evals[""]) + len(prepared.train)
-        needed = min(round(HELD_OUT * total), MOST_HELD_OUT)
+        needed = held_out_of(total)
         if held_out < needed:
             echo(f"tune: holds out {needed} of {total} pairs while it compares settings; the YAML "
                  f"keeps its split of {split}.", err=True)  # fmt: skip

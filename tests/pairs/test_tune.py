@@ -331,6 +331,32 @@ def equal_loss(spread: float) -> float:
     return low
 
 
+@pytest.mark.defect("E12")
+def test_a_gain_is_shown_by_the_surest_finalist() -> None:
+    """The lowest loss may come from one that is very wrong about a few pairs."""
+    draw = np.random.default_rng(0)
+    margins = np.where(draw.random(240) < 0.1, -draw.exponential(6, 240), draw.normal(3, 1, 240))
+    finalists = {name: rewards(*(scale * margins)) for name, scale in SCALES.items()}
+    nothing, harm = rewards(*np.zeros(240)), {name: (0.0, SCALES[name]) for name in SCALES}
+    by_loss = min(finalists, key=lambda name: finalists[name].divided()[0].loss)
+    proposed, gain, best = tune.decide(finalists, nothing, harm)
+    assert (by_loss, proposed) == ("strong", "gentle")
+    assert finalists[by_loss].gain_over(nothing).mean > gain.mean > gain.low > 0
+    assert best != tune.NOTHING
+    assert tune.decide({"strong": finalists["strong"]}, nothing, harm)[2] == tune.NOTHING
+
+
+SCALES = {"strong": 0.5, "gentle": 0.05}
+
+
+@pytest.mark.defect("E12")
+@pytest.mark.parametrize(
+    ("pairs", "held_out"), [(60, 20), (900, 300), (1000, 300), (1539, 308), (5000, 1000), (9000, 1000)]
+)  # fmt: skip
+def test_enough_pairs_are_held_out_and_enough_are_left(pairs: int, held_out: int) -> None:
+    assert tune.held_out_of(pairs) == held_out
+
+
 @pytest.mark.defect("E4")
 def test_what_was_not_shown_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finalists = Finalists(tmp_path, monkeypatch)
