@@ -2,6 +2,7 @@
 
     python -m tests.run_wide 2/4     # the second of four parts: make test-wide PART=2/4
     python -m tests.run_wide         # all parts in turn
+    python -m tests.run_wide --again # what failed; the result says at which commit it passed
     python -m tests.run_wide --check # is every part green, and of the code that is here?
 
 A part is a set of test files, chosen by the seconds that each took the last time, so that all parts
@@ -22,7 +23,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from tests.sharing import GROUPS, group_of
@@ -96,25 +97,19 @@ def run_part(part: int, chosen: dict[str, int], parts: int, workers: int, more: 
     files = sorted(file for file, number in chosen.items() if number == part)
     with tempfile.TemporaryDirectory() as folder:
         for marks in ("alone", "not alone"):
-            report = Path(folder, f"{marks}.xml")
-            command = [*PYTEST, "-m", marks, f"--junitxml={report}", *more]
+            arguments = ["-m", marks, *more]
             if marks == "not alone":
-                command += ["-n", str(workers), "--no-loadscope-reorder"]
-            code = subprocess.run([*command, *files], cwd=ROOT, check=False).returncode
+                arguments += ["-n", str(workers), "--no-loadscope-reorder"]
+            code, cases = run_pytest([*arguments, *files], Path(folder, f"{marks}.xml"))
             if code not in (0, 1, 5):  # passed, failed, nothing selected
                 failed.append(f"pytest ended with status {code}")
-            for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
-                outcome = outcome_of(case)
-                counts[outcome] += 1
-                name = f"{case.get('classname', '').replace('.', '/')}.py"
-                seconds[name] += float(case.get("time", 0))
-                if outcome == "failed":
-                    failed.append(f"{name}::{case.get('name')}")
+            for case in cases:
+                counts[case.outcome] += 1
+                seconds[case.file] += case.seconds
+                failed += [case.name] if case.outcome == "failed" else []
     results = read_results()
     results["parts"][f"{part}/{parts}"] = {
-        "commit": git("rev-parse", "HEAD"),
-        "changed": bool(git("status", "--porcelain", "--", "rather", "tests")),
-        "when": time.strftime("%Y-%m-%d %H:%M", time.gmtime(began)),
+        **state_of_the_tree(),
         "minutes": round((time.time() - began) / 60, 1),
         **{name: counts[name] for name in ("passed", "failed", "skipped")},
         "failures": failed,
@@ -125,10 +120,51 @@ def run_part(part: int, chosen: dict[str, int], parts: int, workers: int, more: 
     return not failed
 
 
-def outcome_of(case: ElementTree.Element) -> str:
-    if case.find("failure") is not None or case.find("error") is not None:
-        return "failed"
-    return "skipped" if case.find("skipped") is not None else "passed"
+class Case(NamedTuple):
+    name: str
+    file: str
+    outcome: str
+    seconds: float
+
+
+def run_pytest(arguments: list[str], report: Path) -> tuple[int, list[Case]]:
+    """Return the exit status, and what became of each test."""
+    command = [*PYTEST, f"--junitxml={report}", *arguments]
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    cases = []
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+        file = f"{case.get('classname', '').replace('.', '/')}.py"
+        outcome = "skipped" if case.find("skipped") is not None else "passed"
+        if case.find("failure") is not None or case.find("error") is not None:
+            outcome = "failed"
+        seconds = float(case.get("time", 0))
+        cases.append(Case(f"{file}::{case.get('name')}", file, outcome, seconds))
+    return code, cases
+
+
+def run_again(more: list[str]) -> bool:
+    """Run the tests that failed, one after another, and store which of them pass now."""
+    results = read_results()
+    for part in results["parts"].values():
+        if not part["failures"]:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            _, cases = run_pytest([*more, "-n0", *part["failures"]], Path(folder, "report.xml"))
+        passed = [case.name for case in cases if case.outcome == "passed"]
+        part["failures"] = [name for name in part["failures"] if name not in passed]
+        part["failed"] -= len(passed)
+        part["passed"] += len(passed)
+        part.setdefault("again", []).append({**state_of_the_tree(), "passed": passed})
+        write_results(results)
+    return not any(part["failures"] for part in results["parts"].values())
+
+
+def state_of_the_tree() -> dict[str, Any]:
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "changed": bool(git("status", "--porcelain", "--", "rather", "tests")),
+        "when": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+    }
 
 
 def git(*arguments: str) -> str:
@@ -151,7 +187,8 @@ def problems() -> list[str]:
             found.append(f"part {name} has not run: make test-wide PART={name}")
         elif part["failures"]:
             found.append(f"part {name} is red: {', '.join(part['failures'])}")
-        elif part["changed"] or trees_of(part["commit"]) != trees_of("HEAD"):
+        elif any(run["changed"] or trees_of(run["commit"]) != trees_of("HEAD")
+                 for run in (part, *part.get("again", ()))):  # fmt: skip
             found.append(f"part {name} ran with another content of {', '.join(TESTED)}")
     if len({part.get("division") for part in parts.values()}) > 1:
         found.append("a test file was added or removed between the parts: run all of them again")
@@ -166,6 +203,7 @@ def trees_of(commit: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", nargs="?", help="k/n; default: all parts")
+    parser.add_argument("--again", action="store_true", help="only run what failed")
     parser.add_argument("--check", action="store_true", help="only look at what is stored")
     parser.add_argument("--workers", type=int, default=2)
     args, more = parser.parse_known_args()
@@ -173,6 +211,8 @@ def main() -> int:
         found = problems()
         print("\n".join(found) or "every part of the wide tests is green")
         return int(bool(found))
+    if args.again:
+        return int(not run_again(more))
     if args.part:
         number, _, count = args.part.partition("/")
         numbers, parts = [int(number)], int(count)

@@ -67,6 +67,7 @@ def test_a_part_that_has_run_does_not_change_what_the_others_hold(
         ({"failures": ["tests/a.py::b"]}, "red"),
         ({"changed": True}, "another content"),
         ({"commit": "HEAD~1000000"}, "another content"),
+        ({"again": [{"commit": "HEAD", "changed": True}]}, "another content"),
         ({"division": "other"}, "added or removed between the parts"),
         (None, "has not run"),
     ],
@@ -84,6 +85,31 @@ def test_a_part_that_is_red_missing_or_old_is_named(
     found = run_wide.problems()
     assert len(found) == bool(text)
     assert text in "".join(found)
+
+
+def test_what_failed_is_run_again_and_stored_with_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = tmp_path / "wide.json"
+    green = {"failures": [], "failed": 0, "passed": 1}
+    red = {"failures": ["tests/a.py::b", "tests/a.py::c"], "failed": 2, "passed": 3}
+    stored.write_text(json.dumps({"parts": {"1/2": green, "2/2": red}}), encoding="utf-8")
+    monkeypatch.setattr(run_wide, "RESULTS", stored)
+    outcomes = {"tests/a.py::b": "failed", "tests/a.py::c": "passed"}
+
+    def run_pytest(arguments: list[str], _: Path) -> tuple[int, list[run_wide.Case]]:
+        names = arguments[arguments.index("-n0") + 1 :]
+        return 1, [run_wide.Case(name, "tests/a.py", outcomes[name], 1.0) for name in names]
+
+    monkeypatch.setattr(run_wide, "run_pytest", run_pytest)
+    assert not run_wide.run_again([])
+    outcomes["tests/a.py::b"] = "passed"
+    assert run_wide.run_again([])
+    parts = run_wide.read_results()["parts"]
+    assert parts["1/2"] == green
+    assert (parts["2/2"]["failures"], parts["2/2"]["failed"], parts["2/2"]["passed"]) == ([], 0, 5)
+    assert [run["passed"] for run in parts["2/2"]["again"]] == [["tests/a.py::c"], ["tests/a.py::b"]]
+    assert {run["commit"] for run in parts["2/2"]["again"]} == {run_wide.git("rev-parse", "HEAD")}
 
 
 def test_a_clone_answers_and_a_shallow_one_says_what_it_needs(

@@ -39,9 +39,9 @@ from safetensors.torch import load_file
 from tests.tiny import make_model, make_pairs
 
 BASE = "137f6e4"
-# Keys of state.json that it has since: the drift of the base, for limits on the best model, and the
-# engine, whose default is the only one of that commit.
-INTENDED = (".progress.base", ".identity.engine")
+# Keys of state.json that it has since: the drift of the base, for limits on the best model; what was
+# judged, for a best model that is not luck; and the engine, whose default is the only one of then.
+INTENDED = (".progress.base", ".progress.best_scores", ".progress.judged", ".identity.engine")
 NEW_METRICS = ("eval/drift",)  # of answers with labels, which had none
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("run_jobs.py")
