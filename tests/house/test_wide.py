@@ -108,7 +108,10 @@ def test_what_failed_is_run_again_and_stored_with_its_commit(
     parts = run_wide.read_results()["parts"]
     assert parts["1/2"] == green
     assert (parts["2/2"]["failures"], parts["2/2"]["failed"], parts["2/2"]["passed"]) == ([], 0, 5)
-    assert [run["passed"] for run in parts["2/2"]["again"]] == [["tests/a.py::c"], ["tests/a.py::b"]]
+    assert [run["passed"] for run in parts["2/2"]["again"]] == [
+        ["tests/a.py::c"],
+        ["tests/a.py::b"],
+    ]
     assert {run["commit"] for run in parts["2/2"]["again"]} == {run_wide.git("rev-parse", "HEAD")}
 
 
