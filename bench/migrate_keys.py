@@ -2,9 +2,9 @@
 
     python bench/migrate_keys.py FOLDER
 
-FOLDER has a git checkout of LLaMA-Factory, axolotl, ms-swift, OpenRLHF and ColossalAI. Nothing of
-them is run: fields of classes and calls of add_argument are read from the syntax trees. Tools that
-take the arguments of transformers' Trainer get the fields of the installed version as well. Writes
+FOLDER has a git checkout of LLaMA-Factory and axolotl. Nothing of them is run: fields of classes are
+read from the syntax trees. LLaMA-Factory takes the arguments of transformers' Trainer and gets the
+fields of the installed version as well. Writes
 rather/tools/migrate/keys/TOOL.txt: names, and defaults where they are literals. Only of a tool with such a
 list may a message say that it has no such setting.
 """
@@ -24,26 +24,17 @@ from typing import Any
 import transformers
 
 UNKNOWN = object()  # no default, or one that is not written as a literal
-TARGET = Path(__file__).parents[1] / "rather" / "migrate" / "keys"
-SCRIPTS = "applications/ColossalChat/examples/training_scripts"
+TARGET = Path(__file__).parents[1] / "rather" / "tools" / "migrate" / "keys"
 # The folder of each tool, where its settings are, and whether it takes the Trainer's arguments.
 TOOLS = {
     "llama-factory": ("LLaMA-Factory", ["src/llamafactory/hparams/*.py"], True),
     "axolotl": ("axolotl", ["src/axolotl/utils/schemas/**/*.py",
                             "src/axolotl/integrations/*/args.py"], False),
-    "swift": ("ms-swift", ["swift/arguments/**/*.py", "swift/trainers/arguments.py",
-                           "swift/rlhf_trainers/args_mixin.py",
-                           "swift/rlhf_trainers/arguments.py",
-                           "swift/megatron/arguments/*.py"], True),
-    "openrlhf": ("OpenRLHF", [f"openrlhf/cli/train_{name}.py" for name in ("dpo", "sft", "rm")],
-                 False),
-    "colossalchat": ("ColossalAI",
-                     [f"{SCRIPTS}/train_{name}.py" for name in ("dpo", "orpo", "kto")], False),
 }  # fmt: skip
 
 
 def settings_in(tree: ast.AST) -> Iterator[tuple[str, Any]]:
-    """Yield annotated fields of classes and flags of argument parsers, with their defaults."""
+    """Yield annotated fields of classes with their defaults."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             for line in node.body:
@@ -51,11 +42,6 @@ def settings_in(tree: ast.AST) -> Iterator[tuple[str, Any]]:
                     yield line.target.id, default_of(line.value)
                     for alias in aliases_of(line.value):
                         yield alias, default_of(line.value)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            stores = any(ast.unparse(word.value) == "'store_true'" for word in node.keywords)
-            for flag in node.args:
-                if isinstance(flag, ast.Constant) and str(flag.value).startswith("--"):
-                    yield str(flag.value)[2:], False if stores else default_of(node)
 
 
 def default_of(value: ast.expr | None) -> Any:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TABLE = Path(__file__).parents[1] / "rather" / "migrate" / "peers" / "trl_keys.json"
+TABLE = Path(__file__).parents[1] / "rather" / "tools" / "migrate" / "peers" / "trl_keys.json"
 OLDEST = (0, 8)
 HEAD = "head"
 TRAINING_ARGUMENTS = "TrainingArguments"

@@ -1,7 +1,7 @@
 """Writes the pages that are made from the code: `python -m docs.generate`.
 
-The table of other tools' keys comes from rather/tools/migrate. Tables of keys come from the schema,
-tables of commands, exit codes and findings from the code that runs, prints or raises them.
+Tables of keys come from the schema, tables of commands, exit codes and findings from the code that
+runs, prints or raises them.
 
 The pages of the losses come from the docstrings in rather/losses. A docstring has a first line
 `Title (paper): when to use it.`, a description, the formula (indented), and paragraphs that begin
@@ -14,7 +14,6 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +31,6 @@ from rather.data.report import CHANGES, MEANINGS
 from rather.losses.losses import LOSSES, LossRule
 from rather.losses.objective import TAKES
 from rather.recipes import list_recipes
-from rather.tools.migrate.engine import Peer
-from rather.tools.migrate.peers import PEERS
-from rather.tools.migrate.rules import full
 from rather.tools.rounds.settings import RoundsKeys, ServerKeys
 from rather.tracking.health.rules import RULES as HEALTH_RULES
 
@@ -110,19 +106,6 @@ ADAPTERS = (
 VISION = (
     *(f"actor_train.data_args.image_{name}" for name in ("dir", "max_pixels", "min_pixels")),
     *(f"actor_train.model_args.{name}" for name in ("freeze", "vision_cache", "vision_cache_gb")),
-)
-# What the rules of `rather migrate` are asked with, to see which key of Rather each key sets.
-PROBES: tuple[Any, ...] = (
-    *(1, 2, 0.5, True, "1", "x", ["x"], {"a": 1}),
-    *("auto", "sigmoid", "dpo", "linear", "cosine", "bf16", "epoch", "adamw_torch"),
-)
-TRAININGS = (
-    *(
-        ("dpo", "sigmoid", "train_dpo"),
-        ("simpo", "simpo", "train_dpo"),
-        ("kto", "kto", "train_kto"),
-    ),
-    *(("rm", "", "rm"), ("orpo", "orpo", "train_orpo"), ("cpo", "cpo", "")),
 )
 
 
@@ -263,50 +246,6 @@ def loss_tables() -> str:
     return "\n".join(parts)
 
 
-def settings_of(kind: str, loss: str, program: str) -> dict[str, Any]:
-    """Return settings that choose a kind of training with LoRA, in the keys of every tool."""
-    kinds = dict.fromkeys(("stage", "rl", "rlhf_type"), kind)
-    losses = dict.fromkeys(("pref_loss", "loss_type"), loss)
-    lora = dict.fromkeys(("finetuning_type", "adapter", "tuner_type", "train_type"), "lora")
-    ranks = dict.fromkeys(("lora_r", "lora_rank"), 8)
-    return {**kinds, **losses, **lora, **ranks, "(program)": program, "bf16": True}
-
-
-def keys_set_by(peer: Peer, key: str) -> set[str]:
-    """Return the keys of Rather that a key of another tool sets, for any of the probes."""
-    fixed = {name: value for name, value in peer.defaults.items() if not callable(value)}
-    trainings = [{**fixed, **settings_of(*training)} for training in TRAININGS]
-    paths: set[str] = set()
-    for value in (*PROBES, *peer.programs):
-        for settings in trainings:
-            # A rule may refuse a value, or fail on one that its tool never has.
-            with suppress(Exception):
-                outcome = peer.rules[key](value, {**settings, key: value})
-                paths |= {full(path) for path in outcome.values}
-    return paths
-
-
-def keys_page() -> str:
-    """Return the table of keys: one row for each key of Rather, one column for each tool."""
-    tools = [name for name in PEERS if name != "roll"]  # ROLL's keys are Rather's
-    table: dict[str, dict[str, list[str]]] = {}
-    for tool in tools:
-        for key in PEERS[tool].rules:
-            for path in keys_set_by(PEERS[tool], key) if key[0] != "(" else ():
-                table.setdefault(path, {}).setdefault(tool, []).append(f"`{key}`")
-    lines = [f"| Rather | {' | '.join(tools)} |", "|---" * (len(tools) + 1) + "|"]
-    for path in sorted(table):
-        cells = [", ".join(table[path].get(tool, ())) for tool in tools]
-        lines.append(f"| `{path}` | {' | '.join(cells)} |")
-    intro = (
-        "The keys of other tools that set a key of Rather, as [`rather migrate`](index.md) converts "
-        "them. Values may differ: `rather migrate` prints each key with its old and new value and any "
-        "change in meaning. ROLL's keys are Rather's."
-    )
-    note = NOTE.format(source="rather/tools/migrate").replace("docstrings", "tables")
-    return f"# Keys of other tools\n\n{note}\n{wrapped(intro)}\n\n" + "\n".join(lines) + "\n"
-
-
 def reason_tables() -> str:
     """Return what happens to rows, by reason: the tables of docs/data.md."""
     changed = [name for name in MEANINGS if name in CHANGES]
@@ -422,7 +361,6 @@ def between_markers(page: Path, blocks: Mapping[str, str]) -> str:
 def pages() -> dict[Path, str]:
     """Return all generated pages with their text."""
     made = {DOCS / "losses" / f"{task}.md": loss_page(task) for task in TASKS}
-    made[DOCS / "coming_from" / "keys.md"] = keys_page()
     blocks: dict[str, dict[str, str]] = {
         "losses/index.md": {"losses": loss_tables()},
         "data.md": {"reasons": f"{reason_tables()}\n", "findings": data_findings()},

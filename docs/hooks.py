@@ -26,11 +26,12 @@ MOVED = {  # old page -> page and heading that hold its text now
     "strategies.html": "clusters.html#choosing-a-strategy",
     "coming_from/llama-factory.html": "coming_from/index.html#llama-factory",
     "coming_from/roll.html": "coming_from/index.html#roll",
-    "coming_from/colossalchat.html": "coming_from/index.html#colossalchat",
+    "coming_from/colossalchat.html": "coming_from/index.html#other-tools",
     "coming_from/axolotl.html": "coming_from/index.html#axolotl",
-    "coming_from/openrlhf.html": "coming_from/index.html#openrlhf",
-    "coming_from/nemo-rl.html": "coming_from/index.html#nemo-rl",
-    "coming_from/swift.html": "coming_from/index.html#ms-swift",
+    "coming_from/openrlhf.html": "coming_from/index.html#other-tools",
+    "coming_from/nemo-rl.html": "coming_from/index.html#other-tools",
+    "coming_from/keys.html": "coming_from/index.html#other-tools",
+    "coming_from/swift.html": "coming_from/index.html#other-tools",
 }
 
 

@@ -152,7 +152,6 @@ def demo_command(
 @command
 def migrate_command(
     source: MaybeFile = None,
-    line: str | None = None,
     peer: Annotated[
         str | None, typer.Option("--from", help=f"The tool: {' | '.join(NAMES)}.")
     ] = None,
@@ -160,32 +159,36 @@ def migrate_command(
     trainer: str | None = None,
     devices: Annotated[int | None, typer.Option(min=1)] = None,
     force: Force = False,
+    verbose: Annotated[bool, typer.Option(help="List every key, not only differences.")] = False,
     as_json: AsJson = False,
+    line: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> int | None:
-    """Convert a config of TRL, LLaMA-Factory, Axolotl and others, and list every difference.
+    """Convert a YAML or JSON config of TRL, LLaMA-Factory, Axolotl or ROLL, and list what differs.
 
     A conversion that is not complete is written as `*.incomplete.yaml`, with exit code 2.
 
-    line: The command line itself.
     out: The YAML to write.
-    source: YAML or JSON file, or a text file with a command line or shell script.
-    trainer: The tool's trainer or program that reads the file, such as dpo, kto or orpo of TRL.
-    devices: Number of devices, if no launcher sets it.
+    source: YAML or JSON file.
+    trainer: TRL's trainer that reads the file, such as dpo, kto or orpo.
+    devices: Number of devices; the file seldom says it.
     """
     from rather.files import write_new
-    from rather.tools.migrate.engine import guess, migrate, summary, with_program
+    from rather.tools.migrate import removed
+    from rather.tools.migrate.engine import guess, migrate, summary
     from rather.tools.migrate.peers import PEERS
-    from rather.tools.migrate.source import read_file, read_line
+    from rather.tools.migrate.source import read_file
 
-    if (source is None) == (line is None):
-        raise ConfigError("Pass either a file or a command line with --line.")
-    settings = read_file(source.expanduser()) if source else read_line(line or "")
+    if line is not None:
+        raise ConfigError(f"--line: {removed.LINE}")
+    if source is None:
+        raise ConfigError("Pass the YAML or JSON file to convert.")
+    if peer in removed.MARKS:
+        raise ConfigError(f"--from {peer}: a file of this tool {removed.TOOL}")
     if peer is not None and peer not in NAMES:
         raise ConfigError(f"--from {peer}: unknown; choose one of {', '.join(NAMES)}.")
+    settings = read_file(source.expanduser())
     tool = PEERS[peer] if peer else guess(settings, PEERS)
-    migrated = migrate(
-        with_program(settings, tool, trainer) if trainer else settings, tool, devices
-    )
+    migrated = migrate(settings, tool, devices, trainer)
     if not migrated.is_complete:
         out = out.with_suffix(f".incomplete{out.suffix}")
     write_new(out, migrated.yaml(), force=force)
@@ -193,8 +196,7 @@ def migrate_command(
         pairs = migrated.config.global_batch()
         print_json(summary(migrated) | {"file": str(out), "pairs_per_step": pairs})
         return None if migrated.is_complete else 2
-    echo("\n".join(row.line for row in migrated.rows))
-    echo("\n".join(f"- {sentence}" for sentence in (migrated.step, *migrated.peer.always)))
+    echo(migrated.report(verbose=verbose))
     if not migrated.is_complete:
         echo(f"Written: {out}. It is incomplete: first settle the lines at the top.")
         return 2

@@ -164,8 +164,8 @@ class PackedTrainer(Trainer):
                 raise ConfigError(f"{name}: {NOT_TAKEN[name]}.")
             if name not in self.positions.split():
                 raise ConfigError(
-                    f"{type(self).__name__}: {name}: not an argument in TRL 1.16. `rather migrate "
-                    "SCRIPT.py` converts the settings of older versions."
+                    f"{type(self).__name__}: {name}: not an argument in TRL 1.16. Rename or "
+                    "remove it (docs/coming_from/trl.md lists the arguments)."
                 )
         ours = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("rather.trl"))
         for name in NOT_CALLED:

@@ -114,7 +114,7 @@ class TrlConfig(TrainingArguments):
         if unknown := sorted(set(named) - {argument.name for argument in fields(cls)}):
             raise ConfigError(
                 f"{cls.__name__}: {', '.join(unknown)}: not an argument in TRL 1.16. "
-                "`rather migrate SCRIPT.py` converts the settings of older versions."
+                "Rename or remove it (docs/coming_from/trl.md lists the arguments)."
             )
         return super().__new__(cls)
 

@@ -59,14 +59,6 @@ max_steps: 2
 max_length: 512
 report_to: none
 """
-# What other trainers' users bring: the files of tests/migrate, under the names that our pages give them.
-PEERS = {
-    "axolotl.yaml": "config.yml",
-    "llama-factory.yaml": "qwen3_lora_dpo.yaml",
-    "openrlhf.txt": "train_dpo.txt",
-}
-# What LLaMA-Factory's data/dataset_info.json says of the set that its config names.
-DATASETS = {"dpo_en_demo": {"file_name": "../pairs.json", "ranking": True}}
 RUNS = ("dpo", "my-first-run")
 
 
@@ -121,12 +113,9 @@ def write_files(workspace: Path) -> None:
     shutil.copy(workspace / "pairs.json", workspace / "my_pairs.json")
     (workspace / "dpo.yaml").write_text(CONFIG)
     (workspace / "my_run.yaml").write_text(CONFIG.replace("first", "my-first-run"))
-    for name in ("recipe.yaml", "dpo_config.yaml"):
-        (workspace / name).write_text(TRL)
-    for source, name in PEERS.items():
-        shutil.copy(ROOT / "tests" / "migrate" / "sources" / source, workspace / name)
-    (workspace / "data").mkdir()
-    (workspace / "data" / "dataset_info.json").write_text(json.dumps(DATASETS))
+    (workspace / "dpo_config.yaml").write_text(TRL)
+    axolotl = ROOT / "tests" / "migrate" / "sources" / "axolotl.yaml"
+    shutil.copy(axolotl, workspace / "config.yml")
     shutil.copytree(ROOT / "examples", workspace / "examples")
     for file in (workspace / "examples").rglob("*.yaml"):
         file.write_text(named(file.read_text()))

@@ -1,8 +1,9 @@
-"""Settings of every peer become a YAML that loads, and no key is lost on the way."""
+"""Configs of every tool become a YAML that trains the same, and no key is lost on the way."""
 
 from __future__ import annotations
 
-import re
+import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,303 +15,87 @@ from rather.cli import app
 from rather.config.inherit import value_at
 from rather.config.keys import table
 from rather.config.load import load
+from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError
-from rather.tools.migrate import NAMES
-from rather.tools.migrate.engine import Migrated, guess, migrate
+from rather.tools.migrate import NAMES, removed, rules
+from rather.tools.migrate.engine import _is_in_mapping, guess, migrate
 from rather.tools.migrate.peers import PEERS
 from rather.tools.migrate.rules import (
     CHANGED,
+    CONVERTED,
     IMPOSSIBLE,
-    KEPT,
     LEFT_OUT,
     MISSING,
     NEEDLESS,
-    RENAMED,
     UNKNOWN,
     WRITTEN,
 )
-from rather.tools.migrate.source import SourceSettings, read_file, read_line
+from rather.tools.migrate.source import read_file
 from rather.tracking.json_lines import flatten
+from tests.migrate.convert import (
+    BASIC,
+    DATA,
+    DTYPE,
+    LR,
+    MODEL,
+    RANK,
+    STRATEGY,
+    TRAINING,
+    of,
+    problems,
+    row_of,
+    values_of,
+)
 
-SOURCES = {path.stem: path for path in (Path(__file__).parent / "sources").iterdir()}
-OF_ROLL = Path(__file__).parents[1] / "config" / "roll"
-ROLL_FILES = {name: OF_ROLL / name / "dpo_config.yaml" for name in ("dense", "older", "experts")}
-TRAINING = "actor_train.training_args"
-SCHEDULE = f"{TRAINING}.lr_scheduler_kwargs"
+TESTS = Path(__file__).parents[1]
+SOURCES = TESTS / "migrate" / "sources"
 
 
-def of(
-    values: dict[str, Any], peer: str = "trl", devices: int | None = None, program: str = ""
-) -> Migrated:
-    return migrate(SourceSettings("test", values, program=program), PEERS[peer], devices)
-
-
-def status(result: Migrated, key: str) -> str:
-    (row,) = (row for row in result.rows if row.key == key)
-    return row.status
-
-
-def note(result: Migrated, key: str) -> str:
-    (row,) = (row for row in result.rows if row.key == key)
-    return row.note
+def rather(*words: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["migrate", *map(str, words)])
+    return done.exit_code, done.output
 
 
 # ---- the published examples
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_examples_become_files_that_load(name: str, tmp_path: Path) -> None:
-    source = read_file(SOURCES[name])
-    peer = guess(source, PEERS)
-    assert peer.name == name
-    result = migrate(source, peer)
-    file = tmp_path / "dpo.yaml"
-    file.write_text(result.yaml(), encoding="utf-8")
-    config = load(file)
-    for path, value in flatten(result.values, whole=[SCHEDULE]).items():
-        if path in table() and "device_mapping" not in path:
-            assert value_at(config, path) == value, path
-    said = {row.key for row in result.rows}
-    assert flatten(source.values, whole=peer.whole.split()).keys() <= said
-    assert UNKNOWN not in {row.status for row in result.rows}
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("trl", {"pretrain": "Qwen/Qwen2-0.5B-Instruct", f"{TRAINING}.learning_rate": 5e-7, "save_steps": 500,
-                 "actor_train.data_args.overlong": "truncate_response", "actor_train.model_args.lora_rank": 32,
-                 "eval_steps": 50, "label_smoothing": None, "train_batch_size": None}),
-        ("llama-factory", {"beta": 0.1, "global_template": "qwen3", "sequence_length": 2048, "output_dir":
-                           "saves/qwen3-4b/lora", f"{TRAINING}.warmup_ratio": 0.1,
-                           "actor_train.model_args.lora_target": "all-linear"}),
+        ("trl", {"pretrain": "Qwen/Qwen2-0.5B-Instruct", LR: 5e-7, "save_steps": 500, f"{DATA}.overlong": "truncate_response",
+                 RANK: 32, "eval_steps": 50, "label_smoothing": None, "train_batch_size": None, "pairs": 16}),
+        ("llama-factory", {"beta": 0.1, "global_template": "qwen3", "sequence_length": 2048, "output_dir": "saves/qwen3-4b/lora",
+                           f"{TRAINING}.warmup_ratio": 0.1, f"{MODEL}.lora_target": "all-linear", "pairs": 8}),
         ("axolotl", {"pref_loss": "sigmoid", f"{TRAINING}.per_device_train_batch_size": 2, "sequence_length": 4096,
-                     "validation.data_args.split": 0.05, "actor_train.model_args.dtype": "bf16"}),
-        ("openrlhf", {"train_batch_size": 256, "sequence_length": 8192, "save_steps": None, "max_grad_norm": 1.0,
-                      "actor_train.strategy_args.strategy_name": "zero3", f"{TRAINING}.adam_beta2": 0.95}),
-        ("colossalchat", {f"{TRAINING}.learning_rate": 1e-6, "actor_train.strategy_args.strategy_name": "zero2",
-                          f"{TRAINING}.warmup_steps": 60, f"{TRAINING}.lr_scheduler_type": "cosine"}),
-        ("nemo-rl", {"beta": 0.05, "train_batch_size": 128, f"{TRAINING}.adam_epsilon": 1e-5, "num_gpus_per_node": 8,
-                     f"{TRAINING}.warmup_steps": 20, "max_steps": 150}),
-        ("swift", {"rpo_alpha": 0.1, "validation.data_args.split": 0.01, f"{TRAINING}.weight_decay": 0.1,
-                   "actor_train.strategy_args.strategy_name": "zero2", "max_ckpt_to_keep": 2}),
+                     "validation.data_args.split": 0.05, DTYPE: "bf16", "pairs": 8}),
     ],
 )  # fmt: skip
-def test_what_examples_become(name: str, expected: dict[str, Any]) -> None:
-    source = read_file(SOURCES[name])
-    config = migrate(source, guess(source, PEERS)).config
-    assert {path: value_at(config, path) for path in expected} == expected
-
-
-def test_batches_are_those_of_all_devices() -> None:
-    sizes = {
-        "trl": 16,
-        "llama-factory": 8,
-        "openrlhf": 256,
-        "colossalchat": 4 * 4 * 2,
-        "swift": 2 * 16,
-        "nemo-rl": 128,
-    }
-    for name, pairs in sizes.items():
-        source = read_file(SOURCES[name])
-        assert migrate(source, PEERS[name]).config.global_batch() == pairs, name
-    assert of({"per_device_train_batch_size": 2}, devices=4).config.global_batch() == 8
+def test_examples_become_files_that_load(name: str, expected: Any, tmp_path: Path) -> None:
+    source = read_file(SOURCES / f"{name}.yaml")
+    peer = guess(source, PEERS)
+    assert peer.name == name
+    result = migrate(source, peer)
+    assert values_of(result, expected) == expected
+    file = tmp_path / "dpo.yaml"
+    file.write_text(result.yaml(), encoding="utf-8")
+    config = load(file)
+    for path, value in flatten(result.values, whole=[f"{TRAINING}.lr_scheduler_kwargs"]).items():
+        if path in table() and "device_mapping" not in path:
+            assert value_at(config, path) == value, path
+    keys = {row.key for row in result.rows}
+    assert flatten(source.values, whole=peer.whole.split()).keys() <= keys
+    assert UNKNOWN not in {row.status for row in result.rows}
 
 
 def test_roll_files() -> None:
-    results = {name: migrate(read_file(path), PEERS["roll"]) for name, path in ROLL_FILES.items()}
-    assert {row.status for row in results["dense"].rows} == {KEPT, NEEDLESS}
+    files = {name: TESTS / "config" / "roll" / name / "dpo_config.yaml"
+             for name in ("dense", "older", "experts")}  # fmt: skip
+    results = {name: migrate(read_file(path), PEERS["roll"]) for name, path in files.items()}
+    assert {row.status for row in results["dense"].rows} == {CONVERTED, NEEDLESS}
     assert results["older"].config.global_batch() == 64
-    assert "both roles read the same tokens" in note(results["older"], "reference.data_args")
+    assert "both roles read the same" in row_of(results["older"], "reference.data_args").note
     experts = "actor_train.strategy_args.strategy_config.expert_model_parallel_size"
-    assert status(results["experts"], experts) == KEPT
-
-
-# ---- TRL
-
-
-def test_statuses() -> None:
-    result = of(
-        {
-            "beta": 0.2,
-            "max_length": 512,
-            "padding_free": True,
-            "optim": "adafactor",
-            "betta": 1,
-            "label_smoothing": 0.1,
-        },
-        program="dpo",
-    )
-    told = {"beta": KEPT, "max_length": RENAMED, "label_smoothing": CHANGED, "optim": IMPOSSIBLE, "betta": UNKNOWN,
-            "padding_free": NEEDLESS, "num_train_epochs": WRITTEN, "(model)": MISSING}  # fmt: skip
-    assert {key: status(result, key) for key in told} == told
-    assert "# not known: betta = 1" in result.yaml()
-
-
-@pytest.mark.parametrize(
-    ("values", "smoothing"),
-    [
-        ({"label_smoothing": 0.1}, None),
-        ({"label_smoothing": 0.1, "loss_type": ["robust"]}, 0.1),
-        ({"label_smoothing": 0.1, "max_prompt_length": 128}, 0.1),  # before 0.29 it was cDPO
-    ],
-)
-def test_label_smoothing_means_what_it_meant_there(
-    values: dict[str, Any], smoothing: float | None
-) -> None:
-    assert of(values, program="dpo").config.label_smoothing == smoothing
-
-
-def test_a_file_from_before_0_29_has_its_defaults() -> None:
-    data = of({"base_model_attribute_name": None, "f_divergence_type": "alpha_divergence"})
-    values = data.values["actor_train"]["data_args"]
-    assert (values["overlong"], values["max_prompt_length"]) == ("truncate_prompt", 512)
-    assert data.config.f_alpha_divergence_coef == 0.0
-
-
-def test_defaults_of_trl_are_written_out() -> None:
-    values = of({"beta": 0.1}, program="dpo").values
-    assert values["actor_train"]["training_args"]["num_train_epochs"] == 3.0
-    assert values["actor_train"]["data_args"]["overlong"] == "truncate_response"
-    assert values["actor_train"]["model_args"] == {"dtype": "bf16"}
-    assert (values["logging_steps"], values["save_steps"], values["max_ckpt_to_keep"]) == (
-        10,
-        500,
-        0,
-    )
-    assert "learning_rate" not in values["actor_train"]["training_args"]  # ours is 1e-6 too
-
-
-def test_a_schedule_without_warm_up_keeps_none() -> None:
-    result = of({"lr_scheduler_type": "constant", "warmup_steps": 20})
-    assert result.config.actor_train.training_args.warmup_steps == 0
-    assert status(result, "warmup_steps") == CHANGED
-
-
-def test_a_share_of_warm_up() -> None:
-    assert of({"warmup_steps": 0.1}).config.actor_train.training_args.warmup_ratio == 0.1
-
-
-def test_a_missing_length_limit_is_reported() -> None:
-    result = of({"max_length": None})
-    assert result.config.sequence_length == 32768
-    assert status(result, "max_length") == CHANGED
-
-
-def test_no_secret_is_written() -> None:
-    result = of({"hub_token": "hf_canary", "hub_model_id": "me/model"})
-    assert "canary" not in result.yaml() + "".join(f"{row.value}{row.note}" for row in result.rows)
-    assert status(result, "hub_token") == status(result, "hub_model_id") == LEFT_OUT
-    envs = {"HF_TOKEN": "hf_canary", "NCCL_DEBUG": "INFO"}
-    roll = of({"pretrain": "m", "system_envs": envs}, "roll")
-    assert roll.config.system_envs == {"NCCL_DEBUG": "INFO"}
-    assert "canary" not in roll.yaml()
-    assert of({"prompt_key": "question"}, "openrlhf").config.actor_train.data_args.columns == {
-        "prompt": "question"
-    }
-
-
-def test_losses_and_weights() -> None:
-    config = of(
-        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
-    ).config
-    assert config.loss_names == ["sigmoid", "bco_pair", "sft"]
-    assert config.loss_weights == [0.8, 0.2, 1.0]
-
-
-def test_keys_the_loss_refuses_are_reported_and_left_out() -> None:
-    result = of({"loss_type": "nca_pair", "f_divergence_type": "js_divergence"})
-    assert result.config.f_divergence_type is None
-    assert status(result, "f_divergence_type") == IMPOSSIBLE
-
-
-def test_adapter_only_where_it_is_asked_for() -> None:
-    assert of({"lora_r": 8}).config.actor_train.model_args.lora_rank is None
-    peft = {"use_peft": True, "lora_dropout": 0.05}
-    config = of({**peft, "model_name_or_path": "meta-llama/Llama-3.2-1B"}).config
-    assert config.actor_train.model_args.lora_rank == 16
-    assert config.actor_train.model_args.lora_target == ["q_proj", "v_proj"]
-    unknown = of({**peft, "model_name_or_path": "microsoft/phi-2"})
-    assert "(layers of the adapter)" in {row.key for row in unknown.rows if row.status == MISSING}
-
-
-# ---- command lines
-
-
-def test_a_line_with_a_config_file(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text(
-        "model_name_or_path: org/model\nbeta: 0.3\nlearning_rate: 5e-7\n"
-    )
-    source = read_line("accelerate launch --num_processes 4 -m trl dpo --config base.yaml --beta 0.2 --bf16 false "
-                       "--no_gradient_checkpointing --loss_type sigmoid sft", folder=tmp_path)  # fmt: skip
-    assert source.devices == 4
-    assert source.values == {"model_name_or_path": "org/model", "beta": 0.2, "learning_rate": 5e-7, "bf16": False,
-                             "no_gradient_checkpointing": True, "loss_type": ["sigmoid", "sft"]}  # fmt: skip
-    config = migrate(source, guess(source, PEERS)).config
-    assert config.actor_train.model_args.disable_gradient_checkpointing is True
-    assert config.actor_train.model_args.dtype == "fp32"
-    assert config.actor_train.device_mapping == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("line", "devices"),
-    [
-        ("torchrun --nproc_per_node=8 --nnodes 2 train_dpo.py --plugin 3d --tp 2", 16),
-        ("CUDA_VISIBLE_DEVICES=0,1,2 swift rlhf --rlhf_type dpo", 1),  # one process
-        ("CUDA_VISIBLE_DEVICES=0,1,2 accelerate launch dpo.py --beta 0.1", 3),
-        ("NPROC_PER_NODE=2 swift rlhf --rlhf_type dpo", 2),
-        ("python train.py --beta 0.1", None),
-    ],
-)
-def test_devices_of_a_launcher(line: str, devices: int | None) -> None:
-    assert read_line(line).devices == devices
-
-
-def test_a_line_that_names_a_file_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"config file nowhere.yaml does not exist"):
-        read_line("trl dpo --config nowhere.yaml")
-
-
-def test_colossalchats_simpo_is_what_it_computes() -> None:
-    kept = of({"loss_type": "simpo_loss", "beta": 2.0}, "colossalchat").config
-    assert (kept.loss_names, kept.length_normalization, kept.gamma) == (["sigmoid"], True, 1.4)
-    free = of(
-        {"loss_type": "simpo_loss", "disable_reference_model": True, "gamma": 1.0}, "colossalchat"
-    ).config
-    assert (free.loss_names, free.gamma) == (["simpo"], 1.0)
-
-
-def test_deepspeed_by_its_file_or_its_name(tmp_path: Path) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text('{"zero_optimization": {"stage": 3}}')
-    assert of({"deepspeed": str(file)}).config.actor_train.strategy_args.strategy_config == {
-        "config_file": str(file)
-    }
-    values = {"stage": "dpo", "deepspeed": "examples/deepspeed/ds_z3_config.json"}
-    elsewhere = of(values, "llama-factory")
-    assert elsewhere.config.actor_train.strategy_args.strategy_name == "zero3"
-    assert status(elsewhere, "deepspeed") == CHANGED
-    assert status(of({"deepspeed": "ds.json"}), "deepspeed") == IMPOSSIBLE
-
-
-# ---- whose it is
-
-
-@pytest.mark.parametrize("values", [{"beta": 0.1}, {"rl": "dpo", "stage": "dpo"}])
-def test_an_ambiguous_file_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="--from"):
-        guess(SourceSettings("x.yaml", values), PEERS)
-
-
-def test_the_option_lists_every_supported_tool() -> None:
-    assert tuple(PEERS) == NAMES
-
-
-@pytest.mark.parametrize("name", [name for name in PEERS if name != "roll"])
-def test_every_default_and_mark_is_a_key_with_a_rule(name: str) -> None:
-    peer = PEERS[name]
-    assert not [key for key in (*peer.defaults, *peer.marks.split()) if peer.rule(key) is None and key not in
-                ("ref_model_init_kwargs", "base_model_attribute_name", "is_encoder_decoder")]  # fmt: skip
+    assert row_of(results["experts"], experts).status == CONVERTED
 
 
 # ---- the command
@@ -318,46 +103,455 @@ def test_every_default_and_mark_is_a_key_with_a_rule(name: str) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "dpo.yaml"
-    arguments = ["migrate", str(SOURCES["trl"]), "--trainer", "dpo", "--out", str(out)]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    assert "A step has 16 pairs on each device; the source does not say how many" in done.output
+    arguments = (SOURCES / "trl.yaml", "--trainer", "dpo", "--out", out)
+    code, shown = rather(*arguments)
+    assert code == 0, shown
+    assert "A step has 16 pairs on each device; the file does not say how many" in shown
     assert yaml.safe_load(out.read_text())["pretrain"] == "Qwen/Qwen2-0.5B-Instruct"
-    again = CliRunner().invoke(app, arguments)
-    assert again.exit_code == 2
-    assert "--force" in again.output
-    assert CliRunner().invoke(app, [*arguments, "--force"]).exit_code == 0
+    code, again = rather(*arguments)
+    assert (code, "--force" in again) == (2, True)
+    code, everything = rather(*arguments, "--force", "--verbose")
+    assert code == 0
+    hidden = [line for line in everything.splitlines() if line not in shown]
+    assert f"{len(hidden)} more keys without a difference: see --verbose." in shown
+    statuses = (CONVERTED, NEEDLESS, WRITTEN)
+    assert all(line.startswith(tuple(f"{status}: " for status in statuses)) for line in hidden)
+
+
+def test_incomplete_files_have_another_name_and_exit_code_2(tmp_path: Path) -> None:
+    source, out = tmp_path / "trl.yaml", tmp_path / "dpo.yaml"
+    long = "a_key_with_a_very_long_name_" * 4
+    source.write_text(yaml.safe_dump({**BASIC, "learning_rate": 1e-4, long: 1}))
+    command = (source, "--from", "trl", "--trainer", "dpo", "--out", out)
+    code, shown = rather(*command)
+    assert code == 2
+    assert shown.startswith(f"not known: {long} = 1; ")
+    assert not out.exists()
+    file = tmp_path / "dpo.incomplete.yaml"
+    assert long in file.read_text().splitlines()[2]
+    assert load(file).actor_train.training_args.learning_rate == 1e-4
+    code, shown = rather(*command, "--json", "--force")
+    facts = json.loads(shown)
+    assert (code, facts["complete"], facts["keys"][0]["key"]) == (2, False, long)
+    assert facts["file"].endswith("dpo.incomplete.yaml")
+
+
+SWIFT = {"rlhf_type": "dpo", "model": "m", "dataset": "d.jsonl", "tuner_type": "lora"}
+NEMO = {"dpo": {"reference_policy_kl_penalty": 0.05}, "policy": {"train_global_batch_size": 8}}
+OPENRLHF = {"pretrain": "m", "micro_train_batch_size": 1, "zero_stage": 2}
+CHAT = {"pretrain": "m", "plugin": "3d", "accumulation_steps": 2, "lr": 1e-5, "batch_size": 8}
+LINES = "command lines and shell scripts are not converted; pass the YAML or JSON file"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [([], "either a file or a command line"), (["x.yaml", "--line", "y"], "either a file or a command line"), (["nowhere.yaml"], "cannot be read"),
-     (["--line", "trl dpo --beta 0.1", "--from", "tlr"], "unknown; choose one of trl")],
+    ("words", "content", "said"),
+    [
+        ([], None, "Pass the YAML or JSON file"),
+        (["nowhere.yaml"], None, "cannot be read"),
+        (["x.yaml", "--from", "tlr"], "beta: 1", "unknown; choose one of trl"),
+        (["x.yaml"], "beta: 0.1", "cannot tell which tool this file is for; add --from"),
+        (["x.yaml"], "rl: dpo\nstage: dpo", "add --from llama-factory|axolotl"),
+        (["x.yaml"], "compute_environment: LOCAL\ndistributed_type: NO", "configures accelerate"),
+        (["x.yaml", "--from", "trl", "--trainer", "grpo"], "beta: 1", "of trl Rather converts dpo, "),
+        (["x.yaml", "--from", "axolotl", "--trainer", "dpo"], "beta: 1", "what a file itself says"),
+        pytest.param(["--line", "colossalai run --nproc_per_node 4 train_dpo.py --sp 2"], None, LINES,
+                     marks=pytest.mark.defect("M4")),
+        pytest.param(["x.sh"], "torchrun run_train.py $options", LINES, marks=pytest.mark.defect("M5")),
+        pytest.param(["x.sh"], "python prepare_preference_dataset.py --a b", LINES,
+                     marks=pytest.mark.defect("M6")),
+        pytest.param(["--line", "deepspeed --include localhost:0,1 --module openrlhf.cli.train_dpo"],
+                     None, LINES, marks=pytest.mark.defect("N15")),
+        pytest.param(["--line", "bash train_dpo.sh --pref_beta 0.05"], None, LINES,
+                     marks=pytest.mark.defect("N17")),
+        (["x.py"], "DPOTrainer()", "change the import to `from rather.trl import ...`"),
+        (["x.ipynb"], "{}", "change the import to `from rather.trl import ...`"),
+        (["x.txt"], "trl dpo", LINES),
+        (["x"], "trl dpo", LINES),
+        *[(["x.yaml", "--from", tool], "a: 1", f"--from {tool}: a file of this tool is not converted")
+          for tool in removed.MARKS],
+        (["x.json"], json.dumps(SWIFT), "a file of swift is not converted; write a YAML with `rather init`"),
+        (["x.yaml"], json.dumps(NEMO), "a file of nemo-rl is not converted"),
+        (["x.yaml"], json.dumps(OPENRLHF), "a file of openrlhf is not converted"),
+        (["x.yaml"], json.dumps(CHAT), "a file of colossalchat is not converted"),
+        (["x.yaml"], b"beta: 0.1\nname: caf\xe9\n", "x.yaml: cannot be read"),
+        (["x.yaml"], "a: &x [*x]", "x.yaml: cannot be read"),
+    ],
 )  # fmt: skip
-def test_what_the_command_refuses(arguments: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["migrate", *arguments])
-    assert done.exit_code == 2
-    assert said in done.output
+def test_what_the_command_refuses(
+    words: list[str], content: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(words[0]).write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, shown = rather(*words)
+    assert (code, said in shown) == (2, True), shown
+    assert not [*tmp_path.glob("dpo*.yaml")]
+
+
+def test_every_removed_tool_has_a_column_in_the_table_of_keys() -> None:
+    page = (TESTS.parent / removed.PAGE).read_text(encoding="utf-8").lower()
+    [head] = [line for line in page.splitlines() if line.startswith("| rather | openrlhf")]
+    assert all(tool in head for tool in removed.MARKS)
+
+
+@pytest.mark.defect("N16")
+def test_values_that_a_script_fills_in_are_not_known(tmp_path: Path) -> None:
+    file = tmp_path / "trl.yaml"
+    text = yaml.safe_dump({"model_name_or_path": "m", "dataset_name": "d.jsonl", "bf16": True})
+    file.write_text(
+        f"{text}learning_rate: !!float $rate\nsave_steps: !!int ${{STEPS}}\noutput_dir: $OUT/run\n"
+    )
+    result = migrate(read_file(file), PEERS["trl"], trainer="dpo")
+    unknown = {"learning_rate": IMPOSSIBLE, "save_steps": IMPOSSIBLE}
+    assert problems(result) == {**unknown, "(learning rate)": MISSING}
+    for key in (*unknown, "output_dir"):
+        assert "only known when a script has filled it in" in row_of(result, key).note
+    assert row_of(result, "output_dir").status == LEFT_OUT
+
+
+# ---- all tools
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "roll"])
+def test_every_default_and_mark_is_a_key_with_a_rule(name: str) -> None:
+    peer = PEERS[name]
+    keys = {*peer.defaults, *peer.marks.split()} - {"ref_model_init_kwargs"}
+    assert not [key for key in keys if peer.rules.get(key) is None]
+
+
+@pytest.mark.parametrize("name", ["shared", *(name.replace("-", "_") for name in NAMES)])
+def test_every_key_in_a_table_exists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables are texts: a typing error in one of Rather's keys must not wait for a user."""
+    paths: list[str] = []
+    translate = rules._same
+
+    def record(text: str, note: str) -> rules.Rule:
+        paths.extend(map(rules.full, text.partition(": ")[0].rstrip(":").split()))
+        return translate(text, note)
+
+    monkeypatch.setattr(rules, "_same", record)
+    runpy.run_path(str(Path(rules.__file__).parent / "peers" / f"{name}.py"))
+    assert paths or name == "roll"  # it has Rather's own keys
+    assert [path for path in paths if path not in table() and not _is_in_mapping(path)] == []
+
+
+@pytest.mark.defect("U12")
+@pytest.mark.parametrize("name", ["llama-factory", "axolotl"])
+def test_no_setting_of_a_tool_is_called_unknown(name: str) -> None:
+    peer = PEERS[name]
+    other = "a value that is not the default"
+    values = {key: other for key in peer.settings if peer.rules.get(key) is None}
+    assert values
+    result = of({**values, "gradient_accumulation_stepz": 1}, name)
+    rows = [row for row in result.rows if row.key in values]
+    assert {(row.status, row.note) for row in rows} == {(IMPOSSIBLE, "Rather has no rule for it")}
+    typo = row_of(result, "gradient_accumulation_stepz").note
+    assert typo.startswith(f"{name} {peer.version} has no such setting; did you mean")
+
+
+def test_no_secret_is_written() -> None:
+    result = of({"hub_token": "hf_canary", "hub_model_id": "me/model"})
+    assert "canary" not in result.yaml() + "".join(row.line for row in result.rows)
+    assert {row_of(result, key).status for key in ("hub_token", "hub_model_id")} == {LEFT_OUT}
+    envs = {"HF_TOKEN": "hf_canary", "NCCL_DEBUG": "INFO"}
+    roll = of({"pretrain": "m", "system_envs": envs}, "roll")
+    assert roll.config.system_envs == {"NCCL_DEBUG": "INFO"}
+    assert "canary" not in roll.yaml()
+
+
+FACTORY: dict[str, Any] = {
+    "model_name_or_path": "m", "stage": "dpo", "do_train": True, "bf16": True, "dataset": "mine",
+    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8,
+}  # fmt: skip
+AXOLOTL: dict[str, Any] = {
+    "base_model": "m", "rl": "dpo", "learning_rate": 1e-5, "micro_batch_size": 2,
+    "datasets": [{"path": "d.jsonl", "type": "chat_template.default"}], "warmup_steps": 5,
+}  # fmt: skip
+MESSAGES = [{"path": "d.jsonl", "type": "chat_template"}]
+SCORE, FREEZE = f"{DATA}.score", f"{MODEL}.freeze"
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> Path:
+    """Return a folder with a dataset_info.json, as LLaMA-Factory is started in."""
+    pairs = {"ranking": True, "formatting": "sharegpt", "columns": {"messages": "conversations"}}
+    registry = {
+        "mine": {"file_name": "mine.json", **pairs},
+        "hub": {"hf_hub_url": "org/pairs", "ms_hub_url": "other/pairs", "split": "dev", **pairs},
+        "modelscope": {"ms_hub_url": "other/pairs", **pairs},
+        "drawn": {"file_name": "mine.json", "num_samples": 5, **pairs},
+        "answers": {"file_name": "answers.json"},
+        "tagged": {"file_name": "a.json", "ranking": True, "tags": {"user_tag": "client"}},
+        "images": {"file_name": "a.json", "ranking": True, "columns": {"images": "i"}},
+        "renamed": {"file_name": "a.json", "ranking": True, "columns": {
+            "prompt": "question", "chosen": "good", "rejected": "rejected"}},
+    }  # fmt: skip
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(registry))
+    return tmp_path
 
 
 @pytest.mark.parametrize(
-    "content", [b"beta: 0.1\nname: caf\xe9\n", b"a: &x [*x]\n"], ids=["no UTF-8", "in itself"]
+    ("peer", "settings", "expected"),
+    [
+        ("llama-factory", {"stage": "kto", "dataset": "answers", "kto_rejected_weight": 0.5},
+         {"task": "unpaired", "pref_loss": "kto", "undesirable_weight": 0.5, "beta": 0.1}),
+        ("llama-factory", {"stage": "rm"}, {"task": "reward", "pref_loss": "bradley_terry"}),
+        ("llama-factory", {"stage": "sft", "dataset": "answers"}, {"task": "sft", SCORE: "assistant"}),
+        ("llama-factory", {"stage": "sft", "dataset": "answers", "mask_history": True},
+         {"task": "sft", SCORE: "last"}),
+        ("llama-factory", {"dataset": "renamed"},
+         {f"{DATA}.columns": {"instruction": "question", "chosen": "good"}, f"{MODEL}.lora_alpha": 16.0}),
+        ("axolotl", {"rl": "kto", "rl_beta": 0.5, "kto_desirable_weight": 0.2, "warmup_steps": 0},
+         {"task": "unpaired", "pref_loss": "kto", "desirable_weight": 0.2, "beta": 0.5}),
+        ("axolotl", {"num_epochs": None, "warmup_ratio": None, "sequence_len": None},
+         {f"{TRAINING}.num_train_epochs": 1.0, f"{TRAINING}.warmup_steps": 5, "sequence_length": 512}),
+        pytest.param("llama-factory", {"ray_num_workers": 4}, {"pairs": 32}, marks=pytest.mark.defect("U6")),
+        pytest.param("axolotl", {"use_ray": True, "ray_num_workers": 4}, {"pairs": 8},
+                     marks=pytest.mark.defect("U6")),
+        ("axolotl", {"use_ray": False, "ray_num_workers": 4}, {"pairs": 2}),
+        pytest.param("axolotl", {"rl": None, "datasets": MESSAGES}, {"task": "sft", SCORE: "assistant"},
+                     marks=pytest.mark.defect("U12")),
+        ("axolotl", {"eval_table_max_new_tokens": None}, {"beta": 0.1}),
+    ],
+)  # fmt: skip
+def test_what_is_trained(peer: str, settings: Any, expected: Any, factory: Path) -> None:
+    result = of(
+        {**(FACTORY if peer == "llama-factory" else AXOLOTL), **settings}, peer, folder=factory
+    )
+    assert problems(result) == {}
+    assert values_of(result, expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "peer", "named"),
+    [
+        ({**AXOLOTL, "rl": "gdpo"}, "axolotl", "rl: gdpo"),
+        ({**AXOLOTL, "rl": "grpo"}, "axolotl", "rl: grpo"),
+        ({**FACTORY, "stage": "ppo"}, "llama-factory", "stage: ppo"),
+        ({**BASIC, "model_name_or_path": "OpenGVLab/InternVL3-8B"}, "trl", "families of docs/vision"),
+    ],
+)  # fmt: skip
+def test_other_algorithms_are_refused_by_name(values: Any, peer: str, named: str) -> None:
+    with pytest.raises(ConfigError) as why:
+        of(values, peer)
+    assert named in str(why.value)
+    assert ("see `rather rounds`" in str(why.value)) == (peer != "trl")
+
+
+@pytest.mark.parametrize(
+    ("values", "peer", "expected"),
+    [
+        ({**FACTORY, "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct", "image_max_pixels": 262144},
+         "llama-factory", {f"{DATA}.image_max_pixels": 262144}),
+        ({**BASIC, "model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct"}, "trl", {FREEZE: []}),
+    ],
+)  # fmt: skip
+def test_examples_with_images_say_what_may_differ(values: Any, peer: str, expected: Any) -> None:
+    result = of(values, peer)
+    assert values_of(result, expected) == expected
+    row = row_of(result, "(images)")
+    assert row.status == MISSING  # exit code 2: whether the tokens are equal is not known
+    assert "sizes and tokens of images may differ" in row.note
+
+
+def test_deepspeed_by_its_file_or_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 3}}')
+    strategy = of({"deepspeed": str(file)}).config.actor_train.strategy_args
+    assert strategy.strategy_config == {"config_file": str(file)}
+    elsewhere = of({"stage": "dpo", "deepspeed": "examples/ds_z3_config.json"}, "llama-factory")
+    assert value_at(elsewhere.config, STRATEGY) == "zero3"
+    assert row_of(elsewhere, "deepspeed").status == CHANGED
+    assert row_of(of({"deepspeed": "ds.json"}), "deepspeed").status == IMPOSSIBLE
+
+
+# ---- LLaMA-Factory
+
+
+@pytest.mark.defect("U7")
+@pytest.mark.parametrize(
+    ("settings", "files", "expected"),
+    [
+        ({"max_samples": 1000}, "mine.json", {}),
+        ({"dataset": "mine,hub"}, ["mine.json", "hf://datasets/org/pairs:dev"], {}),
+        ({"dataset": "org/x", "dataset_dir": "ONLINE"}, "hf://datasets/org/x", {}),
+        *[({"dataset": name}, None, {"dataset": IMPOSSIBLE})
+          for name in ("modelscope", "drawn", "answers", "tagged", "images", "elsewhere")],
+        ({"stage": "sft"}, None, {"dataset": IMPOSSIBLE}),
+        *[({"model_name_or_path": f"org/Llama-3-8B-{kind}"}, "mine.json", {"(model)": IMPOSSIBLE})
+          for kind in ("GPTQ", "awq", "AQLM-2Bit-1x16-hf")],
+        ({"do_train": False, "do_predict": True}, "mine.json", {"do_predict": IMPOSSIBLE}),
+        ({"train_from_scratch": True}, "mine.json", {"train_from_scratch": IMPOSSIBLE}),
+        ({"train_from_scratch": False}, "mine.json", {}),  # the default of a setting without a rule
+    ],
+)  # fmt: skip
+def test_data_and_models_of_llama_factory(
+    settings: dict[str, Any], files: Any, expected: dict[str, str], factory: Path
+) -> None:
+    result = of({**FACTORY, **settings}, "llama-factory", folder=factory)
+    assert problems(result) == expected | ({} if files else {"(data)": MISSING})
+    if files:
+        data = result.config.actor_train.data_args
+        assert (data.file_name, data.max_samples) == (files, settings.get("max_samples"))
+
+
+@pytest.mark.defect("U6")
+@pytest.mark.parametrize("name", ["REMOTE:llamafactory/demo_data", {"mine": {}}])
+def test_a_list_of_data_sets_that_is_not_here(name: Any, factory: Path) -> None:
+    result = of({**FACTORY, "dataset_dir": name}, "llama-factory", folder=factory)
+    assert problems(result)["dataset_dir"] == IMPOSSIBLE
+    assert result.config.actor_train.data_args.dataset_dir is None
+
+
+@pytest.mark.defect("U8")
+def test_adapters_of_llama_factory(factory: Path) -> None:
+    values = {**FACTORY, "adapter_name_or_path": "saves/sft", "lora_rank": 8, "lora_target": "all"}
+    result = of(values, "llama-factory", folder=factory)
+    assert problems(result) == {}
+    own, reference = result.config.actor_train.model_args, result.config.reference.model_args
+    assert (own.adapter_name_or_path, own.lora_rank) == ("saves/sft", None)
+    assert reference.adapter_name_or_path is None  # the reference is the base model
+    for more in ({"create_new_adapter": True}, {"adapter_name_or_path": "a,b"}):
+        other = of({**values, **more}, "llama-factory", folder=factory)
+        assert problems(other)["adapter_name_or_path"] == IMPOSSIBLE
+
+
+@pytest.mark.defect("U12")
+def test_the_number_of_devices_that_is_not_said(factory: Path) -> None:
+    unknown = of(FACTORY, "llama-factory", folder=factory)
+    assert "8 pairs on each device; the file does not say" in unknown.step
+    assert "--devices" in unknown.step
+    known = of(FACTORY, "llama-factory", devices=4, folder=factory)
+    assert known.step == "A step has 32 pairs on 4 devices."
+
+
+@pytest.mark.defect("U26")
+@pytest.mark.parametrize("sharded", [{"deepspeed": "zero3.json"}, {"fsdp": "full_shard auto_wrap"}])
+@pytest.mark.parametrize(("peer", "pairs"), [("llama-factory", 32), ("trl", 32)])
+def test_sharded_weights_need_the_number_of_devices(
+    sharded: dict[str, str], peer: str, pairs: int, factory: Path
+) -> None:
+    values, trainer = (FACTORY, None) if peer == "llama-factory" else (BASIC, "dpo")
+    result = of({**values, **sharded}, peer, trainer, folder=factory)
+    assert problems(result) == {"(devices)": MISSING}
+    assert "does not say how many there are" in result.yaml()
+    known = of({**values, **sharded}, peer, trainer, devices=4, folder=factory)
+    assert (problems(known), known.config.global_batch()) == ({}, pairs)
+
+
+# ---- Axolotl
+
+
+@pytest.mark.defect("U20")
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"(warm-up)": MISSING}),
+        ({"max_steps": 1000}, 30),
+        ({"max_steps": 9000}, 100),
+        ({"max_steps": 50}, 2),  # 1 becomes 2
+        ({"warmup_steps": 7}, 7),
+        ({"warmup_ratio": 0.1, "max_steps": 99}, 9),
+    ],
 )
-def test_files_that_cannot_be_read(content: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_bytes(content)
-    for arguments in ([str(file)], ["--line", f"trl dpo --config {file}"]):
-        done = CliRunner().invoke(app, ["migrate", *arguments])
-        assert done.exit_code == 2
-        assert f"{file}: cannot be read" in done.output
+def test_the_warm_up_of_axolotl(settings: dict[str, Any], expected: Any) -> None:
+    values = {key: v for key, v in AXOLOTL.items() if key != "warmup_steps"} | {"save_steps": 9}
+    result = of({**values, **settings}, "axolotl")
+    if isinstance(expected, dict):
+        assert problems(result) == expected
+    else:
+        assert problems(result) == {}
+        assert result.config.actor_train.training_args.warmup_steps == expected
 
 
-def test_every_tool_is_documented() -> None:
-    """TRL has a page; each of the others has a section, and a column in the table of keys."""
-    pages = Path(__file__).parents[2] / "docs" / "coming_from"
-    assert (pages / "trl.md").is_file()
-    sections = (pages / "index.md").read_text(encoding="utf-8").lower().replace(" ", "")
-    columns = (pages / "keys.md").read_text(encoding="utf-8")
-    for name in NAMES[1:]:
-        assert re.search(rf"^##(ms-)?{name}$", sections, re.MULTILINE), name
-        assert name == "roll" or f"| {name} |" in columns
+@pytest.mark.defect("U20")
+@pytest.mark.parametrize(
+    ("settings", "save", "evaluate"),
+    [
+        ({"saves_per_epoch": 2, "evals_per_epoch": 4, "num_epochs": 2, "val_set_size": 0.1}, 0.25, 0.125),
+        ({"saves_per_epoch": 1, "num_epochs": 1}, None, None),
+        ({"num_epochs": 4}, 0.25, None),  # after each epoch, by default
+        ({"save_strategy": "epoch", "num_epochs": 2}, 0.5, None),
+        ({"save_strategy": "no"}, None, None),
+        ({"save_steps": 0.2}, 0.2, None),
+        ({"save_steps": 50}, 50, None),
+        ({"save_strategy": "epoch", "num_epochs": 1.5}, IMPOSSIBLE, None),
+        ({"save_strategy": "epoch", "max_steps": 10}, IMPOSSIBLE, None),
+    ],
+)  # fmt: skip
+def test_checkpoints_and_evaluations_of_axolotl(settings: Any, save: Any, evaluate: Any) -> None:
+    result = of({**AXOLOTL, **settings}, "axolotl")
+    if save == IMPOSSIBLE:
+        assert problems(result) == {"save_strategy": IMPOSSIBLE}
+    else:
+        assert problems(result) == {}
+        assert (result.config.save_steps, result.config.eval_steps) == (save, evaluate)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"rl_beta": 0.2, "orpo_alpha": 0.3}, {"orpo_alpha": IMPOSSIBLE}),  # two names of one setting
+        ({"rl": None, "datasets": MESSAGES, "sample_packing": True}, {"sample_packing": IMPOSSIBLE}),
+        *[({"datasets": [{"path": "d.jsonl", **entry}]}, {"datasets": IMPOSSIBLE, "(data)": MISSING})
+          for entry in ({"type": "zephyr.nectar"}, {"type": "mine.transform"}, {"shards": 4},
+                        {"type": {"prompt_format": "Q: {prompt}"}}, {"roles": {"user": ["client"]}},
+                        {"message_property_mappings": {"content": "body"}})],
+        ({"chat_template": "llama3", "special_tokens": {"eos_token": "</s>"}}, {"special_tokens": IMPOSSIBLE}),
+        ({"special_tokens": {"bos_token": "<b>"}}, {"special_tokens": IMPOSSIBLE}),
+    ],
+)  # fmt: skip
+def test_what_of_axolotl_is_not_possible(settings: Any, expected: dict[str, str]) -> None:
+    assert problems(of({**AXOLOTL, **settings}, "axolotl")) == expected
+
+
+ROLES = {"path": "d.jsonl", "type": "chat_template.default", "field_messages": "talk",
+         "message_property_mappings": {"role": "from", "content": "value"},
+         "roles": {"user": ["human"], "assistant": ["gpt"]}}  # fmt: skip
+OWN = {"path": "d.jsonl", "type": {"field_prompt": "q", "prompt_format": "{prompt}", "field_chosen": "good"}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("entry", "template", "expected"),
+    [
+        (ROLES, "qwen_25", {f"{DATA}.columns": {"messages": "talk"}, "global_template": "qwen2_5"}),
+        ({"path": "d.jsonl", "type": "chatml.intel"}, "llama3", {"global_template": "chatml"}),
+        (OWN, "tokenizer_default", {f"{DATA}.columns": {"prompt": "q", "chosen": "good"}}),
+    ],
+)
+def test_types_of_axolotl_name_columns_and_template(
+    entry: Any, template: Any, expected: Any
+) -> None:
+    tokens = {"pad_token": "<p>"}
+    values = {**AXOLOTL, "datasets": [entry], "chat_template": template, "special_tokens": tokens}
+    result = of({**values, "adapter": "lora", "lora_r": 4, "load_in_8bit": True}, "axolotl")
+    assert problems(result) == {}
+    assert values_of(result, expected) == expected
+    assert row_of(result, "load_in_8bit").status == CHANGED
+    assert result.config.actor_train.model_args.quantization is None
+
+
+# ---- a fraction of the run, which migrate writes
+
+
+@pytest.mark.defect("U20")
+@pytest.mark.parametrize(
+    ("value", "total", "steps"), [(0.1, 30, 3), (0.1, 3, 1), (1 / 3, 9, 3), (0.3, 10, 3), (7, 3, 7)]
+)
+def test_a_fraction_of_the_run(value: float, total: int, steps: int) -> None:
+    held_out = {"data_args": {"split": 5}}
+    config = DPOConfig.model_validate(
+        {"save_steps": value, "eval_steps": value, "validation": held_out}
+    )
+    assert config.interval("save_steps", total) == steps
+    assert config.interval("eval_steps", total) == steps
+
+
+@pytest.mark.defect("U20")
+def test_a_fraction_needs_a_length() -> None:
+    assert DPOConfig(save_steps=None).interval("save_steps", None) is None
+    with pytest.raises(ConfigError, match=r"save_steps: 0\.5 is a fraction of the run"):
+        DPOConfig(save_steps=0.5).interval("save_steps", None)
+    with pytest.raises(ConfigError, match="a fraction of the run between 0 and 1"):
+        DPOConfig(save_steps=1.5)

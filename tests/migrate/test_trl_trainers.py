@@ -11,13 +11,10 @@ import yaml
 from typer.testing import CliRunner
 
 from rather.cli import app
-from rather.errors import ConfigError
-from rather.tools.migrate.engine import Migrated, migrate, with_program
-from rather.tools.migrate.peers import PEERS, trl, trl_versions
-from rather.tools.migrate.rules import IMPOSSIBLE, MISSING, UNKNOWN, UNSET
-from rather.tools.migrate.source import SourceSettings
+from rather.tools.migrate.peers import trl, trl_versions
+from rather.tools.migrate.rules import MISSING, UNSET
+from tests.migrate.convert import BASIC, of, problems
 
-TRL = PEERS["trl"]
 CELLS = [
     (trainer, version)
     for trainer in sorted(set(trl_versions.table()["keys"]) - {trl_versions.SHARED})
@@ -33,7 +30,6 @@ TRAINED = {  # what Rather calls the training of each trainer
     "sft": ("sft", "sft"),
     "reward": ("reward", "bradley_terry"),
 }
-BASIC = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "learning_rate": 1e-6, "bf16": True}
 
 
 def file_of(trainer: str, version: str) -> dict[str, Any]:
@@ -41,16 +37,6 @@ def file_of(trainer: str, version: str) -> dict[str, Any]:
     keys = trl_versions.keys_of(trainer, version)
     own = {key: trl_versions.default_in(trainer, key, version) for key in sorted(keys)}
     return {"model_name_or_path": "m", "dataset_name": "d.jsonl", **own}
-
-
-def of(values: dict[str, Any], program: str = "", devices: int | None = None) -> Migrated:
-    source = SourceSettings("test", values)
-    return migrate(with_program(source, TRL, program) if program else source, TRL, devices)
-
-
-def problems(result: Migrated) -> dict[str, str]:
-    bad = (MISSING, IMPOSSIBLE, UNKNOWN)
-    return {row.key: row.status for row in result.rows if row.status in bad}
 
 
 def test_the_table_has_every_minor_version_with_its_commit() -> None:
@@ -116,17 +102,14 @@ def test_keys_of_two_trainers_determine_none() -> None:
 
 @pytest.mark.parametrize("trainer", TRAINED)
 def test_the_user_names_the_trainer(trainer: str) -> None:
-    result = of({**BASIC, "assistant_only_loss": True} if trainer == "sft" else BASIC, trainer)
+    result = of(
+        {**BASIC, "assistant_only_loss": True} if trainer == "sft" else BASIC, trainer=trainer
+    )
     assert problems(result) == {}
     assert (result.config.task, result.config.loss_names) == (
         TRAINED[trainer][0],
         [TRAINED[trainer][1]],
     )
-
-
-def test_trainers_that_rather_has_not_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--trainer grpo: of trl Rather converts dpo, "):
-        of(BASIC, "grpo")
 
 
 @pytest.mark.defect("U1")
@@ -156,6 +139,6 @@ def test_defaults_that_differ_between_the_versions_of_a_file_are_not_determined(
 
 
 def test_a_file_of_the_newest_version_has_its_defaults() -> None:
-    result = of({"model_name_or_path": "m", "dataset_name": "d.jsonl"}, "dpo")
+    result = of({"model_name_or_path": "m", "dataset_name": "d.jsonl"}, trainer="dpo")
     assert problems(result) == {}
     assert result.config.sequence_length == 1024

@@ -234,14 +234,6 @@ def test_a_bomb_in_a_defaults_list(config: Config, tmp_path: Path) -> None:
     assert "unfold to more than 20,000 values" in done.stderr
 
 
-@pytest.mark.parametrize("line", ["--lr " + "9" * 200_000, "--lr " + "9" * 200_000 + "x"])
-def test_a_long_word_of_a_command_line(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "train.sh"
-    file.write_text(f"python dpo.py --model_name_or_path a/b {line}")
-    done = rather("migrate", file, "--from", "trl", "--out", tmp_path / "new.yaml")
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-
-
 def test_devices_and_pipes_are_no_configs(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")

@@ -1,3 +1,3 @@
 """Settings of other trainers -> our YAML, with a table of what became of each key."""
 
-NAMES = ("trl", "llama-factory", "axolotl", "openrlhf", "colossalchat", "nemo-rl", "swift", "roll")
+NAMES = ("trl", "llama-factory", "axolotl", "roll")

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,19 @@ from rather.config.redaction import looks_secret
 from rather.config.run_config import DPOConfig
 from rather.config.schema import as_list
 from rather.config.values import MASK
-from rather.errors import ConfigError
+from rather.errors import ConfigError, counted
 from rather.files import JsonObject
+from rather.tools.migrate.removed import TOOL, marks_in
 from rather.tools.migrate.rules import (
     CHANGED,
+    CONVERTED,
     IMPOSSIBLE,
     INCOMPLETE,
-    KEPT,
     LEFT_OUT,
     MISSING,
     MIXTURE,
     NEEDLESS,
     OPEN,
-    RENAMED,
     UNKNOWN,
     UNSET,
     WRITTEN,
@@ -41,16 +41,17 @@ from rather.tools.migrate.rules import (
     Outcome,
     Rule,
     Unsupported,
-    algorithm,
     full,
     rounds_instead,
     short,
 )
-from rather.tools.migrate.settings import SourceSettings
+from rather.tools.migrate.source import SourceSettings
 from rather.tracking.json_lines import flatten
 
-ORDER = (*INCOMPLETE, OPEN, LEFT_OUT, CHANGED, WRITTEN, RENAMED, KEPT, NEEDLESS)
-MAPPINGS = (".columns.", ".strategy_config.", ".lr_scheduler_kwargs.", "system_envs.")  # any name
+PROBLEMS = (*INCOMPLETE, OPEN, LEFT_OUT)
+DIFFERENCES = (*PROBLEMS, CHANGED)
+ORDER = (*DIFFERENCES, WRITTEN, CONVERTED, NEEDLESS)
+MAPPINGS = (".strategy_config.", "system_envs.")  # any name
 # Keys whose value is code that a run would execute.
 RUNS_CODE = (".trust_remote_code", ".worker_cls", "actor_train.engine")
 FOLDERS = {"output_dir", "exp_name", "logging_dir"}
@@ -77,14 +78,10 @@ ESSENTIAL = {
     "router loss": (_MODEL + "moe_aux_loss_coef",),
 }
 KEYS = Path(__file__).parent / "keys"  # lists that bench/migrate_keys.py makes
-# What a source says besides its keys.
-PROGRAM, COUNT, FOLDER, ALIASED = "(program)", "(devices)", "(folder)", "(other names)"
-NOT_READ = "(not read)"
-OTHERS = re.compile(  # programs that train something else
-    r"(?i)(^|[_ .-])(sft|kto|bco|r?ppo|grpo|gdpo|gspo|sdpo|xpo|tpo|rloo|rm|prm|reward\w*|online\w*|"
-    r"nash\w*|gkd|gold|sdft|ssd|distill\w*|embedding|pt|pretrain|vlm|mpo)($|[_ .-])"
-)
-UNSURE = "the number of processes is only known when the launcher runs; pass --devices"
+# What is known besides the keys of a file.
+TRAINER, COUNT, FOLDER = "(trainer)", "(devices)", "(folder)"
+VARIABLE = re.compile(r"\$(\{|[A-Za-z_])")
+UNSURE = "its value is only known when a script has filled it in"
 SHARDED = (
     "the weights are divided among devices, but the source does not say how many there are, so the "
     "pairs of a step are not known; pass --devices"
@@ -98,7 +95,7 @@ VISION = re.compile(  # names of models and data sets
 # Models that see images here.
 SEEING = re.compile(r"(?i)qwen(2\.?5-?vl|3-?vl|3\.?5)|llava-?(v1\.6|next)|smolvlm")
 FREEZE = _MODEL + "freeze"
-FREEZING = ("llama-factory", "swift")
+FREEZING = ("llama-factory",)
 IMAGE_SIZES = (
     "tools scale images before the processor does, so sizes and tokens of images may differ; "
     "compare `rather data --show 3`, set data_args.image_dir and image_max_pixels"
@@ -109,30 +106,21 @@ IMAGE_SIZES = (
 class Peer:
     """Another trainer: its keys, its defaults, and how to recognise its files.
 
-    The facts are those of `version`. `programs` are its scripts and subcommands that Rather can
-    replace, with the loss or task of each; None: another key says it. A default may be a function
-    of the other settings. `aliases` are other names of keys. `marks` and `words` are keys, and
-    words of a command line, that only this tool has. `whole` are keys whose value is a mapping.
-    `reader` reads a file whose values refer to others, under the flags of a command line; `config`
-    is its place next to the program if the line names none. `secrets` are keys whose text is a
-    secret although their names do not say so. `always` are differences that no key expresses.
-    `script` returns what the file of a program sets by itself, with the reason and its place.
+    The facts are those of `version`. A default may be a function of the other settings. `marks` are
+    keys that only this tool has. `trainers` are what `--trainer` may name, if files do not.
+    `whole` are keys whose value is a mapping. `reader` reads a file whose values refer to others.
+    `always` are differences that no key expresses.
     """
 
     name: str
     rules: Mapping[str, Rule]
     version: str = ""
     defaults: JsonObject = field(default_factory=dict)
-    programs: Mapping[str, str | Mapping[str, str] | None] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    trainers: tuple[str, ...] = ()
     marks: str = ""
-    words: tuple[str, ...] = ()
-    reader: Callable[[Path, JsonObject], JsonObject] | None = None
-    config: str = ""
+    reader: Callable[[Path], JsonObject] | None = None
     whole: str = ""
-    secrets: str = ""
     always: tuple[str, ...] = ()
-    script: Callable[[Path], dict[str, str]] | None = None
 
     @cached_property
     def settings(self) -> JsonObject:
@@ -145,15 +133,6 @@ class Peer:
                 name, _, default = line.partition(" = ")
                 settings[name] = json.loads(default) if default else UNSET
         return settings
-
-    def rule(self, key: str) -> Rule | None:
-        """Return the rule of a key, or of a section it is in, such as `policy.generation.*`."""
-        key = self.aliases.get(key, key)
-        rule = algorithm(self.programs) if key == PROGRAM else self.rules.get(key)
-        while rule is None and "." in key:
-            key = key.rpartition(".")[0]
-            rule = self.rules.get(f"{key}.*")
-        return rule
 
 
 @dataclass(frozen=True)
@@ -174,13 +153,12 @@ class Migrated:
     @property
     def step(self) -> str:
         """Return how many pairs a step has, and on how many devices."""
-        pairs, count = self.config.global_batch(), len(self.config.actor_train.devices)
-        sizes = f"A step has {pairs} {'pair' if pairs == 1 else 'pairs'}"
+        pairs = f"A step has {counted(self.config.global_batch(), 'pairs')}"
         if self.knows_devices or self.config.train_batch_size:
-            return f"{sizes} on {count} {'device' if count == 1 else 'devices'}."
+            return f"{pairs} on {counted(len(self.config.actor_train.devices), 'devices')}."
         return (
-            f"{sizes} on each device; the source does not say how many devices there are, so the "
-            "file uses 1. Pass --devices for more."
+            f"{pairs} on each device; the file does not say how many devices there are, so the "
+            "YAML uses 1. Pass --devices for more."
         )
 
     def yaml(self) -> str:
@@ -188,147 +166,88 @@ class Migrated:
         lines = [f"# Made by `rather migrate` from {self.name} ({tool})."]
         if not self.is_complete:
             lines.append("# INCOMPLETE: it does not train what the source trains.")
-        problems = (*INCOMPLETE, OPEN, LEFT_OUT)
-        lines += [f"# {row.line}" for row in self.rows if row.status in problems]
+        lines += [f"# {row.line}" for row in self.rows if row.status in PROBLEMS]
         return "\n".join([*lines, yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)])
+
+    def report(self, *, verbose: bool) -> str:
+        """Return what the conversion changes or leaves open; if verbose, each key."""
+        shown = [row.line for row in self.rows if verbose or row.status in DIFFERENCES]
+        if hidden := len(self.rows) - len(shown):
+            shown.append(f"{counted(hidden, 'more keys')} without a difference: see --verbose.")
+        return "\n".join([*shown, *(f"- {text}" for text in (self.step, *self.peer.always))])
 
 
 def guess(source: SourceSettings, peers: Mapping[str, Peer]) -> Peer:
-    """Return the tool that these words or keys belong to; an error if none or several match."""
+    """Return the tool that these keys belong to; an error if none or several match."""
     keys = {*flatten(source.values), *source.values}
-    line = f" {' '.join(source.words)} "
-    best = [peer.name for peer in peers.values() if any(word in line for word in peer.words)]
-    if not best:
-        counts = {peer.name: len(keys.intersection(peer.marks.split())) for peer in peers.values()}
-        highest = max(counts.values())
-        best = [name for name, count in counts.items() if count == highest and highest]
+    counts = {peer.name: len(keys.intersection(peer.marks.split())) for peer in peers.values()}
+    counts |= marks_in(keys)
+    highest = max(counts.values())
+    best = [name for name, count in counts.items() if count == highest and highest]
+    if len(best) == 1 and best[0] not in peers:
+        raise ConfigError(f"{source.name}: a file of {best[0]} {TOOL}")
     if len(best) == 1:
         return peers[best[0]]
     raise ConfigError(
         f"{source.name}: cannot tell which tool this file is for; add --from "
-        + "|".join(best or peers)
+        + "|".join([name for name in best if name in peers] or peers)
     )
 
 
-def with_program(source: SourceSettings, peer: Peer, program: str) -> SourceSettings:
-    """Return settings that a program of the tool reads, which the user names."""
-    if program not in peer.programs:
-        offered = ", ".join(peer.programs)
-        raise ConfigError(f"--trainer {program}: of {peer.name} Rather converts {offered}.")
-    if source.program in peer.programs and source.program.split()[-1] != program.split()[-1]:
-        raise ConfigError(f"--trainer {program}: {source.name} itself calls {source.program}.")
-    return replace(source, program=program)
-
-
-def migrate(source: SourceSettings, peer: Peer, devices: int | None = None) -> Migrated:
+def migrate(
+    source: SourceSettings, peer: Peer, devices: int | None = None, trainer: str | None = None
+) -> Migrated:
     """Return settings of the same meaning, as far as Rather has them."""
-    if source.program not in peer.programs and OTHERS.search(source.program):
-        raise ConfigError(
-            f"{source.name}: {source.program} is not a training that Rather offers; of {peer.name} "
-            f"it converts {', '.join(peer.programs)}.{rounds_instead(source.program)}"
-        )
-    source = _with_script(source, peer)
-    count = devices or source.devices
-    file = _file_of(source, peer)
-    written = _written_keys(source, peer, file)
-    settings = {
-        COUNT: count or 1,
-        FOLDER: file.parent if file else source.folder,
-        ALIASED: any(key in peer.aliases for key in written),
-        NOT_READ: source.unknown,
-        **{peer.aliases.get(key, key): setting for key, setting in written.items()},
-    }
-    filled = _fill_defaults(peer, source, settings)
-    rows = _launched(count) + _assumed_script(source, peer)
-    rows += [_row(peer, key, setting, settings) for key, setting in written.items()]
-    rows = _agreed(rows)
+    values = peer.reader(source.file) if peer.reader and source.file else source.values
+    written = flatten(values, whole=peer.whole.split())
+    if trainer:
+        _check_trainer(peer, trainer)
+        written[TRAINER] = trainer
+    settings = {FOLDER: source.folder, **written}
+    filled = _fill_defaults(peer, settings)
+    rows = [_row(peer, key, setting, settings) for key, setting in written.items()]
+    rows = _agreed(_given_devices(devices) + rows)
     stated = set(_values(rows))
-    rows += [Outcome(LEFT_OUT, note=note, key=key) for key, note in source.left_out.items()]
-    rows += [_not_read(peer, key, note, settings) for key, note in source.unknown.items()]
-    stated = stated.union(*(_paths(peer, key, settings) for key in source.unknown))
     defaults = [_row(peer, key, settings[key], settings) for key in filled]
     rows += _differing_defaults(defaults, stated)
-    rows += _unknown_devices(count, stated, _values(rows))
+    knows_devices = bool(devices) or DEVICES in stated
+    if not knows_devices and _needs_devices(_values(rows)):
+        rows.append(Outcome(MISSING, note=SHARDED, key=COUNT))
     determined = stated.union(*(row.values for row in defaults))
     rows += _places(peer, _values(rows), determined)
-    rows += _image_rows(peer, source, _values(rows))
+    rows += _image_rows(peer, _values(rows))
     rows, config = _judged(rows)
     rows += _missing(peer, rows, determined, config)
     rows += _refuse_model(source, config)
     rows.sort(key=lambda row: ORDER.index(row.status))
-    knows_devices = bool(count) or DEVICES in stated
     return Migrated(peer, source.name, nested(_values(rows)), rows, config, knows_devices)
 
 
-def _with_script(source: SourceSettings, peer: Peer) -> SourceSettings:
-    """Return settings with what the file of the program sets by itself."""
-    if peer.script is None or source.script is None:
-        return source
-    return replace(source, unknown={**source.unknown, **peer.script(source.script)})
+def _check_trainer(peer: Peer, trainer: str) -> None:
+    if trainer not in peer.trainers:
+        offered = ", ".join(peer.trainers) or "what a file itself says"
+        raise ConfigError(
+            f"--trainer {trainer}: of {peer.name} Rather converts {offered}."
+            f"{rounds_instead(trainer)}"
+        )
 
 
-def _assumed_script(source: SourceSettings, peer: Peer) -> list[Outcome]:
-    """Return a row for a script that is not here: users give theirs the names of the tool's."""
-    is_script = source.program in peer.programs and " " not in source.program
-    if peer.script is None or source.script or not is_script or not source.words:
-        return []
-    return [Outcome(CHANGED, note=f"not here; taken to be {peer.name}'s own", key="(script)")]
-
-
-def _unknown_devices(count: int | None, stated: set[str], values: JsonObject) -> list[Outcome]:
-    """Return a row if the number of devices decides what is trained, and is not known."""
-    if count == 0:
-        return [Outcome(MISSING, note=UNSURE, key=COUNT)]
-    is_known = bool(count) or DEVICES in stated
-    if not is_known and _needs_devices(values):
-        return [Outcome(MISSING, note=SHARDED, key=COUNT)]
-    return []
-
-
-def _file_of(source: SourceSettings, peer: Peer) -> Path | None:
-    """Return the config file; a program may read one that the command line does not name."""
-    if peer.config and not source.file and source.script:
-        return source.script.parent / peer.config
-    return source.file
-
-
-def _written_keys(source: SourceSettings, peer: Peer, file: Path | None) -> JsonObject:
-    """Return the keys that a source sets; `--no_remove_unused_columns` sets one to false."""
-    values = peer.reader(file, source.flags) if peer.reader and file else source.values
-    written: JsonObject = {}
-    if source.program in peer.programs:
-        written[PROGRAM] = source.program
-    for key, setting in flatten(values, whole=peer.whole.split()).items():
-        name = key.removeprefix("no_")
-        turned = setting is True and peer.rule(key) is None and peer.rule(name) is not None
-        written |= {name: False} if turned else {key: setting}
-    return written
-
-
-def _fill_defaults(peer: Peer, source: SourceSettings, given: JsonObject) -> list[str]:
+def _fill_defaults(peer: Peer, given: JsonObject) -> list[str]:
     """Add the defaults of keys that are not set, in their order; return these keys."""
     filled = []
     for key, default in peer.defaults.items():
         with suppress(TypeError, ValueError, ArithmeticError):  # it depends on senseless values
             filled_in = default(given) if callable(default) else default
-            is_set = key in source.unknown or key in source.left_out or _says(peer, key, given)
-            if filled_in is not UNSET and not is_set:
+            if filled_in is not UNSET and not _says(peer, key, given):
                 given[key] = filled_in
                 filled.append(key)
     return filled
 
 
-def _launched(count: int | None) -> list[Outcome]:
+def _given_devices(count: int | None) -> list[Outcome]:
     if not count or count == 1:
         return []
-    return [Outcome(RENAMED, {DEVICES: f"0-{count - 1}"}, "from the launcher", COUNT, count)]
-
-
-def _not_read(peer: Peer, key: str, note: str, given: Given) -> Outcome:
-    """Return the row of a key whose value only a run has."""
-    paths = _paths(peer, key, given)
-    placeholders = {path: placeholder for path, placeholder in PLACES.items() if path in paths}
-    return Outcome(MISSING, placeholders, note, key)
+    return [Outcome(CONVERTED, {DEVICES: f"0-{count - 1}"}, "from --devices", COUNT, count)]
 
 
 def _places(peer: Peer, values: JsonObject, determined: set[str]) -> Iterator[Outcome]:
@@ -340,13 +259,13 @@ def _places(peer: Peer, values: JsonObject, determined: set[str]) -> Iterator[Ou
             yield Outcome(status, {path: PLACES[path]}, _unset(peer, path), f"({name})")
 
 
-def _image_rows(peer: Peer, source: SourceSettings, values: JsonObject) -> list[Outcome]:
+def _image_rows(peer: Peer, values: JsonObject) -> list[Outcome]:
     """Return what has to be checked by hand for a model that sees images.
 
-    LLaMA-Factory and ms-swift freeze tower and projector, as Rather does; other tools train them.
+    LLaMA-Factory freezes tower and projector, as Rather does; other tools train them.
     """
     model = str(values.get("pretrain"))
-    if not VISION.search(f"{source.program} {model}") or not SEEING.search(model):
+    if not VISION.search(model) or not SEEING.search(model):
         return []
     has_adapter = any(values.get(path) for path in ESSENTIAL["adapter"])
     trains_all = peer.name not in FREEZING and not has_adapter
@@ -357,7 +276,7 @@ def _refuse_model(source: SourceSettings, config: DPOConfig) -> list[Outcome]:
     """Raise for models and data of other kinds; return a row for quantised weights."""
     files = map(str, as_list(config.actor_train.data_args.file_name))
     names = f"{config.pretrain} {' '.join(files)}"
-    if VISION.search(f"{source.program} {names}") and not SEEING.search(str(config.pretrain)):
+    if VISION.search(names) and not SEEING.search(str(config.pretrain)):
         raise ConfigError(
             f"{source.name}: {names}: Rather trains language models, and on images only the "
             "families of docs/vision.md."
@@ -365,15 +284,6 @@ def _refuse_model(source: SourceSettings, config: DPOConfig) -> list[Outcome]:
     if not ROUNDED.search(str(config.pretrain)):
         return []
     return [Outcome(IMPOSSIBLE, note=QUANTISED, key="(model)", value=config.pretrain)]
-
-
-def _paths(peer: Peer, key: str, given: Given) -> set[str]:
-    """Return the keys of Rather that a setting of the tool may set."""
-    paths: set[str] = set()
-    for example in (True, 1, "x"):
-        with suppress(ConfigError):
-            paths.update(_outcome(peer, key, example, given).values)
-    return paths
 
 
 def _needs_devices(values: JsonObject) -> bool:
@@ -451,8 +361,6 @@ def _row(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
         note = "it runs Python code of others and is not copied; add it yourself if you trust them"
         return row.refused(LEFT_OUT, note)
     public = bool(row.values) and not any(map(looks_secret, row.values))
-    if peer.aliases.get(key, key) in peer.secrets.split() and isinstance(value, str):
-        return row._replace(value=MASK)
     if not (looks_secret(key) and isinstance(value, str)) or public:
         return row
     note = "secrets are not written; set it in the environment"
@@ -461,7 +369,7 @@ def _row(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
 
 
 def _outcome(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
-    rule = peer.rule(key)
+    rule = peer.rules.get(key)
     if rule is None:
         return _without_rule(peer, key, value)
     if value == "":
@@ -473,22 +381,22 @@ def _outcome(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
     except Unsupported as why:
         return Outcome(IMPOSSIBLE, note=str(why))
     except (TypeError, ValueError, AttributeError, LookupError):
-        return Outcome(IMPOSSIBLE, note=f"{short(value)} is not a value that {peer.name} accepts")
-    return _in_schema(key, outcome)
+        is_variable = VARIABLE.search(str(value))
+        note = UNSURE if is_variable else f"{short(value)} is not a value that {peer.name} accepts"
+        return Outcome(IMPOSSIBLE, note=note)
+    return _in_schema(outcome)
 
 
-def _in_schema(key: str, outcome: Outcome) -> Outcome:
+def _in_schema(outcome: Outcome) -> Outcome:
     """Return the outcome of a key with the full names of Rather's keys, all of which must exist."""
     values = {full(path): v for path, v in outcome.values.items()}
-    if "${" in str(values):
+    if VARIABLE.search(str(values)):
         status = LEFT_OUT if set(values) <= FOLDERS else IMPOSSIBLE
-        return Outcome(status, note="its value is only known when it runs")
+        return Outcome(status, note=UNSURE)
     absent = [path for path in values if path not in table() and not _is_in_mapping(path)]
     if absent:
         return Outcome(IMPOSSIBLE, note=f"this version has no {', '.join(absent)}")
-    same = all(key in (path, path.rpartition(".")[2]) for path in values)
-    status = KEPT if same and outcome.status == RENAMED else outcome.status
-    return Outcome(status, values, outcome.note)
+    return Outcome(outcome.status, values, outcome.note)
 
 
 def _is_in_mapping(path: str) -> bool:
@@ -503,7 +411,7 @@ def _without_rule(peer: Peer, key: str, value: Any) -> Outcome:
         if value == peer.settings[key]:
             return Outcome(NEEDLESS, note=f"the default of {peer.name}")
         return Outcome(IMPOSSIBLE, note="Rather has no rule for it")
-    names = [*peer.rules, *peer.aliases, *peer.settings]
+    names = [*peer.rules, *peer.settings]
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
     tool = f"{peer.name} {peer.version}".strip()
     note = f"{tool} has no such setting" if peer.settings else "Rather has no rule for it"

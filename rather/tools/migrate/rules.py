@@ -15,7 +15,7 @@ from rather.tools.migrate.source import plain
 Given = Mapping[str, Any]  # the tool's keys, nested ones with dots; its defaults for unset keys
 NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "none", "None", "no")
 
-KEPT, RENAMED, CHANGED = "kept", "renamed", "changed in meaning"
+CONVERTED, CHANGED = "converted", "changed in meaning"
 WRITTEN = "filled in from that tool's default"
 NEEDLESS, LEFT_OUT = "not needed", "left out"
 IMPOSSIBLE, UNKNOWN, MISSING = "not possible", "not known", "not determined"
@@ -145,7 +145,7 @@ def all_of(conditions: list[str]) -> Condition:
     """Return whether all conditions hold.
 
     `set`: not empty, 0 or false; `>1`; of other keys `key set`, `key>1`, `key=a|b`, `key!=a`;
-    `key~a|b`, contains a or b, `key!~a`; `mixture key`, a model.
+    `key~a|b`, contains a or b; `mixture key`, a model.
     """
     tests = list(map(_condition, reversed(conditions)))
     return lambda value, given: all(holds(value, given) for holds in tests)
@@ -153,7 +153,7 @@ def all_of(conditions: list[str]) -> Condition:
 
 def gives(values: JsonObject, note: str = "") -> Outcome:
     """Return values of the same meaning; a note marks a change in meaning."""
-    return Outcome(CHANGED if note else RENAMED, values, note)
+    return Outcome(CHANGED if note else CONVERTED, values, note)
 
 
 def to(path: str, convert: Mapping[Any, Any] | Callable[[Any], Any] = lambda value: value,
@@ -207,15 +207,16 @@ def one_or_all(values: list[Any]) -> Any:
 def _condition(text: str) -> Condition:
     if text.startswith("mixture "):
         return lambda value, given: MIXTURE.search(str(given.get(text[8:])))
-    key, sign, names = re.split(r" ?(\bset$|>|!?[=~])", text, maxsplit=1)
+    key, sign, names = re.split(r" ?(\bset$|>|!?=|~)", text, maxsplit=1)
     words = names.split("|")
 
     def holds(value: Any, given: Given) -> object:
         setting = given.get(key) if key else value
         if sign in ("set", ">"):
             return setting and (sign == "set" or setting > int(names))
-        contains = any(word in str(setting) for word in words)
-        return (setting in map(plain, words) if sign[-1] == "=" else contains) != (sign[0] == "!")
+        if sign == "~":
+            return any(word in str(setting) for word in words)
+        return (setting in map(plain, words)) == (sign == "=")
 
     return holds
 

@@ -311,7 +311,6 @@ PEER = Peer(
     "axolotl",
     RULES,
     version="0.18",
-    programs={"axolotl train": None, "train": None},
     defaults={
         **pairs("gradient_accumulation_steps=1 save_total_limit=4 rl=none dpo_loss_type=sigmoid "
                 "micro_batch_size=1 adapter=none bf16=auto simpo_gamma=0.5 cpo_alpha=1.0 "
@@ -324,7 +323,6 @@ PEER = Peer(
     },
     marks="base_model rl sequence_len micro_batch_size num_epochs val_set_size sample_packing "
           "dataset_prepared_path pad_to_sequence_len lora_target_linear flash_attention",
-    words=(" axolotl ", "axolotl.cli."),
     whole="special_tokens lr_scheduler_kwargs fsdp_config deepspeed gradient_checkpointing_kwargs "
           "accelerator_config",
     always=(

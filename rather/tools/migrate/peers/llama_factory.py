@@ -255,7 +255,6 @@ PEER = Peer(
     "llama-factory",
     RULES,
     version="0.9.6",
-    programs={"llamafactory-cli train": None, "lmf train": None},
     defaults={
         **HF_DEFAULTS,
         **defaults("""
@@ -267,7 +266,6 @@ PEER = Peer(
     },
     marks="stage finetuning_type pref_beta pref_loss pref_ftx cutoff_len dpo_label_smoothing "
           "quantization_bit plot_loss overwrite_cache",
-    words=("llamafactory", " lmf "),
     whole="dataset_dir lr_scheduler_kwargs deepspeed gradient_checkpointing_kwargs "
           "accelerator_config",
     always=("The order of the pairs is another one.",),

@@ -10,10 +10,10 @@ from rather.config.keys import table
 from rather.config.load import composed_values
 from rather.tools.migrate.engine import Peer
 from rather.tools.migrate.rules import (
+    CONVERTED,
     IMPOSSIBLE,
     NEEDLESS,
     NOT_NEEDED,
-    RENAMED,
     Given,
     Outcome,
     Rule,
@@ -42,13 +42,12 @@ class OwnKeys(dict[str, Any]):
 
 def kept(key: str, value: Any, given: Given) -> Outcome:
     is_empty = value is None and key not in (RANK, ROUTER)
-    return NOT_NEEDED if is_empty else Outcome(RENAMED, {key: value})
+    return NOT_NEEDED if is_empty else Outcome(CONVERTED, {key: value})
 
 
 PEER = Peer(
     "roll",
     OwnKeys({**table(), **compat.IGNORED, **compat.REFUSED}),
-    programs={"start_dpo_pipeline": None},
     version="0.3",
     defaults={
         "pref_loss": "sigmoid",
@@ -62,8 +61,7 @@ PEER = Peer(
     marks="actor_train.strategy_args.strategy_name actor_train.training_args.learning_rate "
     "checkpoint_config.type is_offload_states rollout_batch_size "
     "actor_train.infer_batch_size",
-    words=("start_dpo_pipeline.py",),
-    reader=lambda path, flags: composed_values(path) | flags,
+    reader=composed_values,
     whole=" ".join(("reference.data_args", "hydra", *compat.GROUPS)),
     always=(
         "beta, ipo and label_smoothing count here; ROLL's pipeline never hands them to its loss.",

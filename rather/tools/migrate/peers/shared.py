@@ -8,12 +8,12 @@ from typing import Any
 from rather.config.keys import table
 from rather.files import HUB_NAME, JsonObject
 from rather.tools.migrate.rules import (
+    CONVERTED,
     LEFT_OUT,
     NEEDLESS,
     NOT_NEEDED,
     NOTHING,
     OPEN,
-    RENAMED,
     Given,
     Outcome,
     Rules,
@@ -65,10 +65,6 @@ def interval(path: str, value: Any) -> Outcome:
     return gives({path: int(value)})
 
 
-def betas(value: Any, given: Given) -> Outcome:
-    return gives({"training.adam_beta1": value[0], "training.adam_beta2": value[1]})
-
-
 def length(value: Any, given: Given, *, cut: str = "", note: str = "") -> Outcome:
     """Set the tokens of prompt and answer, and what happens to longer pairs."""
     if value is None:
@@ -85,7 +81,7 @@ def run_folder(value: Any, given: Given) -> Outcome:
     path = Path(str(value))
     parent = "./" if str(path.parent) == "." else str(path.parent)
     note = "the run is written to this folder; the model is in its subfolder model/"
-    return gives({"output_dir": parent, "exp_name": path.name}, note)
+    return Outcome(CONVERTED, {"output_dir": parent, "exp_name": path.name}, note)
 
 
 def address(name: str, split: Any = None, config: Any = None, revision: Any = None) -> str | None:
@@ -131,7 +127,9 @@ def trackers(value: Any, given: Given) -> Outcome:
     usable = [name for name in names if name in supported]
     lost = [name for name in names if name not in (*supported, "none", "None", "all")]
     note = f"no tracker {', '.join(lost)}; supported: {', '.join(supported)}" if lost else ""
-    return Outcome(LEFT_OUT if lost else RENAMED, {"track_with": one_or_all(usable) or None}, note)
+    return Outcome(
+        LEFT_OUT if lost else CONVERTED, {"track_with": one_or_all(usable) or None}, note
+    )
 
 
 def switches(keys: str) -> Rules:
@@ -146,22 +144,6 @@ def switches(keys: str) -> Rules:
 
 
 SPLIT = to("held_out.split", lambda value: int(value) if value >= 1 else value or None)
-# Keys of the losses that ms-swift has from TRL.
-TRL_LOSS = """
-    loss_weights = loss_weights
-    rpo_alpha = rpo_alpha
-    ld_alpha = ld_alpha
-    reference_free = reference_free
-    desirable_weight = desirable_weight
-    undesirable_weight = undesirable_weight
-    center_rewards_coefficient = center_rewards_coefficient
-    discopop_tau = discopop_tau if loss_type~discopop
-    f_divergence_type = f_divergence_type: reverse_kl=reverse_kl forward_kl=forward_kl \
-        js_divergence=js alpha_divergence=alpha
-    router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of \
-        micro-batches
-    simpo_gamma = gamma if loss_type=simpo
-"""
 
 
 # ---- precision, memory, devices

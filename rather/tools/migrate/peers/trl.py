@@ -1,4 +1,4 @@
-"""TRL: a config as YAML or JSON, a line with `trl dpo`, dpo.py and others, or a Python script.
+"""TRL: a config as YAML or JSON. Scripts run with `rather.trl` instead.
 
 Facts of TRL 1.10 (trl/trainer, trl/experimental), or of the last version that has all keys of a
 file (trl_versions.py). Recipes of the alignment handbook and of SimPO are read as well.
@@ -6,12 +6,11 @@ file (trl_versions.py). Recipes of the alignment handbook and of SimPO are read 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rather.tools.migrate.engine import NOT_READ, PROGRAM, Peer
+from rather.tools.migrate.engine import TRAINER, Peer
 from rather.tools.migrate.peers import trl_versions
 from rather.tools.migrate.peers.shared import (
     DTYPES,
@@ -20,7 +19,6 @@ from rather.tools.migrate.peers.shared import (
     HF_DEFAULTS,
     READABLE,
     STRATEGY,
-    TRL_LOSS,
     adapter,
     address,
     dataset,
@@ -28,7 +26,6 @@ from rather.tools.migrate.peers.shared import (
     length,
     processes,
 )
-from rather.tools.migrate.python_script import set_in_code
 from rather.tools.migrate.rules import (
     CHANGED,
     KTO,
@@ -48,10 +45,9 @@ from rather.tools.migrate.rules import (
     defaults,
     facts,
     gives,
-    names_of,
 )
 
-TRAINER, VERSIONS, OLD, UNCERTAIN = "(trainer)", "(versions)", "(old)", "(defaults)"
+VERSIONS, OLD, UNCERTAIN = "(versions)", "(old)", "(defaults)"
 LAST_OLD = "0.28"  # 0.29 changed DPOConfig's meaning
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # in 1.x; before also sigmoid
 BCO: dict[str, str] = {"task": "unpaired", "pref_loss": "bco"}
@@ -60,19 +56,11 @@ SIMPO = "simpo"  # the authors' own trainer
 TRAINERS: dict[str, str | dict[str, str] | None] = {
     "dpo": None, "orpo": "orpo", "cpo": None, "kto": KTO, "bco": BCO, "sft": SFT, "reward": REWARD,
 }  # fmt: skip
-# Scripts and commands, and the trainer of each; the handbook's and SimPO's begin with run_.
-PROGRAMS = {name: name for name in TRAINERS} | {
-    f"trl {name}": name for name in ("dpo", "kto", "sft", "reward")} | {
-    f"run_{name}": name for name in ("dpo", "orpo", "sft", SIMPO)} | {"dpo_vlm": "dpo"}  # fmt: skip
 TRAINS = {**TRAINERS, SIMPO: "simpo"}
 # Settings that decide a training and whose defaults changed; a file that does not set them has to
 # be of versions that agree.
 DECISIVE = ("learning_rate", "bf16", "max_length", "max_prompt_length", "truncation_mode")
-HOW = (
-    "a file does not name its trainer; pass --trainer dpo (kto, orpo, ...), or the command with "
-    "--line"
-)
-THEIR_OWN = re.compile(r"/(trl|examples)/scripts/\w+\.py$|/run_\w+\.py$")
+HOW = "a file does not name its trainer; pass --trainer dpo (kto, orpo, ...)"
 # Files of accelerate that TRL has: the strategy, and how many processes they start.
 LAUNCHED = {name: (name, 8) for name in ("zero1", "zero2", "zero3")} | {
     "fsdp1": ("fsdp2_train", 8),
@@ -91,23 +79,8 @@ def own_keys(given: Given) -> list[str]:
     return [key for key in given if not key.startswith("(")]
 
 
-def config_keys(given: Given, name: str) -> list[str]:
-    """Return the keys of a trainer; a script loads models and data with other libraries."""
-    keys_of_trainer = trl_versions.keys_ever(name)
-    if not given.get("(script)"):
-        keys_of_trainer = keys_of_trainer | trl_versions.keys_ever(trl_versions.SHARED)
-    return [key for key in own_keys(given) if key in keys_of_trainer]
-
-
-def settings_in(script: Path) -> dict[str, str]:
-    """Return what a script sets by itself; those of TRL, the handbook and SimPO are known."""
-    return {} if THEIR_OWN.search(script.resolve().as_posix()) else set_in_code(script)
-
-
 def trainer(given: Given) -> Any:
-    """Return the trainer that a program is, or that alone has one of the keys."""
-    if program := given.get(PROGRAM):
-        return PROGRAMS[program]
+    """Return the trainer that alone has one of the keys."""
     if "gamma_beta_ratio" in given:
         return SIMPO
     return trl_versions.trainer_of(own_keys(given), losses_of(given)) or UNSET
@@ -120,25 +93,14 @@ def versions(given: Given) -> Any:
         return UNSET
     if name == SIMPO:  # made from TRL 0.9
         return ["0.9"]
-    among = possible_versions(given)
-    fitting = trl_versions.versions_with(name, config_keys(given, name))
-    fitting = [version for version in fitting if version in among] or among
+    among = trl_versions.versions()
+    if "dataset_mixture" in given:  # the handbook needs trl>=0.19.1
+        among = among[among.index("0.19") :]
+    keys_of_trainer = trl_versions.keys_ever(name) | trl_versions.keys_ever(trl_versions.SHARED)
+    keys = keys_of_trainer.intersection(own_keys(given))
+    fitting = [version for version in trl_versions.versions_with(name, keys) if version in among]
+    fitting = fitting or among
     return fitting[-1:] if fitting[-1] == trl_versions.HEAD else fitting
-
-
-def possible_versions(given: Given) -> list[str]:
-    """Return the versions that the handbook needs, or that take the arguments of a script."""
-    order = trl_versions.versions()
-    if "dataset_mixture" in given:  # it came with trl>=0.19.1
-        return order[order.index("0.19") :]
-    if given.get("(config)") == "TrainingArguments" and given[TRAINER] == "dpo":
-        return order[: order.index("0.8") + 1]
-    if given.get("(arguments)"):
-        return order[: order.index("0.12") + 1]
-    argument = given.get("(tokenizer_argument)")
-    first = order.index("0.12") if argument == "processing_class" else 0
-    last = order.index("0.15") if argument == "tokenizer" else len(order)
-    return order[first : last + 1]
 
 
 def is_old(given: Given) -> bool:
@@ -167,7 +129,7 @@ def uncertain(given: Given) -> Any:
         return UNSET
     name, among = given[TRAINER], given[VERSIONS]
     keys = [*DECISIVE, *(("ref_model_mixup_alpha",) if given.get("sync_ref_model") else ())]
-    unset = [key for key in keys if given.get(key) is None and key not in given[NOT_READ]]
+    unset = [key for key in keys if given.get(key) is None]
     set_by_others = {"bf16": "fp16", "max_length": "max_seq_length"}
     unset = [key for key in unset if not given.get(set_by_others.get(key, ""))]
     differing = [key for key in unset if len(trl_versions.defaults_in([name], key, among)) > 1]
@@ -235,25 +197,13 @@ def named_dataset(value: Any, given: Given) -> Outcome:
     """Set the data; TRL evaluates on another split of the same data set."""
     outcome = dataset(value, given, split="dataset_train_split", config="dataset_config")
     is_local = str(value).endswith(READABLE)
-    is_script = "(script)" in given and "dataset_test_split" not in given
-    if (
-        str(given.get("eval_strategy", "no")) == "no"
-        or is_local
-        or given.get("test_split_size")
-        or is_script
-    ):
+    evaluates = str(given.get("eval_strategy", "no")) != "no"
+    if not evaluates or is_local or given.get("test_split_size"):
         return outcome
     split = given.get("dataset_test_split") or "test"
     held_out = address(str(value), split, given.get("dataset_config"))
     held_out_file = held_out or f"{Path(str(value)).name}-{split}.jsonl"
     return Outcome(outcome.status, {**outcome.values, HELD_OUT: held_out_file}, outcome.note)
-
-
-def held_out_rows(value: Any, given: Given) -> Outcome:
-    """Set the held-out rows of a script, from another data set than the training rows."""
-    names = names_of(value["dataset_name"])
-    files = [address(name, value["split"], value.get("dataset_config")) or name for name in names]
-    return dataset(files, given, HELD_OUT)
 
 
 COLUMNS = {"prompt", "chosen", "rejected", "messages", "completion", "label"}
@@ -395,7 +345,7 @@ RULES: Rules = {
         loss_type ~ its meaning depends on the trainer
         cpo_alpha = rpo_alpha if (trainer)=cpo if loss_type=simpo
         cpo_alpha = cpo_alpha if (trainer)=cpo
-        cpo_alpha ! a setting of cpo.py; pass the command line
+        cpo_alpha ! a setting of cpo.py; pass --trainer cpo
         gamma_beta_ratio = gamma_beta_ratio
         sft_weight ! the NLL is a mean over each micro-batch; set rpo_alpha, a mean over the step
         tokenizer_name_or_path = model.tokenizer_name_or_path
@@ -408,15 +358,24 @@ RULES: Rules = {
         dataset_text_field is_encoder_decoder padding_value base_model_attribute_name
         ref_model_init_kwargs streaming fraction dataset_train_name
         dataset_test_name -
-        (reference) = reference.model_args.model_name_or_path
-        (old) (versions) (script) (config) (arguments) (tokenizer_argument) ~ it tells the version \
-            of TRL
+        (old) (versions) ~ it tells the version of TRL
+        loss_weights = loss_weights
+        rpo_alpha = rpo_alpha
+        ld_alpha = ld_alpha
+        reference_free = reference_free
+        desirable_weight = desirable_weight
+        undesirable_weight = undesirable_weight
+        center_rewards_coefficient = center_rewards_coefficient
+        discopop_tau = discopop_tau if loss_type~discopop
+        f_divergence_type = f_divergence_type: reverse_kl=reverse_kl forward_kl=forward_kl \
+            js_divergence=js alpha_divergence=alpha
+        router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of \
+            micro-batches
+        simpo_gamma = gamma if loss_type=simpo
     """
-        + TRL_LOSS
     ),
     TRAINER: algorithm(TRAINS),
     UNCERTAIN: differ,
-    "(eval_dataset)": held_out_rows,
     "(loss)": lambda value, given: Outcome(MISSING, note=HOW),
     "dataset_mixture": handbook_mixture,
     "dataset_mixer": handbook_mixer,
@@ -440,7 +399,7 @@ PEER = Peer(
     "trl",
     RULES,
     version="1.10",
-    programs={name: TRAINS[own] for name, own in PROGRAMS.items()},
+    trainers=tuple(TRAINS),
     defaults={
         TRAINER: trainer, VERSIONS: versions, OLD: is_old, UNCERTAIN: uncertain, **HF_DEFAULTS,
         "(loss)": lambda given: UNSET if TRAINER in given else None,
@@ -468,8 +427,7 @@ PEER = Peer(
           "truncation_mode f_alpha_divergence_coef use_weighting sync_ref_model "
           "ref_model_mixup_alpha ref_model_sync_steps discopop_tau lora_target_modules "
           "model_revision padding_free",
-    words=(" trl ", "trl.scripts.", "trl/scripts/", "examples/scripts/"),
-    whole="(eval_dataset) dataset_kwargs dataset_mixture dataset_mixer model_init_kwargs "
+    whole="dataset_kwargs dataset_mixture dataset_mixer model_init_kwargs "
           "lr_scheduler_kwargs gradient_checkpointing_kwargs fsdp_config accelerator_config "
           "deepspeed",
     always=(
@@ -478,9 +436,7 @@ PEER = Peer(
         "TRL scores all that follows the prompt, the line end after the last end-of-turn token "
         "too; we score the last answer up to its end-of-turn token.",
         "`sft` and `aot` depend on micro-batches in TRL; here they count over the whole step.",
-        "Metrics in TRL are averages over micro-batches; here they are averages over pairs.",
         "The order of the pairs is another one.",
         "`from rather.trl import DPOConfig, DPOTrainer` trains on TRL's tokens, in TRL's order.",
     ),
-    script=settings_in,
 )  # fmt: skip
