@@ -39,6 +39,7 @@ ROOMS = {"migrate": "rather.migrate", "board": "rather.board", "report": "rather
 COMMANDS = ("sweep", "tune", "compare", "pairs", "demo")
 SAME_MODULE = "import sys, {old}\nsys.modules[__name__] = sys.modules['{old}']\n"
 PATIENCE = 900  # seconds for the tests of one file
+# U5, U9 and U16 were defects of parts of `rather migrate` that are removed.
 OF_THE_TESTS = ("mutation", "E7")  # ids of mutations that lived: the package was right before, too
 UNPROVED = {"failed", "broken", "no end"}  # outcomes before a repair, and never after it
 
