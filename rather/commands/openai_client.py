@@ -107,8 +107,8 @@ class Server:
             except ValueError:
                 problem = "an answer that is not a JSON object"
             else:
-                text = redact(content.decode(errors="replace"))
-                problem = f"HTTP {response.status_code}: {text[:SHOWN].strip()}"
+                text = _one_line(redact(content.decode(errors="replace")))
+                problem = f"HTTP {response.status_code}: {text}"
                 after = _seconds(response.headers.get("Retry-After"))
                 if response.status_code < 500 and response.status_code not in REPEATED:
                     raise ServerError(f"{url}: the server refuses a request: {problem}.")
@@ -163,6 +163,10 @@ def json_object(content: bytes) -> JsonObject:
     return answer
 
 
+def _one_line(text: str) -> str:
+    return " ".join(text[:SHOWN].split())
+
+
 def _seconds(text: Any) -> float | None:
     try:
         return max(0.01, float(text))
@@ -174,7 +178,7 @@ def first_choice(answer: JsonObject) -> JsonObject:
     """Return the first choice of a completion; raise ServerError if there is none."""
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        keys = ", ".join(answer)[:SHOWN] or "none"
+        keys = _one_line(", ".join(answer)) or "none"
         raise ServerError(f"the server's answer has no choices in it (its keys: {keys}).")
     return choices[0]
 

@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,16 +198,14 @@ class Fuzzer:
 
 
 class Forked:
-    """Stands in for subprocess.Popen of the tokenising child: a fork, which has all imports."""
+    """Stands in for subprocess.Popen of rather.child: a fork, which has all imports."""
 
     def __init__(
-        self, _: Sequence[str], *, pass_fds: tuple[int, int], env: dict[str, str], **__: Any
+        self, words: Sequence[str], *, pass_fds: Sequence[int], env: dict[str, str], **_: Any
     ) -> None:
-        from rather.data import pool
-
         self.code: int | None = None
-        self.child = os.fork()
-        if self.child:
+        self.pid = os.fork()
+        if self.pid:
             return
         code = 1
         try:
@@ -215,7 +214,7 @@ class Forked:
                 os.closerange(low + 1, high)
             os.environ.clear()
             os.environ.update(env)
-            pool.main(*pass_fds)
+            import_module(words[4]).main(*map(int, words[5:]))
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -225,11 +224,11 @@ class Forked:
 
     def kill(self) -> None:
         if self.code is None:
-            os.kill(self.child, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
         if self.code is None:
-            self.code = os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.code
 
 
@@ -247,7 +246,7 @@ def _run_child(case: Case, folder: Path) -> None:
         for what, most in ((resource.RLIMIT_CPU, SECONDS), (resource.RLIMIT_AS, used + ADDRESSES)):
             resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
         if case.forks:
-            from rather.data import child
+            from rather import child
 
             standing_in = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
             child.subprocess = standing_in  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import http.client
+import http.server
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ import yaml
 from PIL import Image
 
 from rather import cli, errors
+from rather.commands import openai_client
 from rather.config import load as load_module
 from rather.config.load import load, load_config
 from rather.data import cache as cache_module
@@ -639,6 +641,59 @@ def _ask(board: Board, draw: Random) -> str | None:
     return None
 
 
+def servers(world: World, draw: Random, folder: Path) -> Case:
+    """The damaged answers of a server that judges or generates, each of them damaged anew."""
+    for name in "ab":
+        rows = [{"prompt": f"w{i}", "responses": [f"{name} {i}"]} for i in range(3)]
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    class Damaged(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            prompt = json.loads(body or b"{}").get("prompt", "")
+            choice = {"text": "w2 w3", "token_ids": [5, 6], "finish_reason": "stop"}
+            usage = {"prompt_tokens": len(prompt), "completion_tokens": 2, "total_tokens": 9}
+            message = {"role": "assistant", "content": "[[A]]"}
+            answer = {"choices": [{**choice, "message": message}], "usage": usage}
+            content = json.dumps(answer | {"data": [{"id": "m"}]}).encode()
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+            for name in draw.choices(list(TEXT), k=draw.randint(0, 2)):
+                if draw.random() < 0.3:
+                    head = TEXT[name](head, draw)
+                else:
+                    content = TEXT[name](content, draw)
+            with suppress(OSError):  # the command reads no more
+                self.wfile.write(head + content)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    def work() -> int:
+        openai_client.FIRST_WAIT = openai_client.LONGEST_WAIT = 0.001
+        os.environ.pop("XDG_CACHE_HOME", None)  # HOME is the folder
+        with http.server.HTTPServer(("127.0.0.1", 0), Damaged) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            url = f"http://127.0.0.1:{server.server_port}"
+            try:
+                return command([*words, url, "--json"])
+            finally:
+                server.shutdown()
+
+    def judge(code: int) -> str | None:
+        errors = (folder / STDERR).read_text().partition("rather: ")[2].splitlines()
+        if code:
+            return f"more than a sentence: {errors}" if len(errors) > 1 else None
+        result = json.loads((folder / STDOUT).read_text())
+        return None if {result.get("n"), result.get("rows")} & {1, 2, 3} else f"gives {result}"
+
+    judging = ["judge", "a.jsonl", "b.jsonl", "--judge-model", "m", "--concurrency", "1", "--with"]
+    asking = ["generate", str(world.model), "a.jsonl", "--out", "c.jsonl", "--max-new-tokens", "4"]
+    words = draw.choice([judging, [*asking, "--concurrency", "1", "--timeout", "9", "--server"]])
+    return Case(f"answers of a server to rather {words[0]}", work, judge, forks=False)
+
+
 KINDS: dict[str, Kind] = {
     "configs": configs,
     "rows": rows,
@@ -653,4 +708,5 @@ KINDS: dict[str, Kind] = {
     "checkpoints": checkpoints,
     "run folders": run_folders,
     "board requests": board_requests,
+    "servers": servers,
 }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from rather.checkpoint import manifest
-from rather.commands import verify
+from rather.commands import judges, verify
 from rather.config import load
 from rather.data import prepare
 from rather.errors import ConfigError
@@ -81,6 +81,10 @@ def _answers_without_a_token() -> list[Any]:
     return [patch.object(Board, "knows", lambda self, token: len(token) < 40)]
 
 
+def _believes_a_server() -> list[Any]:
+    return [patch.object(judges, "first_choice", lambda answer: answer["choices"][0])]
+
+
 BUGS: dict[str, Bug] = {
     "a row is lost": Bug("rows", "are lost, but only", _loses_the_row_before_a_bad_one),
     "hashes are not compared": Bug(
@@ -91,6 +95,7 @@ BUGS: dict[str, Bug] = {
     "a loop without an end": Bug("configs", "did not end in time", _never_ends_at_an_odd_byte),
     "an exit code": Bug("configs", "undocumented exit code 42", _has_an_exit_code_of_its_own),
     "a weak token": Bug("board requests", "has no token", _answers_without_a_token),
+    "a server is believed": Bug("servers", "printed a traceback", _believes_a_server),
 }
 
 
