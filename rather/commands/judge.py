@@ -28,10 +28,12 @@ from rather.commands.judges import (
 from rather.commands.terminal import echo
 from rather.config.redaction import public_url
 from rather.config.schema import AnswerJudge
+from rather.config.values import BY_CHANCE
 from rather.data.json_rows import DropReason
 from rather.data.read import find_sources, rows_of
 from rather.errors import ConfigError, DataError, RatherError, counted
 from rather.files import JsonObject
+from rather.outcome.habits import HABITS, habit_metrics
 from rather.tracking.json_lines import strict_json
 
 log = logging.getLogger(__name__)
@@ -243,7 +245,10 @@ def compare_rows(
     else:
         comparisons, facts = _compare_by_scores(scorer_of(name, file, options), first, second)
         counts_of_judge |= facts
-    return win_rates(comparisons) | answer_facts(first, second) | counts_of_judge
+    texts = [[row.responses[0] for row in rows] for rows in (first, second)]
+    habits = habit_metrics("", *texts, texts[0])
+    chances = {name: habits[name] for name in habits if name.endswith("_chance")}
+    return win_rates(comparisons) | answer_facts(first, second) | chances | counts_of_judge
 
 
 # A prompt, the answer of the base, and that of the trained model.
@@ -257,7 +262,10 @@ def answer_judge(
     options = JudgeOptions.of(asked)
     if is_server(asked.name) and not asked.model:
         raise ConfigError("eval_prompts.judge.model: name the model of the server that judges.")
-    if ".py" in asked.name:  # what is wrong is found before training, not after it
+    # What is wrong is found before training, not after it.
+    if is_server(asked.name):
+        ServerJudge(asked.name, options)
+    else:
         judge = scorer_of(asked.name, file, options)
         if isinstance(judge, RuleJudge):
             judge.check([JudgedPrompt("", {"prompt": ""}, "eval_prompts")])
@@ -386,8 +394,9 @@ def win_rates(comparisons: Sequence[Comparison]) -> JsonObject:
 
 
 def answer_facts(*files: Sequence[AnswerRow]) -> JsonObject:
-    """Return what the answers of each file are like: length, shares of cut ones and refusals."""
-    facts: JsonObject = {"mean_length": [], "cut": [], "repetition": [], "refusals": []}
+    """Return what the answers of each file are like: length, and shares with a fault."""
+    names = ("mean_length", "cut", "repetition", "refusals", *HABITS)
+    facts: JsonObject = {name: [] for name in names}
     for rows in files:
         texts = [text for row in rows for text in row.responses]
         ends = [end for row in rows for end in row.ended or []]
@@ -395,6 +404,8 @@ def answer_facts(*files: Sequence[AnswerRow]) -> JsonObject:
         facts["cut"].append(ends.count(False) / len(ends) if len(ends) == len(texts) else None)
         facts["repetition"].append(fmean(map(repetition, texts)))
         facts["refusals"].append(fmean(map(is_refusal, texts)))
+        for name, has in HABITS.items():
+            facts[name].append(fmean(map(has, texts)))
     return facts
 
 
@@ -423,6 +434,9 @@ def print_verdict(result: JsonObject) -> None:
     echo(f"characters: {_both(result['mean_length'], '.0f')}")
     for name in ("cut", "repetition", "refusals"):
         echo(f"{name}: {_both(result[name], '.1%')}")
+    for name, text in (("repeats", "repeat a sentence"), ("starts_within", "begin within one")):
+        more = ", more than by chance" if result[f"{name}_chance"] < BY_CHANCE else ""
+        echo(f"{text}: {_both(result[name], '.1%')}{more}")
     _print_errors(result)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import jinja2
 import jinja2.meta
@@ -22,7 +24,7 @@ from rather.config.found import NO_TRUST, Trust
 from rather.config.redaction import public_url
 from rather.config.schema import AnswerJudge
 from rather.data.rule import Rule, Unscored
-from rather.errors import ConfigError, ServerError
+from rather.errors import ConfigError, RatherError, ServerError
 from rather.files import (
     JsonObject,
     append_whole,
@@ -35,6 +37,8 @@ from rather.files import (
 )
 from rather.reference.logprob_cache import refuse_foreign
 from rather.tracking.json_lines import strict_json
+
+log = logging.getLogger(__name__)
 
 RULE = re.compile(r"(.+\.py):(\w+)")
 VERDICT = re.compile(r"\[\[([ABC])\]\]")
@@ -85,7 +89,10 @@ class JudgeOptions:
     def of(cls, judge: AnswerJudge) -> JudgeOptions:
         """Return the options that a config names."""
         template = Path(judge.template) if judge.template else None
-        return cls(judge.model, template, judge.max_tokens)
+        return cls(
+            judge.model, template, judge.max_tokens, columns=judge.columns or {},
+            rule_timeout=judge.rule_timeout,
+        )  # fmt: skip
 
 
 class JudgedPrompt(NamedTuple):
@@ -122,19 +129,20 @@ class VerdictCache:
     """Results of a judge by a digest of the question, in the user's own cache folder.
 
     Files that others made, such as one next to the answers, decide nothing. Several commands may
-    append at a time: each line is one write to the end of the file.
+    append at a time: each line is one write to the end of the file. A file that cannot be used
+    costs a warning, and the results are kept for this command.
     """
 
     def __init__(self, judge: Any, kind: type) -> None:
-        home = real_path(Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")))
-        for folder in (home / "rather", home / "rather" / "verdicts"):
-            make_folder(folder, "XDG_CACHE_HOME", 0o700)
-            refuse_foreign(folder, "XDG_CACHE_HOME")
-        file = folder / f"{text_sha(strict_json(judge))}.jsonl"
-        self._file = open(file, "a+b", buffering=0, opener=own)  # noqa: SIM115
         self._known: dict[str, Any] = {}
-        self._file.seek(0)
-        for line in self._file.read().splitlines():
+        self.file: BinaryIO | None = None
+        try:
+            self.file = verdict_file(judge)
+            lines = self.file.read().splitlines()
+        except (RatherError, OSError) as error:
+            self._close(error)
+            return
+        for line in lines:
             with suppress(ValueError, KeyError, TypeError):  # of a line that was cut off
                 entry = parse_json(line)
                 if isinstance(entry["result"], kind):
@@ -148,9 +156,36 @@ class VerdictCache:
 
     def add(self, key: str, result: Any) -> None:
         self._known[key] = result
+        if (file := self.file) is None:
+            return
         # The first line end closes a line that a kill or a full disk has cut off.
         line = f"\n{strict_json({'key': key, 'result': result})}\n"
-        append_whole(self._file.fileno(), line.encode())
+        try:
+            append_whole(file.fileno(), line.encode())
+        except OSError as error:
+            self._close(error)
+
+    def _close(self, error: Exception) -> None:
+        self.file = None
+        warn_uncached(str(error))
+
+
+def verdict_file(judge: Any) -> BinaryIO:
+    """Open the file of a judge in the user's own cache folder, at its beginning."""
+    home = real_path(Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")))
+    for folder in (home / "rather", home / "rather" / "verdicts"):
+        make_folder(folder, "XDG_CACHE_HOME", 0o700)
+        refuse_foreign(folder, "XDG_CACHE_HOME")
+    name = f"{text_sha(strict_json(judge))}.jsonl"
+    file = open(folder / name, "a+b", buffering=0, opener=own)  # noqa: SIM115
+    file.seek(0)
+    return file
+
+
+@cache
+def warn_uncached(problem: str) -> None:
+    """Log once that results are not cached."""
+    log.warning("The judge's results are not cached: %s", problem)
 
 
 def prompt_text(prompt: Any) -> str:
@@ -322,8 +357,8 @@ class ServerJudge:
             return dict(pool.map(ask, missing.items()))
         except ServerError as error:
             raise ServerError(
-                f"--with {self.server.with_address(error)} Finished verdicts are kept; run the "
-                "same command again."
+                f"--with {self.server.with_address(error)} Run the same command again"
+                f"{'; finished verdicts are kept' if self.cache.file else ''}."
             ) from None
         finally:
             self.server.stopped.set()
@@ -380,6 +415,8 @@ def columns_of(words: Iterable[str]) -> dict[str, str]:
 
 def scorer_of(name: str, file: Path, options: JudgeOptions) -> Scorer:
     """Return the judge that gives scores: a rule, or a reward model."""
+    if public_url(name) != name:  # not shown: it may hold a password
+        raise ConfigError("--with: write the address of a server as http://HOST:PORT.")
     if options.model or options.template or options.dry_run:
         raise ConfigError("--judge-model, --judge-template and --dry-run need --with http(s)://...")
     if rule := RULE.fullmatch(name):

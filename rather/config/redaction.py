@@ -25,12 +25,13 @@ _PATTERNS = re.compile(
     # User and password in an address, also in one that was read as a path; a password may hold an
     # @.
     r"|(?:(?<=://)|(?<=:/))[^\s/@]+(?:@[^\s/@\"]*)*(?=@)"
+    r"|(?<![^\s\"'=(])[^\s/@:\"'=(]{1,100}:[^\s/\"']{1,200}(?=@)"  # without a scheme
 )
 _IN_QUERY = re.compile(
     r"(?<=[?&])([\w.-]*(?:token|key|secret|password)=)[^\s&#\"']+", re.IGNORECASE
 )
-# Scheme, user and password, host and path, query.
-_ADDRESS = re.compile(r"(https?://)(?:([^?#]*)@)?([^?#]*)\??([^#]*).*", re.DOTALL)
+_SCHEME = re.compile(r"[a-z][a-z\d+.-]*:/+", re.IGNORECASE)
+_PORT = re.compile(r"[^/]*:\d")
 # Terminals obey these: they could rewrite what was printed, or fill the clipboard.
 _CONTROL = {
     number: f"\\x{number:02x}"
@@ -70,18 +71,36 @@ def redact(text: str) -> str:
     return _IN_QUERY.sub(rf"\g<1>{HIDDEN}", _PATTERNS.sub(HIDDEN, without_known(text)))
 
 
+def _split(name: str) -> tuple[str, str, str, str]:
+    """Return scheme, user with password, host with path, and query of an address.
+
+    Another name is returned as a path. A path may hold an @, too: without a scheme, user and
+    password have a colon between them, or precede a port.
+    """
+    match = _SCHEME.match(name)
+    scheme = match[0] if match else ""
+    address, _, query = name.removeprefix(scheme).partition("#")[0].partition("?")
+    login, at, place = address.rpartition("@")
+    if scheme or (at and (":" in login.partition("/")[0] or _PORT.match(place))):
+        return scheme, login, place, query
+    return ("", "", address, query) if "=" in query else ("", "", name, "")
+
+
 def public_url(name: str) -> str:
     """Return an address without user, password, query and fragment; another name as it is."""
-    match = _ADDRESS.fullmatch(name)
-    return match[1] + match[3] if match else name
+    scheme, _, place, _ = _split(name)
+    return scheme + place
 
 
 def url_secrets(name: str) -> set[str]:
-    """Return user, password and query of an address, as they are written and as they are read."""
-    match = _ADDRESS.fullmatch(name)
-    hidden = [text for text in (match[2], match[4]) if text] if match else []
-    words = [word for text in hidden for word in (text, *re.split("[:&=]", text))]
-    return {*words, *map(unquote, words)}
+    """Return user, password and the values of the query, as they are written and as they are read.
+
+    Names of parameters are public, and words in messages.
+    """
+    _, login, _, query = _split(name)
+    values = [part.partition("=")[2] if "=" in part else part for part in query.split("&")]
+    secrets = {login, *login.split(":", 1), *values} - {""}
+    return secrets | set(map(unquote, secrets))
 
 
 def printable(text: str) -> str:

@@ -521,6 +521,10 @@ class AnswerJudge(Section):
     """Jinja file of the question to the server, with prompt, answer_a and answer_b."""
     max_tokens: Count = 1024
     """Token limit of a verdict of the server."""
+    columns: dict[str, Text] | None = None
+    """Columns for parameters of the rule, or names in the template, as in `{gold: answer}`."""
+    rule_timeout: Positive | None = None
+    """Seconds that a rule may take for one answer; default: 10."""
 
     @property
     def name(self) -> str:

@@ -88,7 +88,8 @@ class Rule:
             if column and column not in row:
                 raise DataError(
                     f"{place}: has no column `{column}`, which {self.label} needs; its columns are "
-                    f"{', '.join(row)}. Name one of them: --column {name}=COLUMN."
+                    f"{', '.join(row)}. Name one of them: --column {name}=COLUMN, or judge.columns in a "
+                    "YAML."
                 )
 
     def score(self, prompt: Any, answer: str, row: JsonObject, place: str) -> float | Unscored:
@@ -169,7 +170,7 @@ def _kill(process: subprocess.Popen[bytes], connection: socket.socket, lifeline:
 def main(handle: int, lifeline: int) -> None:
     """Import the rule, then score answers until the parent closes the connection."""
     lead_group(lifeline)
-    limit_memory()
+    limit_data()
     own_id = os.getpid()
     with socket.socket(fileno=handle) as connection, connection.makefile("rb") as questions:
 
@@ -210,10 +211,10 @@ def lead_group(lifeline: int) -> None:
         fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
 
 
-def limit_memory() -> None:
+def limit_data() -> None:
     """Let this process fill half of the machine's memory.
 
-    The limit is not on addresses: libraries for GPUs reserve more of them than there is memory.
+    The limit is not on addresses, as that of `limit_memory` in rather/files.py: libraries for GPUs reserve more of them than there is memory.
     """
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)

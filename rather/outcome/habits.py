@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rather.data.pairs import PairDataset
+if TYPE_CHECKING:
+    from rather.data.pairs import PairDataset
 
 SAMPLE = 256  # chosen answers: the share of a habit is known to +- 0.06
 SENTENCE = 12  # characters: shorter lines, as in lists and code, may come again

@@ -115,6 +115,22 @@ def test_four_answers_to_a_prompt_do_not_narrow_the_interval(
         assert found[1][name] == pytest.approx(found[0][name])
 
 
+def test_answers_that_have_taken_up_habits(tmp_path: Path) -> None:
+    good = [f"Answer {i} is a whole sentence." for i in range(20)]
+    repeated = [f"{text} {text}" for text in good[:8]]
+    worn = [*repeated, *(text.lower() for text in good[8:16]), *good[16:]]
+    (tmp_path / "rule.py").write_text(KIND)
+    a, b = (answers(tmp_path / f"{i}.jsonl", texts) for i, texts in enumerate((good, worn)))
+    words = ("--with", f"{tmp_path / 'rule.py'}:score")
+    result = told("judge", a, b, *words)
+    assert result["repeats"] == result["starts_within"] == [0.0, 0.4]
+    assert result["repeats_chance"] == result["starts_within_chance"] == 0.5**9
+    printed = rather("judge", a, b, *words).stdout
+    assert "repeat a sentence: A 0.0%, B 40.0%, more than by chance\n" in printed
+    assert "begin within one: A 0.0%, B 40.0%, more than by chance\n" in printed
+    assert "more than by chance" not in rather("judge", b, a, *words).stdout
+
+
 def test_a_judge_that_always_says_a_is_found_out(files: tuple[Path, Path]) -> None:
     with serving(says(lambda first, second: "[[A]]")) as server:
         found = told("judge", *files, "--with", server.url, "--judge-model", "m")

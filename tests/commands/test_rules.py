@@ -244,7 +244,13 @@ def test_the_rule_of_eval_prompts(folder: Path, caplog: pytest.LogCaptureFixture
     rates = answer_judge(asked, folder)([("p", "good", "better"), ("q", "exit", "x")])
     assert (rates["n"], rates["wins"], rates["left_out"]) == (1, 1, 1)
     assert "SystemExit: None (at eval_prompts: prompt 2)" in caplog.text
-    rule("def score(prompt, answer, gold): pass")
+    rule("def score(prompt, answer, gold): return len(gold) if answer else exec('while 1: pass')")
+    more = {"columns": {"gold": "prompt"}, "rule_timeout": 0.5}
+    asked = AnswerJudge.model_validate({"with": "rule.py:score", **more})
+    rates = answer_judge(asked, folder)([("pp", "x", "y"), ("p", "", "y")])
+    assert (rates["mean_score"], rates["left_out"]) == ([2.0, 2.0], 1)
+    assert "took longer than 0.5 s" in caplog.text
+    asked = AnswerJudge.model_validate({"with": "rule.py:score"})
     with pytest.raises(DataError, match="eval_prompts: has no column `gold`"):
         answer_judge(asked, folder)
 

@@ -293,11 +293,13 @@ def digest(judge: AnswerJudge | None) -> str | None:
     """Return a digest of what gives scores: a rule's file, a model's weights, or a server."""
     if judge is None:
         return None
+    more = [part for part in (judge.columns, judge.rule_timeout) if part]
     if rule := RULE.fullmatch(judge.name):
-        return f"{rule[2]}:{file_sha(Path(rule[1]).expanduser())}"
+        written = f"{rule[2]}:{file_sha(Path(rule[1]).expanduser())}"
+        return f"{written}:{strict_json(more)}" if more else written
     if is_server(judge.name):
         template = file_sha(Path(judge.template)) if judge.template else None
-        return strict_json([judge.name, judge.model, template])
+        return strict_json([judge.name, judge.model, template, *more])
     return weights_of(judge.name).digest()
 
 
