@@ -177,6 +177,7 @@ class Output:
         self.path, self.force = path, force
         self.meta = path.with_name(f"{path.name}.meta.json")
         self.part = path.with_name(f"{path.name}.part")
+        self._journal: Journal | None = None
 
     def is_finished(self, work: JsonObject) -> bool:
         """Return whether the file is the result of this work; refuse to replace another one."""
@@ -196,11 +197,21 @@ class Output:
             self.path.unlink()
         return not names
 
+    def open_journal(self, work: JsonObject) -> Journal:
+        """Open the journal, which is locked until `close`: no other command opens it before it is
+        removed."""
+        self._journal = Journal(self.part, work)
+        return self._journal
+
     def finish(self, rows: Iterator[JsonObject], meta: JsonObject) -> None:
         """Write both files; the answers last, as they say that the work is done."""
         write_atomic(self.meta, [strict_json(meta, indent=1), "\n"])
         write_atomic(self.path, (f"{strict_json(row)}\n" for row in rows))
-        self.part.unlink()
+        self.part.unlink(missing_ok=True)  # a second command that finds the work done removes it
+
+    def close(self) -> None:
+        if self._journal:
+            self._journal.close()
 
 
 def progress_bar(total: int, done: int) -> Progress:
@@ -215,7 +226,7 @@ Answered = tuple[dict[int, list[WrittenAnswer]], JsonObject]  # the last: more f
 
 
 def write_answers(
-    answer: Callable[[Weights, Prompts, JsonObject, Path], Answered],
+    answer: Callable[[Weights, Prompts, JsonObject, Output], Answered],
     source: JsonObject,
     model: str,
     file: Path,
@@ -228,8 +239,8 @@ def write_answers(
 ) -> JsonObject:
     """Write the answers that `answer` gives, and return meta.json.
 
-    `answer` gets the weights, the prompts, what the work is, and the path of its journal; `source`
-    says where answers come from.
+    `answer` gets the weights, the prompts, what the work is, and the output with its journal;
+    `source` says where answers come from.
     """
     weights = weights_of(model, trust)
     if weights.is_reward:
@@ -255,11 +266,12 @@ def write_answers(
         output.part.unlink(missing_ok=True)
         echo(f"{out}: is already complete.", err=True)
         return dict(read_json(output.meta))
-    answers, facts = answer(weights, prompts, work, output.part)
-    tokens = token_counts(prompts, answers) | facts.pop("tokens", {})
-    meta = work | facts | {"tokens": tokens}
-    rows = (prompts.written_row(index, answers[index]) for index in range(len(prompts.ids)))
-    output.finish(rows, meta)
+    with closing(output):
+        answers, facts = answer(weights, prompts, work, output)
+        tokens = token_counts(prompts, answers) | facts.pop("tokens", {})
+        meta = work | facts | {"tokens": tokens}
+        rows = (prompts.written_row(index, answers[index]) for index in range(len(prompts.ids)))
+        output.finish(rows, meta)
     return meta
 
 
@@ -274,27 +286,27 @@ def generate_answers(
 ) -> JsonObject:
     """Write the answers of a model in this process, and return meta.json."""
 
-    def answer(weights: Weights, prompts: Prompts, work: JsonObject, part: Path) -> Answered:
+    def answer(weights: Weights, prompts: Prompts, work: JsonObject, output: Output) -> Answered:
         causal_lm = weights.load(here(), sees_images=prompts.has_images).causal_lm
         decides = {name: fact for name, fact in work.items() if name != "model"}  # not its path
         sampler = Sampler(causal_lm, prompts, request, text_sha(strict_json(decides)))
-        earlier_batch = (first_entry(part) or {}).get("batch")
+        earlier_batch = (first_entry(output.part) or {}).get("batch")
         sampler.set_batch(batch or (earlier_batch if isinstance(earlier_batch, int) else None))
         answers: dict[int, list[WrittenAnswer]] = {}
         count = request.answers
-        with closing(Journal(part, work | {"batch": sampler.batch})) as journal:
-            with journal.reading():
-                for entry in journal.entries:
-                    for index, answers_of_prompt in entry["answers"]:
-                        answers[index] = [written_answer(*fields) for fields in answers_of_prompt]
-            with progress_bar(len(prompts.ids) * count, len(answers) * count) as bar:
-                for number, chunk in enumerate(sampler.chunks):
-                    if all(index in answers for index in chunk):
-                        continue
-                    answers_of_chunk = sampler.answer(number)
-                    journal.append({"chunk": number, "answers": list(answers_of_chunk.items())})
-                    answers |= answers_of_chunk
-                    bar.advance(bar.task_ids[0], len(answers_of_chunk) * count)
+        journal = output.open_journal(work | {"batch": sampler.batch})
+        with journal.reading():
+            for entry in journal.entries:
+                for index, answers_of_prompt in entry["answers"]:
+                    answers[index] = [written_answer(*fields) for fields in answers_of_prompt]
+        with progress_bar(len(prompts.ids) * count, len(answers) * count) as bar:
+            for number, chunk in enumerate(sampler.chunks):
+                if all(index in answers for index in chunk):
+                    continue
+                answers_of_chunk = sampler.answer(number)
+                journal.append({"chunk": number, "answers": list(answers_of_chunk.items())})
+                answers |= answers_of_chunk
+                bar.advance(bar.task_ids[0], len(answers_of_chunk) * count)
         return answers, {"batch": sampler.batch}
 
     source = {"server": None, "device": here().partition(":")[0]}

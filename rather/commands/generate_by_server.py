@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rather.commands.generate import (
     Answered,
     AnswerRequest,
+    Output,
     Prompts,
     WrittenAnswer,
     progress_bar,
@@ -236,10 +237,10 @@ def generate_by_server(
 ) -> JsonObject:
     """Write the answers of a server that runs MODEL, and return meta.json."""
 
-    def answer(_: Weights, prompts: Prompts, work: JsonObject, part: Path) -> Answered:
-        with closing(Journal(part, work)) as journal:
-            asking = Asking(ServedModel(options, prompts, request, model), journal, options)
-            asking.run()
+    def answer(_: Weights, prompts: Prompts, work: JsonObject, output: Output) -> Answered:
+        journal = output.open_journal(work)
+        asking = Asking(ServedModel(options, prompts, request, model), journal, options)
+        asking.run()
         answers = {
             prompt: [asking.answers[prompt, k] for k in range(request.answers)]
             for prompt in range(len(prompts.ids))

@@ -37,6 +37,8 @@ class Journal:
         self._file = open(path, "a+b", opener=own)  # noqa: SIM115 - open as long as the work
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until close, or a kill
+            if os.fstat(self._file.fileno()).st_nlink == 0:  # removed since it was opened
+                raise BlockingIOError
         except BlockingIOError:
             self.close()
             raise ConfigError(
