@@ -236,8 +236,10 @@ class StopRequest:
             signal.signal(number, handler)
         if self._leaving is not None:
             self._leaving.cancel()
+        if isinstance(error, SystemExit) and error.code == signal.SIGTERM:
+            self.end()  # Ray has its own handler while it starts
         # Ray's compiled code turns what a handler raises into a SystemError.
-        if error is None or isinstance(error, SystemError):
+        if error is None or isinstance(error, SystemError | SystemExit):
             self._end_if_asked()
 
     def begin_training(self) -> None:

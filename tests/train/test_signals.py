@@ -378,6 +378,18 @@ def test_an_error_that_compiled_code_makes_of_a_stop_is_the_stop() -> None:
     assert ended.value.exit_code == 143
 
 
+def while_ray_starts() -> None:
+    with StopRequest(patience=None):
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as ray.init does
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_while_ray_starts_is_a_stop() -> None:
+    with pytest.raises(Ended, match="SIGTERM: stopped before training began") as ended:
+        while_ray_starts()
+    assert ended.value.exit_code == 143
+
+
 @pytest.mark.parametrize(("step", "saves"), [(0, 0), (3, 1)])
 def test_a_save_that_another_process_was_asked_for_is_made_by_all(step: int, saves: int) -> None:
     """Before the first step there is nothing to save."""
