@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 
 from rather.tools.tune import NOTHING, Rewards, decide
 
+ROOT = Path(__file__).parents[1]
 STRENGTHS = (9.0, 3.0, 1.0, 1 / 3, 1 / 9)  # of the best rate
 
 
@@ -37,6 +40,9 @@ def main() -> None:
 
 
 def share_without_effect(pairs: int, finalists: int, spread: float, cases: int) -> float:
+    sys.path.insert(0, str(ROOT))
+    from tests.pairs.test_tune import equal_loss
+
     draw = np.random.default_rng([pairs, finalists, round(10 * spread)])
     center = equal_loss(spread)
     written = 0
@@ -67,18 +73,6 @@ def best_of(margins: np.ndarray) -> str:
     finalists = {str(place): Rewards(row, prompts) for place, row in enumerate(margins)}
     harm = {name: (0.0, -float(name)) for name in finalists}
     return decide(finalists, Rewards(np.zeros(len(prompts)), prompts), harm)[2]
-
-
-def equal_loss(spread: float) -> float:
-    """Return the mean of normal margins whose mean loss is that of no training."""
-    grid = np.linspace(-6, 6, 2001)
-    weight = np.exp(-(grid**2) / 2)
-    low, high = 0.0, 10.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        loss = weight @ np.logaddexp(0, -(middle + spread * grid)) / weight.sum()
-        low, high = (middle, high) if loss > math.log(2) else (low, middle)
-    return low
 
 
 if __name__ == "__main__":

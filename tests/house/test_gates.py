@@ -31,8 +31,9 @@ MOST = {
     # masters that are made as a save writes them (290); trials that run out of memory (50);
     # calls of tools that a template leaves out, trials of layers without their weights (410);
     # routers of LongCat-Flash (31); exports that are proven, limits of servers and rules (6,000);
-    # one rule of choice, answers that select a model (450).
-    "tokens of the core": 327_900,
+    # one rule of choice, answers that select a model (450); addresses without a scheme, judges
+    # without a cache, habits of answers, keys of a judge (620).
+    "tokens of the core": 328_500,
     # Rounds, finalists of tune, GGUF files, init, push, images; scripts of users behind a command
     # line, the card that is pushed (940); a child that writes pages (300); names of pushed files (200),
     # serious findings of init (29); sources of pairs and tails of errors (950), neighbours of
