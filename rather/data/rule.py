@@ -88,8 +88,8 @@ class Rule:
             if column and column not in row:
                 raise DataError(
                     f"{place}: has no column `{column}`, which {self.label} needs; its columns are "
-                    f"{', '.join(row)}. Name one of them: --column {name}=COLUMN, or judge.columns in a "
-                    "YAML."
+                    f"{', '.join(row)}. Name one of them: --column {name}=COLUMN, or judge.columns "
+                    "in a YAML."
                 )
 
     def score(self, prompt: Any, answer: str, row: JsonObject, place: str) -> float | Unscored:
@@ -214,7 +214,8 @@ def lead_group(lifeline: int) -> None:
 def limit_data() -> None:
     """Let this process fill half of the machine's memory.
 
-    The limit is not on addresses, as that of `limit_memory` in rather/files.py: libraries for GPUs reserve more of them than there is memory.
+    The limit is not on addresses, as that of `limit_memory` in rather/files.py: libraries for GPUs
+    reserve more of them than there is memory.
     """
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
