@@ -245,8 +245,8 @@ def compare_rows(
     else:
         comparisons, facts = _compare_by_scores(scorer_of(name, file, options), first, second)
         counts_of_judge |= facts
-    texts = [[row.responses[0] for row in rows] for rows in (first, second)]
-    habits = habit_metrics("", *texts, texts[0])
+    old, new = ([row.responses[0] for row in rows] for rows in (first, second))
+    habits = habit_metrics("", old, new, old)
     chances = {name: habits[name] for name in habits if name.endswith("_chance")}
     return win_rates(comparisons) | answer_facts(first, second) | chances | counts_of_judge
 
