@@ -442,7 +442,8 @@ def print_verdict(result: JsonObject) -> None:
 
 def _print_errors(result: JsonObject) -> None:
     if result.get("errors"):
-        prompts = f", {counted(result['left_out'], 'prompts')} left out" * ("left_out" in result)
+        left_out = result.get("left_out")  # of two files
+        prompts = "" if left_out is None else f", {counted(left_out, 'prompts')} left out"
         echo(f"{counted(result['errors'], 'answers')} without a score{prompts}:")
         for reason in result["first_errors"]:
             echo(f"  {reason}")

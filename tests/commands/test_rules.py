@@ -124,6 +124,7 @@ def test_a_pair_with_an_error_is_left_out_and_counted() -> None:
     counts = ("n", "wins", "prompts", "errors", "left_out", "mean_score")
     assert [result[name] for name in counts] == [2, 2, 5, 4, 3, [2.5, 4.0]]
     printed = rather("judge", a, b, *WITH).stdout
+    assert "2 answers without a score:\n  --with" in rather("judge", a, *WITH).stdout
     assert "4 answers without a score, 3 prompts left out:\n  --with rule.py:score, line" in printed
 
 
