@@ -434,7 +434,10 @@ def print_verdict(result: JsonObject) -> None:
     echo(f"characters: {_both(result['mean_length'], '.0f')}")
     for name in ("cut", "repetition", "refusals"):
         echo(f"{name}: {_both(result[name], '.1%')}")
-    for name, text in (("repeats", "repeat a sentence"), ("starts_within", "begin within one")):
+    for name, text in (
+        ("repeats", "repeat a sentence"),
+        ("starts_within", "begin within a sentence"),
+    ):
         more = ", more than by chance" if result[f"{name}_chance"] < BY_CHANCE else ""
         echo(f"{text}: {_both(result[name], '.1%')}{more}")
     _print_errors(result)

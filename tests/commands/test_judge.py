@@ -127,7 +127,7 @@ def test_answers_that_have_taken_up_habits(tmp_path: Path) -> None:
     assert result["repeats_chance"] == result["starts_within_chance"] == 0.5**9
     printed = rather("judge", a, b, *words).stdout
     assert "repeat a sentence: A 0.0%, B 40.0%, more than by chance\n" in printed
-    assert "begin within one: A 0.0%, B 40.0%, more than by chance\n" in printed
+    assert "begin within a sentence: A 0.0%, B 40.0%, more than by chance\n" in printed
     assert "more than by chance" not in rather("judge", b, a, *words).stdout
 
 

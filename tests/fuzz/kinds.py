@@ -642,7 +642,7 @@ def _ask(board: Board, draw: Random) -> str | None:
 
 
 def servers(world: World, draw: Random, folder: Path) -> Case:
-    """The damaged answers of a server that judges or generates, each of them damaged anew."""
+    """The damaged answers of a server that judges or generates, each damaged in its own way."""
     for name in "ab":
         rows = [{"prompt": f"w{i}", "responses": [f"{name} {i}"]} for i in range(3)]
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -256,7 +256,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--folder", type=Path, help="keeps results, so that a second call goes on")
+    parser.add_argument(
+        "--folder", type=Path, help="keeps results; a second call goes on with the rest"
+    )
     parser.add_argument("--limit", type=float, default=200, help="seconds of a type")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()

@@ -358,7 +358,7 @@ RULES: Rules = {
         dataset_text_field is_encoder_decoder padding_value base_model_attribute_name
         ref_model_init_kwargs streaming fraction dataset_train_name
         dataset_test_name -
-        (old) (versions) ~ it tells the version of TRL
+        (old) (versions) ~ shows which version of TRL the file is for
         loss_weights = loss_weights
         rpo_alpha = rpo_alpha
         ld_alpha = ld_alpha
