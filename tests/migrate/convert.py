@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
+
 from rather.config.inherit import value_at
-from rather.tools.migrate.engine import Migrated, migrate
+from rather.tools.migrate.engine import Migrated, full, migrate
 from rather.tools.migrate.peers import PEERS
 from rather.tools.migrate.rules import IMPOSSIBLE, MISSING, UNKNOWN, Outcome
-from rather.tools.migrate.source import SourceSettings
 
 TRAINING, MODEL, DATA = (f"actor_train.{name}_args" for name in ("training", "model", "data"))
 LR, RANK, DTYPE = f"{TRAINING}.learning_rate", f"{MODEL}.lora_rank", f"{MODEL}.dtype"
@@ -25,14 +27,23 @@ def of(
     devices: int | None = None,
     folder: Path | None = None,
 ) -> Migrated:
-    file = folder / "source.yaml" if folder else None
-    return migrate(SourceSettings("test", values, file), PEERS[peer], devices, trainer)
+    return migrate((folder or Path()) / "source.yaml", values, PEERS[peer], devices, trainer)
 
 
-def problems(result: Migrated, *ignored: str) -> dict[str, str]:
+def cells(text: str) -> list[Any]:
+    """Return the parameters of a table: YAML between bars, and the defect of a line after `##`."""
+    parameters = []
+    lines = [line for line in text.strip().splitlines() if not line.strip().startswith("#")]
+    for line in lines:
+        cell, _, defect = line.partition(" ## ")
+        marks = [pytest.mark.defect(defect)] if defect else []
+        parameters.append(pytest.param(*map(yaml.safe_load, cell.split(" | ")), marks=marks))
+    return parameters
+
+
+def problems(result: Migrated) -> dict[str, str]:
     bad = (MISSING, IMPOSSIBLE, UNKNOWN)
-    rows = [row for row in result.rows if row.key not in ignored]
-    return {row.key: row.status for row in rows if row.status in bad}
+    return {row.key: row.status for row in result.rows if row.status in bad}
 
 
 def row_of(result: Migrated, key: str) -> Outcome:
@@ -43,4 +54,4 @@ def row_of(result: Migrated, key: str) -> Outcome:
 def values_of(result: Migrated, expected: dict[str, Any]) -> dict[str, Any]:
     """Return the values of these keys; `pairs` is the number of pairs of a step."""
     own = {"pairs": result.config.global_batch()}
-    return {key: own[key] if key in own else value_at(result.config, key) for key in expected}
+    return {key: own[key] if key in own else value_at(result.config, full(key)) for key in expected}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,13 @@ import yaml
 from typer.testing import CliRunner
 
 from rather.cli import app
-from rather.tools.migrate.peers import trl, trl_versions
-from rather.tools.migrate.rules import MISSING, UNSET
+from rather.tools.migrate.engine import TRAINER
+from rather.tools.migrate.peers import trl
+from rather.tools.migrate.peers.trl_versions import BETWEEN, OLD, SHARED, table
+from rather.tools.migrate.rules import UNSET
 from tests.migrate.convert import BASIC, of, problems
 
-CELLS = [
-    (trainer, version)
-    for trainer in sorted(set(trl_versions.table()["keys"]) - {trl_versions.SHARED})
-    for version in trl_versions.versions()
-    if trl_versions.keys_of(trainer, version)
-]
+VERSIONS: list[str] = list(table()["versions"])
 TRAINED = {  # what Rather calls the training of each trainer
     "dpo": ("preference", "sigmoid"),
     "cpo": ("preference", "cpo"),
@@ -30,22 +27,34 @@ TRAINED = {  # what Rather calls the training of each trainer
     "sft": ("sft", "sft"),
     "reward": ("reward", "bradley_terry"),
 }
+RATES = {"reward": 1e-4, "sft": 2e-5, "bco": 5e-7}  # of TRL 1.x; of others 1e-6
+
+
+@cache
+def keys_of(trainer: str) -> dict[str, set[str]]:
+    """Return the settings of a trainer by version."""
+    keys: dict[str, set[str]] = {}
+    for span, names in table()["keys"][trainer].items():
+        first, last = map(VERSIONS.index, span.split())
+        for version in VERSIONS[first : last + 1]:
+            keys.setdefault(version, set()).update(names.split())
+    return keys
+
+
+def default_in(trainer: str, key: str, version: str) -> Any:
+    for first, last, default in table()["defaults"].get(trainer, {}).get(key, ()):
+        if VERSIONS.index(first) <= VERSIONS.index(version) <= VERSIONS.index(last):
+            return default
+    return None
 
 
 def file_of(trainer: str, version: str) -> dict[str, Any]:
     """Return a file that sets every key of a config to its default."""
-    keys = trl_versions.keys_of(trainer, version)
-    own = {key: trl_versions.default_in(trainer, key, version) for key in sorted(keys)}
+    own = {key: default_in(trainer, key, version) for key in sorted(keys_of(trainer)[version])}
     return {"model_name_or_path": "m", "dataset_name": "d.jsonl", **own}
 
 
-def test_the_table_has_every_minor_version_with_its_commit() -> None:
-    order = trl_versions.versions()
-    assert (order[0], order[-1]) == ("0.8", "head")
-    minors = [tuple(map(int, version.split("."))) for version in order[:-1]]
-    for before, after in pairwise(minors):
-        assert after in ((before[0], before[1] + 1), (before[0] + 1, 0))
-    assert all(len(text.split()[1]) == 40 for text in trl_versions.table()["versions"].values())
+CELLS = [(name, version) for name in table()["keys"] if name != SHARED for version in keys_of(name)]
 
 
 @pytest.mark.defect("U1")
@@ -53,8 +62,7 @@ def test_no_file_of_a_trainer_is_taken_for_another() -> None:
     wrong = []
     for trainer, version in CELLS:
         values = file_of(trainer, version)
-        alone = [{key: value} for key, value in values.items()]
-        for given in (values, *alone):
+        for given in (values, *({key: value} for key, value in values.items())):
             found = trl.trainer(given)
             if found is not UNSET and found != trainer:
                 wrong.append((trainer, version, list(given), found))
@@ -62,12 +70,9 @@ def test_no_file_of_a_trainer_is_taken_for_another() -> None:
 
 
 def test_some_files_determine_their_trainer() -> None:
-    found = {
-        (trainer, version): trl.trainer(file_of(trainer, version)) for trainer, version in CELLS
-    }
+    found = {cell: trl.trainer(file_of(*cell)) for cell in CELLS}
     for trainer, first in (("dpo", "0.9"), ("kto", "0.8"), ("cpo", "0.9"), ("reward", "0.13")):
-        order = trl_versions.versions()
-        for version in order[order.index(first) :]:
+        for version in VERSIONS[VERSIONS.index(first) :]:
             assert found[trainer, version] == trainer, version
     for trainer in ("orpo", "bco"):
         assert {name for (own, _), name in found.items() if own == trainer} == {UNSET}
@@ -77,27 +82,11 @@ def test_some_files_determine_their_trainer() -> None:
 @pytest.mark.parametrize("trainer", TRAINED)
 @pytest.mark.parametrize("version", ["0.9", "0.28", "head"])
 def test_the_loss_of_a_file_is_right_or_not_determined(trainer: str, version: str) -> None:
-    keys = trl_versions.keys_of(trainer, version)
-    values = {key: value for key, value in file_of(trainer, version).items() if key in keys}
-    result = of({**values, "learning_rate": 1e-6})
-    if "(loss)" in problems(result):
+    if version not in keys_of(trainer):
         return
-    assert (result.config.task, result.config.loss_names) == (
-        TRAINED[trainer][0],
-        [TRAINED[trainer][1]],
-    )
-
-
-@pytest.mark.parametrize(("loss", "trained"), [("apo_zero", "apo_zero"), ("simpo", "simpo")])
-def test_a_loss_of_one_trainer_determines_it(loss: str, trained: str) -> None:
-    result = of({**BASIC, "loss_type": loss})
-    assert problems(result) == {}
-    assert result.config.loss_names == [trained]
-
-
-def test_keys_of_two_trainers_determine_none() -> None:
-    found = problems(of({**BASIC, "rpo_alpha": 1.0, "cpo_alpha": 1.0}))
-    assert found["(loss)"] == MISSING
+    result = of({**file_of(trainer, version), "learning_rate": 1e-6})
+    if "(loss)" not in problems(result):
+        assert (result.config.task, *result.config.loss_names) == TRAINED[trainer]
 
 
 @pytest.mark.parametrize("trainer", TRAINED)
@@ -106,10 +95,7 @@ def test_the_user_names_the_trainer(trainer: str) -> None:
         {**BASIC, "assistant_only_loss": True} if trainer == "sft" else BASIC, trainer=trainer
     )
     assert problems(result) == {}
-    assert (result.config.task, result.config.loss_names) == (
-        TRAINED[trainer][0],
-        [TRAINED[trainer][1]],
-    )
+    assert (result.config.task, *result.config.loss_names) == TRAINED[trainer]
 
 
 @pytest.mark.defect("U1")
@@ -127,18 +113,41 @@ def test_the_command_takes_a_trainer(tmp_path: Path) -> None:
 
 # ---- versions
 
-
-def test_defaults_that_differ_between_the_versions_of_a_file_are_not_determined() -> None:
-    old = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "rpo_alpha": 1.0}
-    (row,) = (row for row in of(old).rows if row.key == "(defaults)")
-    assert row.status == MISSING
-    assert row.value == ["learning_rate", "bf16", "max_length", "max_prompt_length"]
-    assert "0.9 and 0.28" in row.note
-    given = {**old, "learning_rate": 1e-6, "bf16": True, "max_length": 99, "max_prompt_length": 9}
-    assert problems(of(given)) == {}
+NAMELESS = {"model_name_or_path": "m", "dataset_name": "d.jsonl"}
+DECISIVE = {"learning_rate": 1e-6, "bf16": True, "max_length": 99, "max_prompt_length": 9}
 
 
-def test_a_file_of_the_newest_version_has_its_defaults() -> None:
-    result = of({"model_name_or_path": "m", "dataset_name": "d.jsonl"}, trainer="dpo")
-    assert problems(result) == {}
-    assert result.config.sequence_length == 1024
+@pytest.mark.parametrize("trainer", TRAINED)
+def test_the_defaults_are_those_of_the_newest_version(trainer: str) -> None:
+    given: dict[str, Any] = {TRAINER: trainer}
+    for key, default in trl.PEER.defaults_for(given):
+        given.setdefault(key, default)
+    for key in ("learning_rate", "max_length", "logging_steps", "beta", "truncation_mode"):
+        listed = default_in(trainer, key, "head")
+        assert listed is None or given[key] == listed, key
+    assert given["learning_rate"] == RATES.get(trainer, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings", "era", "unset"),
+    [
+        ("dpo", {"rpo_alpha": 1.0}, OLD, "learning rate, precision, bf16, max_length, max_prompt_length"),
+        ("dpo", {"max_prompt_length": 9, "bf16": False, "sync_ref_model": True}, OLD,
+         "learning rate, max_length, ref_model_mixup_alpha"),
+        ("sft", {"max_seq_length": 9, "fp16": True, "assistant_only_loss": True}, OLD, "learning rate"),
+        ("simpo", {**DECISIVE, "learning_rate": None}, OLD, "learning rate"),
+        # kto.py had the setting up to 1.1, and cut prompts up to 0.26
+        ("kto", {"learning_rate": 1e-6, "bf16": True, "generate_during_eval": False}, BETWEEN,
+         "max_length, max_prompt_length, truncation_mode"),
+    ],
+)  # fmt: skip
+def test_an_older_file_has_to_set_what_has_another_default_now(
+    trainer: str, settings: dict[str, Any], era: str, unset: str
+) -> None:
+    assert trl.era({TRAINER: trainer, **settings}) == era
+    result = of({**NAMELESS, **settings}, trainer=trainer)
+    assert set(problems(result)) == {f"({name})" for name in unset.split(", ")}
+    others = {"learning_rate": 1e-6, "ref_model_mixup_alpha": 0.6, "truncation_mode": "keep_end"}
+    missing = {key: value for key, value in ({**DECISIVE, **others}).items() if key in unset}
+    complete = {**NAMELESS, **settings, **missing, "learning_rate": 1e-6}
+    assert problems(of(complete, trainer=trainer)) == {}

@@ -1,4 +1,4 @@
-"""The engine for all tools: rules set keys, the schema checks them, none is lost silently."""
+"""Convert a file: rules set keys, the schema checks them, and none is lost silently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rather.config.schema import as_list
 from rather.config.values import MASK
 from rather.errors import ConfigError, counted
 from rather.files import JsonObject
-from rather.tools.migrate.removed import TOOL, marks_in
+from rather.tools.migrate.removed import MARKS, TOOL
 from rather.tools.migrate.rules import (
     CHANGED,
     CONVERTED,
@@ -41,51 +41,48 @@ from rather.tools.migrate.rules import (
     Outcome,
     Rule,
     Unsupported,
-    full,
+    all_hold,
+    pairs,
     rounds_instead,
     short,
 )
-from rather.tools.migrate.source import SourceSettings
 from rather.tracking.json_lines import flatten
 
 PROBLEMS = (*INCOMPLETE, OPEN, LEFT_OUT)
 DIFFERENCES = (*PROBLEMS, CHANGED)
 ORDER = (*DIFFERENCES, WRITTEN, CONVERTED, NEEDLESS)
-MAPPINGS = (".strategy_config.", "system_envs.")  # any name
 # Keys whose value is code that a run would execute.
 RUNS_CODE = (".trust_remote_code", ".worker_cls", "actor_train.engine")
 FOLDERS = {"output_dir", "exp_name", "logging_dir"}
-# What an incomplete file has where its source says nothing.
-PLACES = {
-    "pretrain": "path/to/model",
-    "actor_train.data_args.file_name": "path/to/pairs.jsonl",
-}
 DEVICES = "actor_train.device_mapping"
-STRATEGY = "actor_train.strategy_args.strategy_name"
-_TRAINING, _MODEL = "actor_train.training_args.", "actor_train.model_args."
-# What a training is; without one of these a conversion is a guess.
-ESSENTIAL = {
-    "model": ("pretrain",),
-    "data": ("actor_train.data_args.file_name",),
-    "loss": ("pref_loss",),
-    "beta": ("beta",),
-    "learning rate": (_TRAINING + "learning_rate",),
-    "batch": ("train_batch_size", _TRAINING + "per_device_train_batch_size"),
-    "adapter": tuple(_MODEL + key for key in ("lora_rank", "lora_config", "adapter_name_or_path")),
-    "layers of the adapter": tuple(_MODEL + key for key in ("lora_target", "lora_config")),
-    "precision": (_MODEL + "dtype",),
-    "scored turns": ("actor_train.data_args.score",),
-    "router loss": (_MODEL + "moe_aux_loss_coef",),
+SECTIONS = {  # short names that the tables use
+    "training": "actor_train.training_args",
+    "model": "actor_train.model_args",
+    "data": "actor_train.data_args",
+    "strategy": "actor_train.strategy_args.strategy_config",
+    "held_out": "validation.data_args",
 }
+# What a training is; without one of these keys a conversion is a guess.
+ESSENTIAL = """
+    model = pretrain
+    data = data.file_name
+    devices = actor_train.device_mapping train_batch_size
+    loss = pref_loss
+    beta = beta
+    learning rate = training.learning_rate
+    batch = train_batch_size training.per_device_train_batch_size
+    adapter = model.lora_rank model.lora_config model.adapter_name_or_path
+    precision = model.dtype
+    scored turns = data.score
+    router loss = model.moe_aux_loss_coef
+"""
+# What an incomplete file has where its source says nothing.
+PLACES = {"pretrain": "path/to/model", "actor_train.data_args.file_name": "path/to/pairs.jsonl"}
 KEYS = Path(__file__).parent / "keys"  # lists that bench/migrate_keys.py makes
 # What is known besides the keys of a file.
-TRAINER, COUNT, FOLDER = "(trainer)", "(devices)", "(folder)"
+TRAINER, FOLDER = "(trainer)", "(folder)"
 VARIABLE = re.compile(r"\$(\{|[A-Za-z_])")
 UNSURE = "its value is only known when a script has filled it in"
-SHARDED = (
-    "the weights are divided among devices, but the source does not say how many there are, so the "
-    "pairs of a step are not known; pass --devices"
-)
 QUANTISED = "its weights are quantised and cannot be trained; name the model in full precision"
 ROUNDED = re.compile(r"(?i)(^|[-_/.])(gptq|awq|aqlm|hqq|eetq|bnb-4bit|int4|int8)($|[-_/.])")
 VISION = re.compile(  # names of models and data sets
@@ -94,11 +91,10 @@ VISION = re.compile(  # names of models and data sets
 )
 # Models that see images here.
 SEEING = re.compile(r"(?i)qwen(2\.?5-?vl|3-?vl|3\.?5)|llava-?(v1\.6|next)|smolvlm")
-FREEZE = _MODEL + "freeze"
-FREEZING = ("llama-factory",)
-IMAGE_SIZES = (
+IMAGES = (
     "tools scale images before the processor does, so sizes and tokens of images may differ; "
-    "compare `rather data --show 3`, set data_args.image_dir and image_max_pixels"
+    "compare `rather data --show 3`, set data_args.image_dir and image_max_pixels; TRL and Axolotl "
+    "train the vision tower, which here needs model_args.freeze: []"
 )
 
 
@@ -106,18 +102,20 @@ IMAGE_SIZES = (
 class Peer:
     """Another trainer: its keys, its defaults, and how to recognise its files.
 
-    The facts are those of `version`. A default may be a function of the other settings. `marks` are
-    keys that only this tool has. `trainers` are what `--trainer` may name, if files do not.
-    `whole` are keys whose value is a mapping. `reader` reads a file whose values refer to others.
-    `always` are differences that no key expresses.
+    The facts are those of `version`. A line of `defaults` may have conditions; the first of a key
+    whose conditions hold counts. `derived` are defaults that a function finds, before the others.
+    `marks` are keys that only this tool has. `trainers` are what `--trainer` may name, if files do
+    not. `whole` are keys whose value is a mapping. `reader` reads a file whose values refer to
+    others. `always` are differences that no key expresses.
     """
 
     name: str
     rules: Mapping[str, Rule]
-    version: str = ""
-    defaults: JsonObject = field(default_factory=dict)
+    version: str
+    marks: str
+    defaults: str
+    derived: Mapping[str, Callable[[Given], Any]] = field(default_factory=dict)
     trainers: tuple[str, ...] = ()
-    marks: str = ""
     reader: Callable[[Path], JsonObject] | None = None
     whole: str = ""
     always: tuple[str, ...] = ()
@@ -134,6 +132,16 @@ class Peer:
                 settings[name] = json.loads(default) if default else UNSET
         return settings
 
+    def defaults_for(self, given: Given) -> Iterator[tuple[str, Any]]:
+        """Yield the defaults. `given` gets each before the next one's conditions are checked."""
+        for key, derive in self.derived.items():
+            with suppress(TypeError, ValueError):  # it depends on senseless values
+                yield key, derive(given)
+        for line in self.defaults.strip().splitlines():
+            settings, *conditions = " ".join(line.split()).split(" if ")
+            if all_hold(conditions, given):
+                yield from pairs(settings).items()
+
 
 @dataclass(frozen=True)
 class Migrated:
@@ -141,10 +149,13 @@ class Migrated:
 
     peer: Peer
     name: str
-    values: JsonObject
     rows: list[Outcome]
     config: DPOConfig
-    knows_devices: bool = False  # whether the source or the caller says how many there are
+    knows_devices: bool  # whether the source or the caller says how many there are
+
+    @property
+    def values(self) -> JsonObject:
+        return nested(_values(self.rows))
 
     @property
     def is_complete(self) -> bool:
@@ -162,7 +173,7 @@ class Migrated:
         )
 
     def yaml(self) -> str:
-        tool = f"{self.peer.name} {self.peer.version}".strip()
+        tool = f"{self.peer.name} {self.peer.version}"
         lines = [f"# Made by `rather migrate` from {self.name} ({tool})."]
         if not self.is_complete:
             lines.append("# INCOMPLETE: it does not train what the source trains.")
@@ -176,127 +187,107 @@ class Migrated:
             shown.append(f"{counted(hidden, 'more keys')} without a difference: see --verbose.")
         return "\n".join([*shown, *(f"- {text}" for text in (self.step, *self.peer.always))])
 
+    def summary(self) -> JsonObject:
+        """Return what became of each key, for programs."""
+        return {
+            "tool": self.peer.name,
+            "version": self.peer.version,
+            "complete": self.is_complete,
+            "keys": [
+                {"key": row.key, "value": row.value, "status": row.status, "note": row.note,
+                 "rather": row.values}
+                for row in self.rows
+            ],
+            "always": list(self.peer.always),
+            "pairs_per_step": self.config.global_batch(),
+        }  # fmt: skip
 
-def guess(source: SourceSettings, peers: Mapping[str, Peer]) -> Peer:
+
+def guess(path: Path, values: JsonObject, peers: Mapping[str, Peer]) -> Peer:
     """Return the tool that these keys belong to; an error if none or several match."""
-    keys = {*flatten(source.values), *source.values}
-    counts = {peer.name: len(keys.intersection(peer.marks.split())) for peer in peers.values()}
-    counts |= marks_in(keys)
+    keys = {*flatten(values), *values}
+    keys.update(*(key.split(".") for key in keys))
+    marks = {name: peer.marks for name, peer in peers.items()} | MARKS
+    counts = {name: len(keys.intersection(text.split())) for name, text in marks.items()}
     highest = max(counts.values())
-    best = [name for name, count in counts.items() if count == highest and highest]
-    if len(best) == 1 and best[0] not in peers:
-        raise ConfigError(f"{source.name}: a file of {best[0]} {TOOL}")
-    if len(best) == 1:
-        return peers[best[0]]
-    raise ConfigError(
-        f"{source.name}: cannot tell which tool this file is for; add --from "
-        + "|".join([name for name in best if name in peers] or peers)
-    )
+    best = [name for name, count in counts.items() if count == highest > 0]
+    offered = [name for name in best if name in peers]
+    if len(best) != 1:
+        raise ConfigError(
+            f"{path.name}: cannot tell which tool this file is for; add --from "
+            + "|".join(offered or peers)
+        )
+    if not offered:
+        raise ConfigError(f"{path.name}: a file of {best[0]} {TOOL}")
+    return peers[offered[0]]
 
 
 def migrate(
-    source: SourceSettings, peer: Peer, devices: int | None = None, trainer: str | None = None
+    path: Path,
+    values: JsonObject,
+    peer: Peer,
+    devices: int | None = None,
+    trainer: str | None = None,
 ) -> Migrated:
     """Return settings of the same meaning, as far as Rather has them."""
-    values = peer.reader(source.file) if peer.reader and source.file else source.values
     written = flatten(values, whole=peer.whole.split())
     if trainer:
-        _check_trainer(peer, trainer)
+        if trainer not in peer.trainers:
+            offered = ", ".join(peer.trainers) or "what a file itself says"
+            raise ConfigError(
+                f"--trainer {trainer}: of {peer.name} Rather converts {offered}."
+                f"{rounds_instead(trainer)}"
+            )
         written[TRAINER] = trainer
-    settings = {FOLDER: source.folder, **written}
-    filled = _fill_defaults(peer, settings)
-    rows = [_row(peer, key, setting, settings) for key, setting in written.items()]
-    rows = _agreed(_given_devices(devices) + rows)
-    stated = set(_values(rows))
-    defaults = [_row(peer, key, settings[key], settings) for key in filled]
+    given = {FOLDER: path.parent, **written}
+    filled = _fill_defaults(peer, given)
+    rows = [_row(peer, key, setting, given) for key, setting in written.items()]
+    if devices and devices > 1:
+        mapping = {DEVICES: f"0-{devices - 1}"}
+        rows.insert(0, Outcome(CONVERTED, mapping, "from --devices", "(devices)", devices))
+    rows = _agreed(rows)
+    stated = _values(rows)
+    defaults = [_row(peer, key, given[key], given) for key in filled]
     rows += _differing_defaults(defaults, stated)
-    knows_devices = bool(devices) or DEVICES in stated
-    if not knows_devices and _needs_devices(_values(rows)):
-        rows.append(Outcome(MISSING, note=SHARDED, key=COUNT))
-    determined = stated.union(*(row.values for row in defaults))
-    rows += _places(peer, _values(rows), determined)
-    rows += _image_rows(peer, _values(rows))
+    before = _values(rows)
     rows, config = _judged(rows)
-    rows += _missing(peer, rows, determined, config)
-    rows += _refuse_model(source, config)
+    determined = (_values(defaults) | before).keys() - (before.keys() - _values(rows).keys())
+    knows_devices = bool(devices) or DEVICES in determined
+    rows += _missing(peer, rows, determined, config, knows_devices=knows_devices)
+    rows += _of_model(path, config)
     rows.sort(key=lambda row: ORDER.index(row.status))
-    return Migrated(peer, source.name, nested(_values(rows)), rows, config, knows_devices)
-
-
-def _check_trainer(peer: Peer, trainer: str) -> None:
-    if trainer not in peer.trainers:
-        offered = ", ".join(peer.trainers) or "what a file itself says"
-        raise ConfigError(
-            f"--trainer {trainer}: of {peer.name} Rather converts {offered}."
-            f"{rounds_instead(trainer)}"
-        )
+    return Migrated(peer, path.name, rows, config, knows_devices)
 
 
 def _fill_defaults(peer: Peer, given: JsonObject) -> list[str]:
-    """Add the defaults of keys that are not set, in their order; return these keys."""
+    """Add the defaults of keys that are not set, in their order; return these keys.
+
+    An empty key is set only if that has a meaning of its own.
+    """
     filled = []
-    for key, default in peer.defaults.items():
-        with suppress(TypeError, ValueError, ArithmeticError):  # it depends on senseless values
-            filled_in = default(given) if callable(default) else default
-            if filled_in is not UNSET and not _says(peer, key, given):
-                given[key] = filled_in
-                filled.append(key)
+    for key, default in peer.defaults_for(given):
+        is_set = given.get(key) is not None or (
+            key in given and (key in filled or _outcome(peer, key, None, given).values)
+        )
+        if default is not UNSET and not is_set:
+            given[key] = default
+            filled.append(key)
     return filled
 
 
-def _given_devices(count: int | None) -> list[Outcome]:
-    if not count or count == 1:
-        return []
-    return [Outcome(CONVERTED, {DEVICES: f"0-{count - 1}"}, "from --devices", COUNT, count)]
-
-
-def _places(peer: Peer, values: JsonObject, determined: set[str]) -> Iterator[Outcome]:
-    """Yield something to fill in for a model or pairs that the source does not name."""
-    for name in ("model", "data"):
-        [path] = ESSENTIAL[name]
-        if path not in values:
-            status = OPEN if path in determined else MISSING  # OPEN: another row says why
-            yield Outcome(status, {path: PLACES[path]}, _unset(peer, path), f"({name})")
-
-
-def _image_rows(peer: Peer, values: JsonObject) -> list[Outcome]:
-    """Return what has to be checked by hand for a model that sees images.
-
-    LLaMA-Factory freezes tower and projector, as Rather does; other tools train them.
-    """
-    model = str(values.get("pretrain"))
-    if not VISION.search(model) or not SEEING.search(model):
-        return []
-    has_adapter = any(values.get(path) for path in ESSENTIAL["adapter"])
-    trains_all = peer.name not in FREEZING and not has_adapter
-    return [Outcome(MISSING, {FREEZE: []} if trains_all else {}, IMAGE_SIZES, "(images)")]
-
-
-def _refuse_model(source: SourceSettings, config: DPOConfig) -> list[Outcome]:
-    """Raise for models and data of other kinds; return a row for quantised weights."""
-    files = map(str, as_list(config.actor_train.data_args.file_name))
-    names = f"{config.pretrain} {' '.join(files)}"
-    if VISION.search(names) and not SEEING.search(str(config.pretrain)):
-        raise ConfigError(
-            f"{source.name}: {names}: Rather trains language models, and on images only the "
-            "families of docs/vision.md."
-        )
-    if not ROUNDED.search(str(config.pretrain)):
-        return []
-    return [Outcome(IMPOSSIBLE, note=QUANTISED, key="(model)", value=config.pretrain)]
-
-
-def _needs_devices(values: JsonObject) -> bool:
-    """Return whether weights are divided, and the batch depends on how many devices do that."""
-    divides = values.get(STRATEGY) not in (None, "ddp")
-    return divides and "train_batch_size" not in values
-
-
-def _says(peer: Peer, key: str, given: Given) -> bool:
-    """Return whether a key is set; an empty one is, only if that has a meaning of its own."""
-    if given.get(key) is not None or key not in given:
-        return key in given
-    return bool(_outcome(peer, key, None, given).values)
+def _of_model(path: Path, config: DPOConfig) -> Iterator[Outcome]:
+    """Yield what a model that sees images or is quantised means; refuse other kinds of models."""
+    model = str(config.pretrain)
+    names = " ".join([model, *map(str, as_list(config.actor_train.data_args.file_name))])
+    if VISION.search(names):
+        if not SEEING.search(model):
+            raise ConfigError(
+                f"{path.name}: {names}: Rather trains language models, and on images only the "
+                "families of docs/vision.md."
+            )
+        yield Outcome(MISSING, note=IMAGES, key="(images)")
+    if ROUNDED.search(model):
+        yield Outcome(IMPOSSIBLE, note=QUANTISED, key="(model)", value=config.pretrain)
 
 
 def _agreed(rows: list[Outcome]) -> list[Outcome]:
@@ -312,46 +303,40 @@ def _agreed(rows: list[Outcome]) -> list[Outcome]:
 
 
 def _missing(
-    peer: Peer, rows: list[Outcome], determined: set[str], config: DPOConfig
-) -> list[Outcome]:
-    """Return what makes a training and is neither in the source nor a default of the tool."""
+    peer: Peer, rows: list[Outcome], determined: set[str], config: DPOConfig, *, knows_devices: bool
+) -> Iterator[Outcome]:
+    """Yield what makes a training and is neither in the source nor a default of the tool."""
     needless = {
+        # The batch depends on how many devices divide the weights.
+        "devices": knows_devices or config.actor_train.strategy_args.strategy_name in (None, "ddp"),
         "beta": config.loss_names == ["sft"] or config.task == "reward",
-        # PEFT's own choice depends on the model; other tools choose all layers, as Rather does.
-        "layers of the adapter": not config.actor_train.model_args.lora_rank
-        or "lora_target_modules" not in peer.defaults,
         "scored turns": config.task != "sft",
         "router loss": not MIXTURE.search(str(config.pretrain)),
     }
-    determined = determined.difference(*(row.rejected for row in rows))
     reported = {row.key for row in rows}
-    return [
-        Outcome(MISSING, note=_unset(peer, paths[0]), key=f"({name})")
-        for name, paths in ESSENTIAL.items()
-        if not needless.get(name) and determined.isdisjoint(paths) and f"({name})" not in reported
-    ]
+    for line in ESSENTIAL.strip().splitlines():
+        name, _, alternatives = line.strip().partition(" = ")
+        paths = list(map(full, alternatives.split()))
+        if needless.get(name) or f"({name})" in reported or not determined.isdisjoint(paths):
+            continue
+        note = f"neither set in the source file nor a fixed default of {peer.name}; set {paths[0]}"
+        values = {path: PLACES[path] for path in paths if path in PLACES}
+        yield Outcome(MISSING, values, note, f"({name})")
 
 
-def _unset(peer: Peer, path: str) -> str:
-    return f"neither set in the source file nor a fixed default of {peer.name}; set {path}"
-
-
-def nested_keys(values: JsonObject) -> JsonObject:
-    """Return dotted paths as nested mappings."""
-    tree: JsonObject = {}
-    for path, setting in values.items():
-        set_at(tree, path, setting)
-    return tree
+def full(path: str) -> str:
+    """Return a key of Rather whose section may have a short name."""
+    section, dot, name = path.partition(".")
+    return SECTIONS.get(section, section) + dot + name if dot else path
 
 
 def nested(values: JsonObject) -> JsonObject:
     """Return dotted paths as nested mappings, in the order of the schema."""
-    order = list(table())
-
-    def place(path: str) -> int:  # strategy_config takes any key
-        return order.index(path) if path in order else place(path.rpartition(".")[0])
-
-    return nested_keys({path: values[path] for path in sorted(values, key=place)})
+    order = {path: place for place, path in enumerate(table())}
+    tree: JsonObject = {}
+    for path in sorted(values, key=lambda path: order.get(path, len(order))):
+        set_at(tree, path, values[path])
+    return tree
 
 
 def _row(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
@@ -384,23 +369,10 @@ def _outcome(peer: Peer, key: str, value: Any, given: Given) -> Outcome:
         is_variable = VARIABLE.search(str(value))
         note = UNSURE if is_variable else f"{short(value)} is not a value that {peer.name} accepts"
         return Outcome(IMPOSSIBLE, note=note)
-    return _in_schema(outcome)
-
-
-def _in_schema(outcome: Outcome) -> Outcome:
-    """Return the outcome of a key with the full names of Rather's keys, all of which must exist."""
     values = {full(path): v for path, v in outcome.values.items()}
     if VARIABLE.search(str(values)):
-        status = LEFT_OUT if set(values) <= FOLDERS else IMPOSSIBLE
-        return Outcome(status, note=UNSURE)
-    absent = [path for path in values if path not in table() and not _is_in_mapping(path)]
-    if absent:
-        return Outcome(IMPOSSIBLE, note=f"this version has no {', '.join(absent)}")
-    return Outcome(outcome.status, values, outcome.note)
-
-
-def _is_in_mapping(path: str) -> bool:
-    return any(mapping in path for mapping in MAPPINGS)
+        return Outcome(LEFT_OUT if values.keys() <= FOLDERS else IMPOSSIBLE, note=UNSURE)
+    return outcome._replace(values=values)
 
 
 def _without_rule(peer: Peer, key: str, value: Any) -> Outcome:
@@ -411,30 +383,25 @@ def _without_rule(peer: Peer, key: str, value: Any) -> Outcome:
         if value == peer.settings[key]:
             return Outcome(NEEDLESS, note=f"the default of {peer.name}")
         return Outcome(IMPOSSIBLE, note="Rather has no rule for it")
-    names = [*peer.rules, *peer.settings]
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
-    tool = f"{peer.name} {peer.version}".strip()
-    note = f"{tool} has no such setting" if peer.settings else "Rather has no rule for it"
+    near = difflib.get_close_matches(key, [*peer.rules, *peer.settings], n=1, cutoff=0.8)
+    tool = f"{peer.name} {peer.version} has no such setting"
+    note = tool if peer.settings else "Rather has no rule for it"
     return Outcome(UNKNOWN, note=f"{note}; did you mean {near[0]}?" if near else note)
 
 
-def _differing_defaults(rows: list[Outcome], stated: set[str]) -> Iterator[Outcome]:
+def _differing_defaults(rows: list[Outcome], stated: JsonObject) -> Iterator[Outcome]:
     """Yield the defaults of the tool that are not Rather's, and those that have no counterpart."""
-    schema = table()
+    ours = {path: key.default for path, key in table().items()}
     for row in rows:
+        differing = {path: setting for path, setting in row.values.items()
+                     if path not in stated and setting != ours[path]}  # fmt: skip
         if row.status in INCOMPLETE:
             yield row
-            continue
-        differing = {
-            path: setting
-            for path, setting in row.values.items()
-            if path not in stated and (path not in schema or setting != schema[path].default)
-        }
-        ours = ", ".join(short(schema[path].default) for path in differing if path in schema)
-        notes = [f"Rather's default is {ours}"] if ours else []
-        notes += [row.note] if row.note else []
-        if differing:
-            yield row._replace(status=WRITTEN, values=differing, note="; ".join(notes))
+        elif differing:
+            defaults = ", ".join(short(ours[path]) for path in differing)
+            note = f"Rather's default is {defaults}"
+            note += f"; {row.note}" if row.note else ""
+            yield row._replace(status=WRITTEN, values=differing, note=note)
 
 
 def _values(rows: list[Outcome]) -> JsonObject:
@@ -447,7 +414,7 @@ def _judged(rows: list[Outcome]) -> tuple[list[Outcome], DPOConfig]:
 
     while True:
         try:
-            config = config_from_dict(nested(_values(rows)))
+            config = config_from_dict(nested({**PLACES, **_values(rows)}))
             from_config(config)
             return rows, config
         except ConfigError as error:
@@ -461,25 +428,9 @@ def _without(row: Outcome, problems: list[str]) -> Outcome:
     for problem in problems:
         keys, _, text = problem.partition(": ")
         rejected = tuple(f"{key}." for key in keys.split(", "))
-        lost = [path for path in row.values if f"{path}.".startswith(rejected)]
-        if lost:
-            accepted = {path: v for path, v in row.values.items() if path not in lost}
-            all_lost = (*row.rejected, *lost)
-            status = LEFT_OUT if all_lost == ("eval_steps",) else IMPOSSIBLE  # it trains the same
-            return Outcome(status, accepted, text, row.key, row.value, all_lost)
+        accepted = {path: v for path, v in row.values.items()
+                    if not f"{path}.".startswith(rejected)}  # fmt: skip
+        if len(accepted) < len(row.values):
+            is_eval = list(row.values) == ["eval_steps"]  # without it, it trains the same
+            return Outcome(LEFT_OUT if is_eval else IMPOSSIBLE, accepted, text, row.key, row.value)
     return row
-
-
-def summary(migrated: Migrated) -> JsonObject:
-    """Return what became of each key, for programs."""
-    return {
-        "tool": migrated.peer.name,
-        "version": migrated.peer.version,
-        "complete": migrated.is_complete,
-        "keys": [
-            {"key": row.key, "value": row.value, "status": row.status, "note": row.note,
-             "rather": row.values}
-            for row in migrated.rows
-        ],
-        "always": list(migrated.peer.always),
-    }  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 PAGE = "docs/coming_from/index.md"
 SCRIPT = (
     "Python scripts are not converted; change the import to `from rather.trl import ...` and run "
@@ -27,9 +25,3 @@ MARKS = {
     "colossalchat": "plugin accumulation_steps grad_clip disable_loss_mask ref_tp save_dir "
     "save_interval disable_reference_model microbatch_size zero_cpu_offload",
 }
-
-
-def marks_in(keys: Iterable[str]) -> dict[str, int]:
-    """Return how many keys of each tool are among these keys, nested ones with dots."""
-    names = {name for key in keys for name in key.split(".")}
-    return {tool: len(names.intersection(marks.split())) for tool, marks in MARKS.items()}

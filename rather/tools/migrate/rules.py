@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rather.errors import ConfigError
-from rather.files import JsonObject
-from rather.tools.migrate.source import plain
+from rather.files import MOST_DIGITS, JsonObject, parse_yaml
 
 Given = Mapping[str, Any]  # the tool's keys, nested ones with dots; its defaults for unset keys
 NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "none", "None", "no")
@@ -23,18 +21,15 @@ OPEN = "to fill in"
 INCOMPLETE = (MISSING, IMPOSSIBLE, UNKNOWN)
 UNSET: Any = object()  # a default that depends on something which the source does not say
 MACHINERY = "internal to that tool; no result depends on it"
+NUMBER = re.compile(r"[+-]?(\d++\.?\d*+|\.\d++)([eE][+-]?\d++)?")
+WORDS = {"true": True, "false": False, "none": None, "null": None}
 MIXTURE = re.compile(  # names of models that are mixtures of experts
     r"(?i)(^|[^a-z])(\d+x\d+b|\d+b-?a\d|a\d+(\.\d+)?b|\w*moe|mixtral|deepseek-v[23]|gpt-oss)"
     r"($|[^a-z])"
 )
-SIGN = re.compile(r"(?:^|\s)([=~?@-]|!!?)(?:\s+|$)")  # of a line of a table
-SECTIONS = {  # short names that the tables use
-    "training": "actor_train.training_args",
-    "model": "actor_train.model_args",
-    "data": "actor_train.data_args",
-    "strategy": "actor_train.strategy_args.strategy_config",
-    "held_out": "validation.data_args",
-}
+ONLINE = re.compile(r"(?i)(ppo|grpo|gspo|gdpo|rloo|xpo|online|nash|reinforce)")
+SIGN = re.compile(r"(?:^|\s)([=~@>]|\?\??|!!?)(?:\s+|$)")  # of a line of a table
+OPERATOR = re.compile(r" ?(\b(?:un)?set$|[<>]|!?=|~)")  # of a condition
 
 
 class Outcome(NamedTuple):
@@ -45,7 +40,6 @@ class Outcome(NamedTuple):
     note: str = ""
     key: str = ""
     value: Any = None
-    rejected: tuple[str, ...] = ()  # keys that the schema or the loss did not accept
 
     def refused(self, status: str, note: str) -> Outcome:
         return Outcome(status, note=note, key=self.key, value=self.value)
@@ -60,138 +54,42 @@ class Outcome(NamedTuple):
         return f"{text}; {self.note}" if self.note else text
 
 
-def short(value: Any) -> str:
-    text = str(value) if not isinstance(value, bool) else str(value).lower()
-    text = "null" if value is None else " ".join(text.split())
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-NOT_NEEDED = Outcome(NEEDLESS)
 Rule = Callable[[Any, Given], Outcome]
 Rules = dict[str, Rule]
-Condition = Callable[[Any, Given], object]
 
 
 class Unsupported(Exception):
     """A value that has no counterpart; the message says why."""
 
 
-def full(path: str) -> str:
-    """Return a key of Rather whose section may have a short name."""
-    section, dot, name = path.partition(".")
-    return SECTIONS.get(section, section) + dot + name if dot else path
+def gives(values: JsonObject, note: str = "") -> Outcome:
+    """Return values of the same meaning; a note marks a change in meaning."""
+    status = CONVERTED if values else NEEDLESS
+    return Outcome(CHANGED if note else status, values, note)
+
+
+NOT_NEEDED = gives({})
+
+
+def short(value: Any) -> str:
+    text = str(value) if not isinstance(value, bool) else str(value).lower()
+    text = "null" if value is None else " ".join(text.split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def plain(value: str) -> Any:
+    """Convert a value in a table: a number, a word such as `true`, a list, or a text."""
+    if value.lower() in WORDS:
+        return WORDS[value.lower()]
+    if len(value) <= MOST_DIGITS and NUMBER.fullmatch(value):
+        return int(value) if value.lstrip("+-").isdigit() else float(value)
+    return parse_yaml(value) if value[:1] == "[" else value
 
 
 def pairs(text: str) -> dict[Any, Any]:
     """Return {"a": 1, "b": True} for `a=1 b=true`."""
     words = (word.partition("=") for word in text.split())
     return {plain(key): plain(text_of_value) for key, _, text_of_value in words}
-
-
-def keys(names: str) -> list[str]:
-    """Return the names of keys in a text."""
-    return names.split()
-
-
-def facts(text: str) -> Rules:
-    """Return the rules of a table, each with names of keys, a sign, and what they mean.
-
-    `= path`: Rather's keys of the same meaning, or none. Then, if wanted: `: a=b c=d`, their values
-    by the tool's (`:: a=b`, of each in a list; others stay); conditions; `; note`: the meaning
-    changes.
-    `~ why`: not needed (nothing: internal to the tool). `! why`: not possible unless off.
-    `? why`: left out unless off. `@ a b; why`: Rather always does this; no other value is possible.
-    `- why`: no value is possible. `!! why`: Rather has no such training.
-    Names may fill several lines, and have conditions as well. A backslash at the end of a line
-    continues it. Of several lines with a name, the first counts whose conditions hold; if none
-    does, the key is not needed.
-    """
-    rules: Rules = {}
-    lines: list[tuple[list[str], list[str], Rule]] = []
-    names: list[str] = []
-    for line in text.strip().splitlines():
-        line = " ".join(line.split())
-        start, sign, meaning = (*SIGN.split(line, maxsplit=1), "", "")[:3]
-        names_of_line, *conditions = start.split(" if ")
-        names += keys(names_of_line)
-        if sign == "=":
-            meaning, _, note = meaning.partition("; ")
-            meaning, *further_conditions = meaning.split(" if ")
-            lines.append((names, conditions + further_conditions, _same(meaning, note)))
-        elif sign:
-            lines.append((names, conditions, KINDS[sign](meaning)))
-        names = [] if sign else names
-    for names, conditions, rule in reversed(lines):
-        for name in names:
-            rules[name] = when(all_of(conditions), rule, rules.get(name, lambda *_: NOT_NEEDED))
-    return rules
-
-
-def defaults(text: str) -> JsonObject:
-    """Return defaults from lines of `a=1 b=true` with conditions; the first that holds counts."""
-    cases: dict[str, list[tuple[Condition, Any]]] = {}
-    for line in text.strip().splitlines():
-        values, *conditions = " ".join(line.split()).split(" if ")
-        for key, default in pairs(values).items():
-            cases.setdefault(key, []).append((all_of(conditions), default))
-    return {key: partial(_first, cases_of_key) for key, cases_of_key in cases.items()}
-
-
-def _first(cases: list[tuple[Condition, Any]], given: Given) -> Any:
-    return next((default for holds, default in cases if holds(default, given)), UNSET)
-
-
-def all_of(conditions: list[str]) -> Condition:
-    """Return whether all conditions hold.
-
-    `set`: not empty, 0 or false; `>1`; of other keys `key set`, `key>1`, `key=a|b`, `key!=a`;
-    `key~a|b`, contains a or b; `mixture key`, a model.
-    """
-    tests = list(map(_condition, reversed(conditions)))
-    return lambda value, given: all(holds(value, given) for holds in tests)
-
-
-def gives(values: JsonObject, note: str = "") -> Outcome:
-    """Return values of the same meaning; a note marks a change in meaning."""
-    return Outcome(CHANGED if note else CONVERTED, values, note)
-
-
-def to(path: str, convert: Mapping[Any, Any] | Callable[[Any], Any] = lambda value: value,
-       *, note: str = "") -> Rule:  # fmt: skip
-    """Set Rather's key, or several, of the same meaning; `convert` changes the value."""
-
-    def rule(value: Any, given: Given) -> Outcome:
-        if value is None:
-            return Outcome(NEEDLESS, note="left to the default")
-        changed = converted(convert, value) if isinstance(convert, Mapping) else convert(value)
-        return gives(dict.fromkeys(path.split(), changed), note)
-
-    return rule
-
-
-def converted(convert: Mapping[Any, Any], value: Any) -> Any:
-    if value not in convert:
-        raise Unsupported(
-            f"{value!r} has no counterpart; supported: {', '.join(map(str, convert))}"
-        )
-    return convert[value]
-
-
-def _same(text: str, note: str) -> Rule:
-    """Return the rule of a line with `=`."""
-    path, colon, values = text.partition(": ")
-    renamed_values = pairs(values)
-
-    def renamed(value: Any, given: Given) -> Outcome:
-        names = [str(name) for name in (value if isinstance(value, list) else [value])]
-        if lost := [name for name in names if renamed_values.get(name, name) is None]:
-            raise Unsupported(f"Rather has no loss {lost[0]}")
-        losses = [renamed_values.get(name, name) for name in names]
-        return gives({path[:-1]: one_or_all(losses)}, note)
-
-    if path.endswith(":"):
-        return renamed
-    return to(path, renamed_values, note=note) if colon else to(path, note=note)
 
 
 def names_of(value: Any) -> list[str]:
@@ -204,72 +102,6 @@ def one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _condition(text: str) -> Condition:
-    if text.startswith("mixture "):
-        return lambda value, given: MIXTURE.search(str(given.get(text[8:])))
-    key, sign, names = re.split(r" ?(\bset$|>|!?=|~)", text, maxsplit=1)
-    words = names.split("|")
-
-    def holds(value: Any, given: Given) -> object:
-        setting = given.get(key) if key else value
-        if sign in ("set", ">"):
-            return setting and (sign == "set" or setting > int(names))
-        if sign == "~":
-            return any(word in str(setting) for word in words)
-        return (setting in map(plain, words)) == (sign == "=")
-
-    return holds
-
-
-def unless(allowed: Container[Any], note: str, status: str, why: str) -> Rule:
-    """Accept the allowed values, for which nothing has to be set; the others have a status."""
-    return lambda value, given: (
-        Outcome(NEEDLESS, note=note) if value in allowed else Outcome(status, note=why)
-    )
-
-
-def never(why: str, *, off: tuple[Any, ...] = ()) -> Rule:
-    """Reject every value except those that switch the feature off."""
-    return unless((*NOTHING, *off), "off", IMPOSSIBLE, why)
-
-
-def only(*allowed: Any, why: str) -> Rule:
-    """Accept only what Rather always does."""
-    return unless(allowed, "Rather always does this", IMPOSSIBLE, why)
-
-
-def _always(text: str) -> Rule:
-    values, _, why = text.partition("; ")
-    return only(*map(plain, values.split()), why=why)
-
-
-def needless(why: str) -> Rule:
-    """Ignore a key: no result depends on it, or Rather always does this."""
-    return lambda value, given: Outcome(NEEDLESS, note=why or MACHINERY)
-
-
-def _refused(why: str) -> Rule:
-    def rule(value: Any, given: Given) -> Outcome:
-        raise ConfigError(why)
-
-    return rule
-
-
-KINDS: dict[str, Callable[[str], Rule]] = {
-    "~": needless,
-    "!": never,
-    "?": lambda why: unless(NOTHING, "off", LEFT_OUT, why),
-    "@": _always,
-    "-": lambda why: unless((None, ""), "", IMPOSSIBLE, why or "Rather has no counterpart"),
-    "!!": _refused,
-}
-KTO, SFT = {"task": "unpaired"}, {"task": "sft", "pref_loss": "sft"}
-REWARD = {"task": "reward", "pref_loss": "bradley_terry"}
-
-
-ONLINE = re.compile(r"(?i)(ppo|grpo|gspo|gdpo|rloo|xpo|online|nash|reinforce)")
-
-
 def rounds_instead(name: object) -> str:
     """Return a hint for trainers that generate answers while they train; "" for others."""
     if not ONLINE.search(str(name)):
@@ -277,24 +109,118 @@ def rounds_instead(name: object) -> str:
     return " To train on the model's own answers, see `rather rounds`."
 
 
-def algorithm(names: Mapping[Any, str | Mapping[str, str] | None]) -> Rule:
-    """Set the loss, or the task, that a name stands for; None: another key does. Refuse others."""
+class Line(NamedTuple):
+    """The meaning of keys under conditions."""
 
-    def rule(value: Any, given: Given) -> Outcome:
-        if value not in names:
-            offered = ", ".join(str(name) for name in names if name)
-            raise ConfigError(
-                f"{value} is not a training that Rather offers; it converts {offered}."
-                f"{rounds_instead(value)}"
-            )
-        loss = names[value]
-        if not loss:
-            return NOT_NEEDED
-        return gives({"pref_loss": loss} if isinstance(loss, str) else dict(loss))
+    conditions: list[str]
+    sign: str
+    meaning: str
 
-    return rule
+    def outcome(self, value: Any) -> Outcome:
+        allowed, note, why = NOTHING, "off", self.meaning
+        match self.sign:
+            case "=":
+                return _set(self.meaning, value)
+            case ">":
+                return _set(self.meaning, value)._replace(status=OPEN)
+            case "~":
+                return Outcome(NEEDLESS, note=why or MACHINERY)
+            case "??":
+                return Outcome(MISSING, note=why)
+            case "!!":
+                raise ConfigError(f"{short(value)} {why}{rounds_instead(value)}")
+            case "@":
+                words, _, why = self.meaning.partition("; ")
+                allowed, note = tuple(map(plain, words.split())), "Rather always does this"
+        if value in allowed:
+            return Outcome(NEEDLESS, note=note)
+        status = LEFT_OUT if self.sign == "?" else IMPOSSIBLE
+        return Outcome(status, note=why or "Rather has no counterpart")
 
 
-def when(condition: Condition, rule: Rule, otherwise: Rule = lambda *_: NOT_NEEDED) -> Rule:
-    """Apply a rule if the condition holds; otherwise the key is not needed."""
-    return lambda value, given: (rule if condition(value, given) else otherwise)(value, given)
+class Lines(list[Line]):
+    """The rule of a key: the first line whose conditions hold; if none does, it is not needed."""
+
+    def __call__(self, value: Any, given: Given) -> Outcome:
+        for line in self:
+            if all_hold(line.conditions, given, value):
+                return line.outcome(value)
+        return NOT_NEEDED
+
+
+def facts(text: str) -> Rules:
+    """Return the rules of a table, each line with names of keys, conditions, a sign, a meaning.
+
+    `= path`: Rather's keys of the same meaning, or none; `path=a` has this value. Then, if wanted:
+    `: a=b c=d`, their values by the tool's (`:: a=b`, of each in a list; others stay); `; note`:
+    the meaning changes. `> path; note`: the user has to fill it in.
+    `~ why`: not needed (nothing: internal to the tool). `! why`: not possible unless off.
+    `? why`: left out unless off. `@ a b; why`: Rather always does this; no other value is possible.
+    `?? why`: not determined. `!! why`: Rather has no such training.
+    Names may fill several lines. A backslash at the end of a line continues it.
+    """
+    rules: dict[str, Lines] = {}
+    names: list[str] = []
+    for line in text.strip().splitlines():
+        start, sign, meaning = (*SIGN.split(" ".join(line.split()), maxsplit=1), "", "")[:3]
+        names_of_line, *conditions = start.split(" if ")
+        names += names_of_line.split()
+        if sign:
+            for name in names:
+                rules.setdefault(name, Lines()).append(Line(conditions, sign, meaning))
+            names = []
+    return {**rules}
+
+
+def all_hold(conditions: list[str], given: Given, value: Any = None) -> bool:
+    """Return whether all conditions hold.
+
+    `set`: not empty, 0 or false; `unset`; `>1`; `<1`; `=a or b`; `!=a`; `~a or b`, contains a or b. With
+    another key before it, of that key. `mixture key`, a model.
+    """
+    return all(_holds(condition, given, value) for condition in conditions)
+
+
+def _holds(condition: str, given: Given, value: Any) -> object:
+    if condition.startswith("mixture "):
+        return MIXTURE.search(str(given.get(condition[8:])))
+    key, sign, names = OPERATOR.split(condition, maxsplit=1)
+    setting: Any = given.get(key) if key else value
+    words = names.split(" or ")
+    match sign:
+        case "set" | "unset":
+            return (setting in NOTHING) == (sign == "unset")
+        case ">":
+            return setting and setting > int(names)
+        case "<":
+            return setting < int(names)
+        case "~":
+            return any(word in str(setting) for word in words)
+    return (setting in map(plain, words)) == (sign == "=")
+
+
+def _set(meaning: str, value: Any) -> Outcome:
+    assignment, _, note = meaning.partition("; ")
+    paths, is_list, renaming = assignment.partition(":: ")
+    if not is_list:
+        paths, _, renaming = assignment.partition(": ")
+    renamed = pairs(renaming)
+    is_empty = value is None and None not in renamed
+    if is_list and not is_empty:
+        names = [(name, renamed.get(name, name)) for name in names_of(value)]
+        if lost := [name for name, ours in names if ours is None]:
+            raise Unsupported(f"Rather has no loss {lost[0]}")
+        value = one_or_all([ours for _, ours in names])
+    elif renamed and not is_empty:
+        if value not in renamed:
+            supported = ", ".join(map(str, renamed))
+            raise Unsupported(f"{value!r} has no counterpart; supported: {supported}")
+        value = renamed[value]
+    values = {}
+    for word in paths.split():
+        path, is_constant, constant = word.partition("=")
+        if is_constant or not is_empty:
+            values[path] = plain(constant) if is_constant else value
+    if is_empty and not values:
+        return Outcome(NEEDLESS, note="left to the default")
+    return gives(values, note)

@@ -3,62 +3,23 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rather.errors import ConfigError
-from rather.files import MOST_DIGITS, JsonObject, parse_json, parse_yaml, yaml_text
+from rather.files import JsonObject, parse_json, parse_yaml, yaml_text
 from rather.tools.migrate import removed
+from rather.tools.migrate.rules import NUMBER
 
-NUMBER = re.compile(r"[+-]?(\d++\.?\d*+|\.\d++)([eE][+-]?\d++)?")
-WORDS = {"true": True, "false": False, "none": None, "null": None}
 TYPED_VARIABLE = re.compile(r"!!(?:float|int|bool)[ \t]+(\$\w+|\$\{\w+\})")
 FORMATS = (".yaml", ".yml", ".json")
 MAPPING_OF = ("compute_environment", "distributed_type")  # keys of accelerate's own file
 
 
-@dataclass(frozen=True)
-class SourceSettings:
-    """The keys and values of a file; its folder is where it refers to other files."""
-
-    name: str
-    values: JsonObject
-    file: Path | None = None
-
-    @property
-    def folder(self) -> Path:
-        return self.file.parent if self.file else Path()
-
-
-def read_file(path: Path) -> SourceSettings:
-    """Read a YAML or JSON file."""
+def read_file(path: Path) -> JsonObject:
+    """Read the keys and values of a YAML or JSON file."""
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path}: {removed.FILES.get(path.suffix, removed.LINE)}")
-    return SourceSettings(path.name, read_mapping(path), path)
-
-
-def with_powers(value: Any) -> Any:
-    """Convert 5e-7, which YAML 1.1 reads as text, to a number; other text stays text."""
-    if isinstance(value, list):
-        return [with_powers(entry) for entry in value]
-    if isinstance(value, dict):
-        return {str(key): with_powers(entry) for key, entry in value.items()}
-    is_number = isinstance(value, str) and "e" in value.lower() and NUMBER.fullmatch(value)
-    return float(value) if is_number else value
-
-
-def plain(value: str) -> Any:
-    """Convert a value in a table of rules: a number, a word such as `true`, a list, or a text."""
-    if value.lower() in WORDS:
-        return WORDS[value.lower()]
-    if len(value) <= MOST_DIGITS and NUMBER.fullmatch(value):
-        return int(value) if value.lstrip("+-").isdigit() else float(value)
-    return parse_yaml(value) if value[:1] == "[" else value
-
-
-def read_mapping(path: Path) -> JsonObject:
-    """Read the keys and values of a YAML or JSON file."""
     try:
         text = yaml_text(path)
     except (OSError, ValueError) as error:
@@ -77,3 +38,13 @@ def read_mapping(path: Path) -> JsonObject:
         )
     settings: JsonObject = with_powers(values)
     return settings
+
+
+def with_powers(value: Any) -> Any:
+    """Convert 5e-7, which YAML 1.1 reads as text, to a number; other text stays text."""
+    if isinstance(value, list):
+        return [with_powers(entry) for entry in value]
+    if isinstance(value, dict):
+        return {str(key): with_powers(entry) for key, entry in value.items()}
+    is_number = isinstance(value, str) and "e" in value.lower() and NUMBER.fullmatch(value)
+    return float(value) if is_number else value

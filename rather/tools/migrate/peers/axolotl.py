@@ -5,78 +5,56 @@ Facts of 0.18 (src/axolotl/utils/schemas, src/axolotl/core/builders).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from rather.data.messages import KNOWN_ROLES, ROLES
 from rather.files import JsonObject
 from rather.tools.migrate.engine import Peer
 from rather.tools.migrate.peers.shared import (
+    FULL_SEQUENCES,
     HELD_OUT,
     HF,
     SAMPLES,
-    SCHEDULES,
-    SPLIT,
     adapter,
     address,
+    columns_of_all,
     dataset,
-    length,
-    optimizer,
     processes,
-    switches,
 )
 from rather.tools.migrate.rules import (
-    KTO,
-    LEFT_OUT,
-    MISSING,
-    NEEDLESS,
     NOT_NEEDED,
-    SFT,
-    UNSET,
     Given,
     Outcome,
-    Rule,
     Rules,
     Unsupported,
-    algorithm,
-    all_of,
-    defaults,
     facts,
     gives,
-    keys,
-    never,
-    only,
+    one_or_all,
     pairs,
-    to,
-    when,
 )
 
 HARMLESS = ("LigerPlugin", "KernelsPlugin", "CutCrossEntropyPlugin", "SwanLabPlugin")  # for speed
-LOSSES = {"dpo": None, "ipo": "ipo", "simpo": "simpo", "orpo": "orpo",
-          "kto": {**KTO, "pref_loss": "kto"}, None: {**SFT, "data.score": "assistant"}}  # fmt: skip
-TEMPLATES = pairs("chatml=chatml llama3=llama3 gemma=gemma qwen_25=qwen2_5 qwen3=qwen3 phi_3=phi3 "
-                  "tokenizer_default=native")  # fmt: skip
-ENDS = pairs("chatml=<|im_end|> qwen_25=<|im_end|> qwen3=<|im_end|> llama3=<|eot_id|> "
-             "gemma=<end_of_turn> phi_3=<|end|>")  # of answers, in these templates  # fmt: skip
+TRACKERS = pairs("wandb_project=wandb use_tensorboard=tensorboard use_mlflow=mlflow "
+                 "use_swanlab=swanlab")  # fmt: skip
 # What a `type` does: its first word names the template, the second the columns.
 KINDS = pairs("chatml=chatml llama3=llama3 chat_template=none passthrough=none user_defined=none")
 SHAPES = ("", "default", "argilla", "argilla_chat", "icr", "intel", "prompt_pairs", "ultra")
-OF_ENTRY = {
-    *keys("path name split revision data_files ds_type type roles message_property_mappings")
-}
+OF_ENTRY = {"path", "name", "split", "revision", "data_files", "ds_type", "type", "roles",
+            "message_property_mappings"}  # fmt: skip
 # Of rows for SFT: the assistant's turns are trained, each with its end-of-turn token.
 TURNS = {"roles_to_train": ["assistant"], "train_on_eos": "turn"}
 
 
 def read_as(entry: JsonObject, given: Given) -> tuple[str | None, dict[str, str]]:
     """Return the template that an entry's type names, and the columns that have other names."""
-    kind, columns_of_entry = entry.get("type"), entry
+    kind, names = entry.get("type"), entry
     if not given.get("rl"):
         if kind != "chat_template":
             raise Unsupported(f"rows of type {kind} are not read; save them as messages")
         entry = {key: v for key, v in entry.items() if TURNS.get(key, ...) != v}
     if isinstance(kind, dict):
-        columns_of_entry, kind = kind, "user_defined"
-        refuse_formats(columns_of_entry)
+        names, kind = kind, "user_defined"
     template, _, shape = str(kind or "chat_template").partition(".")
     if template not in KINDS or shape not in SHAPES:
         raise Unsupported(
@@ -85,21 +63,15 @@ def read_as(entry: JsonObject, given: Given) -> tuple[str | None, dict[str, str]
     if unread_settings := unread(entry):
         raise Unsupported(f"rows with {', '.join(sorted(unread_settings))} are not read")
     columns = {}
-    for key, name in columns_of_entry.items():
+    for key, name in names.items():
         column = key.removeprefix("field_")
-        if column != key and name and name != column:
-            columns[column] = name
-    return KINDS[template], columns
-
-
-def refuse_formats(kind: JsonObject) -> None:
-    """Refuse formats other than the column alone, such as prompt_format: "{prompt}"."""
-    for key, text in kind.items():
-        column = key.removesuffix("_format")
-        if column != key and text and text != f"{{{column}}}":
+        if column.endswith("_format") and name not in ("", None, f"{{{column[:-7]}}}"):
             raise Unsupported(
                 "a format of its own; write a Jinja file and name it: global_template"
             )
+        if key.startswith("field_") and name and name != column:
+            columns[column] = name
+    return KINDS[template], columns
 
 
 def unread(entry: JsonObject) -> set[str]:
@@ -115,119 +87,95 @@ def entries(value: Any) -> list[JsonObject]:
     return [entry if isinstance(entry, dict) else {"path": entry} for entry in value or ()]
 
 
-def datasets(path: str) -> Rule:
+def datasets(value: Any, given: Given, *, path: str) -> Outcome:
     """Translate a list of {path, split, type, ...}; data sets of a hub must be saved first."""
-
-    def rule(value: Any, given: Given) -> Outcome:
-        if not value:
-            return NOT_NEEDED
-        names: list[Any] = []
-        for entry in entries(value):
-            files = entry.get("data_files")
-            hub = None
-            if not files and not entry.get("ds_type"):
-                of_hub = (entry.get("split"), entry.get("name"), entry.get("revision"))
-                hub = address(entry["path"], *of_hub)
-            names += files if isinstance(files, list) else [files or hub or entry["path"]]
-        first, *other_types = (read_as(entry, given) for entry in entries(value))
-        if any(other_type != first for other_type in other_types):
-            raise Unsupported("the files have rows of different types; save them in one")
-        outcome = dataset(names, given, path)
-        template, columns = first
-        values = {**outcome.values, **({"global_template": template} if template else {})}
-        if columns:
-            values[path.replace("file_name", "columns")] = columns
-        return Outcome(outcome.status, values, outcome.note)
-
-    return rule
+    if not value:
+        return NOT_NEEDED
+    names: list[str] = []
+    for entry in entries(value):
+        name, files = entry["path"], entry.get("data_files")
+        if not files and not entry.get("ds_type"):
+            name = address(name, *map(entry.get, ("split", "name", "revision"))) or name
+        names += files if isinstance(files, list) else [files or name]
+    templates, columns = zip(*(read_as(entry, given) for entry in entries(value)), strict=True)
+    if len(set(templates)) > 1:
+        raise Unsupported("the files have rows of different types; save them in one")
+    outcome = dataset(names, path)
+    template = {"global_template": templates[0]} if templates[0] else {}
+    values = {**outcome.values, **template, **columns_of_all(path, list(columns))}
+    return outcome._replace(values=values)
 
 
 def template(value: Any, given: Given) -> Outcome:
     """Set the template, unless the type of the rows names one, which wins."""
     templates = [read_as(entry, given)[0] for entry in entries(given.get("datasets"))]
-    return NOT_NEEDED if any(templates) else to("global_template", TEMPLATES)(value, given)
+    return NOT_NEEDED if any(templates) else TEMPLATE["chat_template"](value, given)
 
 
-def special_tokens(value: Any, given: Given) -> Outcome:
-    tokens = {name: token for name, token in (value or {}).items() if name != "pad_token"}
-    if tokens and tokens == {"eos_token": ENDS.get(str(given.get("chat_template")))}:
-        return Outcome(
-            LEFT_OUT, note="answers end with it in the template; the tokenizer keeps its own"
-        )
-    return never("change the tokenizer's folder instead")(tokens, given)
-
-
-def warmup_steps(given: Given) -> Any:
-    """Return the default: 3 % of the steps, at most 100, never 1; known only with max_steps."""
-    steps = given.get("max_steps") or 0
-    if given.get("warmup_ratio") is not None or steps <= 0:
-        return UNSET
-    warmup = min(int(0.03 * steps), 100)
-    return 2 if warmup == 1 else warmup
-
-
-def no_warmup(given: Given) -> Any:
-    """Return a mark if the number of steps, and so the default, is not known."""
-    is_set = any(given.get(key) is not None for key in ("warmup_steps", "warmup_ratio"))
-    return UNSET if is_set else True
-
-
-def ratio(value: Any, given: Given) -> Outcome:
-    steps = given.get("max_steps") or 0
-    if value is None or given.get("warmup_steps") is not None:
-        return NOT_NEEDED
-    if steps > 0:
-        warmup = int(value * steps)
-        return gives({"training.warmup_steps": 2 if warmup == 1 else warmup})
-    return gives({"training.warmup_ratio": value}, "rounded to a whole step; Axolotl rounds down")
-
-
-def per_epoch(path: str) -> Rule:
+def per_epoch(value: Any, given: Given, *, path: str) -> Outcome:
     """Convert a number per epoch, which Axolotl turns into a fraction of the run."""
-
-    def rule(value: Any, given: Given) -> Outcome:
-        share = 1 / (value * given["num_epochs"]) if value else 0
-        if path == "eval_steps" and not (given.get("val_set_size") or given.get("test_datasets")):
-            return Outcome(NEEDLESS, note="there are no held-out pairs")
-        if share >= 1:
-            return gives({path: None})
-        return gives({path: share}) if share else NOT_NEEDED
-
-    return rule
+    if not value:
+        return NOT_NEEDED
+    share = 1 / (value * given["num_epochs"])
+    return gives({path: share if share < 1 else None})
 
 
-def adapter_kind(value: Any, given: Given) -> Outcome:
-    if value == "qlora" or not value:
-        return gives({"model.quantization": "4bit"} if value else {"model.lora_rank": None})
-    return only("lora", why="adapters are LoRA or QLoRA")(value, given)
+def tracker(value: Any, given: Given) -> Outcome:
+    """Set the trackers of all keys that switch one on."""
+    names = [name for key, name in TRACKERS.items() if given.get(key)]
+    return gives({"track_with": one_or_all(names)} if value else {})
 
 
-ADAPTER = adapter(
-    "lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save",
-    "adapter",
-    None,
-    "",
-    resumed="lora_model_dir",
-)
+def ray_workers(value: Any, given: Given) -> Outcome:
+    return processes(value, given) if given.get("use_ray") else NOT_NEEDED
+
+
+def plugins(value: Any, given: Given) -> Outcome:
+    if not all(str(name).endswith(HARMLESS) for name in value or ()):
+        raise Unsupported("not supported")
+    return NOT_NEEDED
+
+
+TEMPLATE = facts("""
+    chat_template = global_template: chatml=chatml llama3=llama3 gemma=gemma qwen_25=qwen2_5 \
+        qwen3=qwen3 phi_3=phi3 tokenizer_default=native
+""")
+END = "? answers end with it in the template; the tokenizer keeps its own"
 RULES: Rules = {
     **HF,
-    **ADAPTER,
-    **facts("""
+    **adapter(
+        "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules if lora_target_linear unset",
+        "lora_modules_to_save", is_on="adapter set if lora_model_dir unset",
+    ),
+    **facts(f"""
+        rl if =ipo or simpo or orpo = pref_loss
+        rl if =kto = task=unpaired pref_loss=kto
+        rl if =none = task=sft pref_loss=sft data.score=assistant
+        rl if !=dpo !! is not a training that Rather offers; it converts dpo, ipo, simpo, orpo, kto.
+        adapter if unset = model.lora_rank=none
+        adapter if =qlora = model.quantization=4bit
+        adapter @ lora; adapters are LoRA or QLoRA
         peft_use_rslora = model.use_rslora
         peft_use_dora = model.use_dora
         lora_model_dir = model.adapter_name_or_path; the adapter as it is here is the reference
+        lora_target_linear if set = model.lora_target: true=all-linear
         base_model = pretrain
+        sequence_len if set = sequence_length
+        val_set_size if set = held_out.split
+        (warm-up) ?? by default 3 % of all steps and at most 100, which depends on the data; set \
+            warmup_steps
+        warmup_ratio if warmup_steps set ~ warmup_steps wins
+        warmup_ratio = training.warmup_ratio; rounded to a whole step, where Axolotl rounds down
         num_epochs if max_steps>0 ~ max_steps counts alone
         num_epochs = training.num_train_epochs
         tokenizer_config = model.tokenizer_name_or_path
         revision = model.revision
         trust_remote_code = model.trust_remote_code
         dpo_loss_weights = loss_weights
-        rl_beta dpo_beta trl.beta orpo_alpha = beta if rl!=none
-        dpo_loss_type = pref_loss:: kto_pair=none if rl=dpo
-        simpo_gamma = gamma if rl=simpo
-        cpo_alpha = rpo_alpha if rl=simpo
-        lora_target_linear = model.lora_target: true=all-linear if set
+        rl_beta dpo_beta trl.beta orpo_alpha if rl!=none = beta
+        dpo_loss_type if rl=dpo = pref_loss:: kto_pair=none
+        simpo_gamma if rl=simpo = gamma
+        cpo_alpha if rl=simpo = rpo_alpha
         excess_length_strategy = data.overlong: drop=drop truncate=truncate_response raise=error
         auto_resume_from_checkpoints = resume_from_checkpoint: true=auto false=false
         tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size
@@ -242,22 +190,27 @@ RULES: Rules = {
         micro_batch_size = training.per_device_train_batch_size
         eval_batch_size = actor_train.infer_batch_size
         early_stopping_patience = early_stopping_patience
+        special_tokens.pad_token ~ nothing is padded
+        special_tokens.eos_token if chat_template=chatml or qwen_25 or qwen3 if =<|im_end|> {END}
+        special_tokens.eos_token if chat_template=llama3 if =<|eot_id|> {END}
+        special_tokens.eos_token if chat_template=gemma if =<end_of_turn> {END}
+        special_tokens.eos_token if chat_template=phi_3 if =<|end|> {END}
+        special_tokens special_tokens.eos_token special_tokens.bos_token special_tokens.unk_token
+        special_tokens.additional_special_tokens tokens ! change the tokenizer's folder instead
         reward_model process_reward_model ! Rather has no rule for Axolotl's reward models; task: \
             reward trains one
         bfloat16 float16 ! weights in half precision without copies; choose model_args.dtype
         max_prompt_len ! the prompt alone has no limit
-        tokens ! change the tokenizer's folder instead
         unfrozen_parameters ! not supported
         push_dataset_to_hub ? nothing is uploaded
         precompute_ref_log_probs ~ the reference is always computed once and kept on disk
         dataset_prepared_path ~ tokenised data are in <output_dir>/.cache; see cache_dir
         flash_attention sdp_attention xformers_attention eager_attention
         flex_attention ~ Rather has its own attention
-        sample_packing if rl=none ! a step has a number of full sequences there, here a number of \
-            answers; set train_batch_size
+        sample_packing if rl=none ! {FULL_SEQUENCES}
         train_on_inputs if rl=none ! set actor_train.data_args.score
-        sample_packing pad_to_sequence_len eval_sample_packing dpo_padding_free ~ pairs are always \
-            packed
+        sample_packing pad_to_sequence_len eval_sample_packing dpo_padding_free ~ pairs are \
+            always packed
         model_type tokenizer_type wandb_entity wandb_watch wandb_name wandb_log_model strict
         is_llama_derived_model debug local_rank train_on_inputs group_by_length
         loss_watchdog_threshold loss_watchdog_patience liger_rope liger_rms_norm
@@ -276,55 +229,33 @@ RULES: Rules = {
         swanlab_completion_max_buffer swanlab_log_model use_kernels use_scattermoe use_sonicmoe ~
         processor_type ~ the model's own processor is used
     """),
-    **switches("wandb_project use_tensorboard use_mlflow use_swanlab"),
-    "adapter": adapter_kind,
-    "rl": algorithm(LOSSES),
-    "lora_target_modules": when(
-        lambda value, given: not given.get("lora_target_linear"), ADAPTER["lora_target_modules"]
-    ),
-    "datasets": datasets(SAMPLES),
-    "test_datasets": datasets(HELD_OUT),
-    "val_set_size": SPLIT,
+    **dict.fromkeys(TRACKERS, tracker),
+    "datasets": partial(datasets, path=SAMPLES),
+    "test_datasets": partial(datasets, path=HELD_OUT),
     "chat_template": template,
-    "sequence_len": when(all_of(["set"]), length),
-    "(warm-up)": lambda *_: Outcome(
-        MISSING,
-        note=(
-            "by default 3 % of all steps and at most 100; how many that are depends on the data: "
-            "set warmup_steps"
-        ),
-    ),
-    "warmup_ratio": ratio,
-    "saves_per_epoch": per_epoch("save_steps"),
-    "evals_per_epoch": per_epoch("eval_steps"),
-    "ray_num_workers": when(all_of(["use_ray=true"]), processes),
-    "optimizer": optimizer,
-    "lr_scheduler": to("training.lr_scheduler_type", SCHEDULES),
-    "special_tokens": special_tokens,
-    "plugins": when(
-        lambda value, given: [name for name in value or () if not str(name).endswith(HARMLESS)],
-        never("not supported"),
-    ),
-}
+    "saves_per_epoch": partial(per_epoch, path="save_steps"),
+    "evals_per_epoch": partial(per_epoch, path="eval_steps"),
+    "ray_num_workers": ray_workers,
+    "optimizer": HF["optim"],
+    "lr_scheduler": HF["lr_scheduler_type"],
+    "plugins": plugins,
+}  # fmt: skip
 
 PEER = Peer(
     "axolotl",
     RULES,
     version="0.18",
-    defaults={
-        **pairs("gradient_accumulation_steps=1 save_total_limit=4 rl=none dpo_loss_type=sigmoid "
-                "micro_batch_size=1 adapter=none bf16=auto simpo_gamma=0.5 cpo_alpha=1.0 "
-                "sequence_len=512 num_epochs=1.0 lr_scheduler=cosine"),
-        "warmup_steps": warmup_steps, "(warm-up)": no_warmup,
-        **defaults("""
-            save_strategy=epoch if save_steps=none|0 if saves_per_epoch=none|0
-            rl_beta=0.1 if orpo_alpha=none|0 if trl.beta=none|0
-        """),
-    },
+    defaults="""
+        gradient_accumulation_steps=1 save_total_limit=4 rl=none dpo_loss_type=sigmoid
+        micro_batch_size=1 adapter=none bf16=auto simpo_gamma=0.5 cpo_alpha=1.0
+        sequence_len=512 num_epochs=1.0 lr_scheduler=cosine
+        (warm-up)=none if warmup_steps=none if warmup_ratio=none
+        save_strategy=epoch if save_steps unset if saves_per_epoch unset
+        rl_beta=0.1 if orpo_alpha unset if trl.beta unset
+    """,
     marks="base_model rl sequence_len micro_batch_size num_epochs val_set_size sample_packing "
           "dataset_prepared_path pad_to_sequence_len lora_target_linear flash_attention",
-    whole="special_tokens lr_scheduler_kwargs fsdp_config deepspeed gradient_checkpointing_kwargs "
-          "accelerator_config",
+    whole="lr_scheduler_kwargs fsdp_config deepspeed gradient_checkpointing_kwargs",
     always=(
         "Pairs that are too long are dropped and counted, as in Axolotl.",
         "TRL's other differences hold here too: see the page on TRL.",

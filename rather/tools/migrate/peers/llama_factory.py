@@ -13,36 +13,28 @@ from rather.data.messages import KNOWN_ROLES, ROLES
 from rather.files import HUB_NAME, JsonObject, parse_json, yaml_text
 from rather.tools.migrate.engine import FOLDER, Peer
 from rather.tools.migrate.peers.shared import (
+    FULL_SEQUENCES,
     HELD_OUT,
     HF,
     HF_DEFAULTS,
     IMAGES,
     SAMPLES,
-    SPLIT,
     adapter,
     address,
-    length,
+    columns_of_all,
     processes,
 )
 from rather.tools.migrate.rules import (
-    KTO,
     NEEDLESS,
     NOT_NEEDED,
-    REWARD,
-    SFT,
     Given,
     Outcome,
-    Rule,
     Rules,
     Unsupported,
-    algorithm,
-    defaults,
     facts,
     gives,
     names_of,
     one_or_all,
-    pairs,
-    to,
 )
 
 # Columns by their names in dataset_info.json: Rather's own, and another that it finds by itself.
@@ -52,45 +44,27 @@ COLUMNS = {
     "messages": ("conversations", "messages"),
     "response": ("output",),
     "kto_tag": ("kto_tag", "label"),
-    "chosen": ("chosen",),
-    "rejected": ("rejected",),
-    "system": ("system",),
-    "history": ("history",),
-    "tools": ("tools",),
+    **{name: (name,) for name in ("chosen", "rejected", "system", "history", "tools")},
 }
 TAGS = {"from", "role", "value", "content", *KNOWN_ROLES, *ROLES}
-TEMPLATES = pairs(
-    "qwen=qwen2_5 qwen2_5=qwen2_5 qwen3=qwen3 qwen3_nothink=chatml llama3=llama3 chatml=chatml "
-    "gemma=gemma gemma2=gemma2 gemma3=gemma3 mistral=mistral phi=phi3 zephyr=zephyr vicuna=vicuna"
-)  # fmt: skip
 
 
-def registered(path: str) -> Rule:
+def registered(value: Any, given: Given, *, path: str) -> Outcome:
     """Look up names in dataset_info.json; with dataset_dir: ONLINE they are names of the hub."""
-
-    def rule(value: Any, given: Given) -> Outcome:
-        if not value:
-            return NOT_NEEDED
-        names = names_of(value)
-        if given.get("dataset_dir") == "ONLINE":
-            return gives({path: one_or_all([hub_address(name, {}) for name in names])})
-        _, listed = registry(given)
-        if missing := [name for name in names if name not in listed]:
-            raise Unsupported(
-                f"no dataset_info.json here lists {', '.join(missing)}; run this in the folder "
-                "where you start LLaMA-Factory, or set dataset_dir"
-            )
-        entries = [listed[name] for name in names]
-        renamed = [columns(name, listed[name], given) for name in names]
-        if any(columns_of_file != renamed[0] for columns_of_file in renamed):
-            raise Unsupported("the files have columns of different names; rename them")
-        files = [file_of(name, entry) for name, entry in zip(names, entries, strict=True)]
-        values = {path: one_or_all(files)}
-        if renamed[0]:
-            values[path.replace("file_name", "columns")] = renamed[0]
-        return gives(values)
-
-    return rule
+    if not value:
+        return NOT_NEEDED
+    names = names_of(value)
+    if given.get("dataset_dir") == "ONLINE":
+        return gives({path: one_or_all([hub_address(name, {}) for name in names])})
+    _, listed = registry(given)
+    if missing := [name for name in names if name not in listed]:
+        raise Unsupported(
+            f"no dataset_info.json here lists {', '.join(missing)}; run this in the folder "
+            "where you start LLaMA-Factory, or set dataset_dir"
+        )
+    files = [file_of(name, listed[name]) for name in names]
+    columns = [columns_of(name, listed[name], given) for name in names]
+    return gives({path: one_or_all(files), **columns_of_all(path, columns)})
 
 
 def file_of(name: str, entry: JsonObject) -> str:
@@ -108,6 +82,21 @@ def hub_address(name: str, entry: JsonObject) -> str:
     if entry.get("folder") or not HUB_NAME.fullmatch(name):
         raise Unsupported(f"{name}: save its rows to a file and name it in dataset_info.json")
     return address(name, entry.get("split"), entry.get("subset")) or name
+
+
+def columns_of(name: str, entry: JsonObject, given: Given) -> dict[str, str]:
+    """Return the columns of a data set that have other names; other kinds of rows are refused."""
+    columns, is_paired = entry.get("columns") or {}, bool(entry.get("ranking"))
+    if is_paired != (given.get("stage") in ("dpo", "rm")):
+        kind = "pairs" if is_paired else "no pairs"
+        raise Unsupported(f"{name} has {kind} (ranking in dataset_info.json)")
+    if unread := columns.keys() - COLUMNS:
+        raise Unsupported(f"{name} has columns that are not read ({', '.join(sorted(unread))})")
+    if tags := set((entry.get("tags") or {}).values()) - TAGS:
+        raise Unsupported(f"rename roles or keys in the messages of {name} ({', '.join(tags)})")
+    return {
+        COLUMNS[key][0]: column for key, column in columns.items() if column not in COLUMNS[key]
+    }
 
 
 def registry(given: Given) -> tuple[Path | None, JsonObject]:
@@ -133,67 +122,55 @@ def dataset_dir(value: Any, given: Given) -> Outcome:
         return Outcome(NEEDLESS, note="the data sets are of the hub")
     if not isinstance(value, str) or value.startswith("REMOTE:"):
         raise Unsupported("the list of data sets is not a local file; save it as dataset_info.json")
-    found_folder, _ = registry(given)
-    return gives({"data.dataset_dir": str(found_folder or value)})
+    folder, _ = registry(given)
+    return gives({"data.dataset_dir": str(folder or value)})
 
 
-def resumed(value: Any, given: Given) -> Outcome:
-    """Train an adapter further. LLaMA-Factory's reference is the model without it."""
-    names = names_of(value) if value else []
-    if not names:
-        return NOT_NEEDED
-    if len(names) > 1 or given.get("create_new_adapter"):
-        raise Unsupported("merge it into the model first (rather merge), and name that model")
-    values: JsonObject = {"model.adapter_name_or_path": names[0]}
-    if given.get("stage") == "kto" or (
-        given.get("stage") == "dpo" and given.get("pref_loss") not in ("orpo", "simpo")
-    ):
-        values["reference.model_args.adapter_name_or_path"] = None
-    return gives(values)
-
-
-def columns(file: str, entry: JsonObject, given: Given) -> dict[str, str]:
-    """Return the columns of a data set that have other names; other kinds of rows are refused."""
-    column_names = entry.get("columns") or {}
-    is_paired = bool(entry.get("ranking"))
-    if is_paired != (given.get("stage") in ("dpo", "rm")):
-        raise Unsupported(
-            f"{file} has {'' if is_paired else 'no '}pairs (ranking in dataset_info.json)"
-        )
-    if unread := [name for name in column_names if name not in COLUMNS]:
-        raise Unsupported(f"{file} has columns that are not read ({', '.join(unread)})")
-    if tags := set((entry.get("tags") or {}).values()) - TAGS:
-        raise Unsupported(f"rename roles or keys in the messages of {file} ({', '.join(tags)})")
-    return {COLUMNS[key][0]: name for key, name in column_names.items() if name not in COLUMNS[key]}
-
-
+MERGE = "merge it into the model first (rather merge), and name that model"
+WITHOUT_ADAPTER = "reference.model_args.adapter_name_or_path=none"
 RULES: Rules = {
     **HF,
     **adapter(
-        "lora_rank lora_alpha lora_dropout lora_target additional_target",
-        "finetuning_type",
-        "full",
-        "freeze",
-        resumed="adapter_name_or_path",
+        "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target",
+        is_on="finetuning_type!=full or freeze if adapter_name_or_path unset",
     ),
     **facts(f"""
+        stage if =kto = task=unpaired pref_loss=kto
+        stage if =sft = task=sft pref_loss=sft
+        stage if =rm = task=reward pref_loss=bradley_terry
+        stage if !=dpo !! is not a training that Rather offers; it converts dpo, kto, sft, rm.
+        model_class peft_config train_dataset !! is of the new version 1, whose examples do not \
+            name the algorithm.
         model_name_or_path = pretrain
-        finetuning_type = model.lora_rank: full=none if finetuning_type=full
+        template = global_template: qwen=qwen2_5 qwen2_5=qwen2_5 qwen3=qwen3 qwen3_nothink=chatml \
+            llama3=llama3 chatml=chatml gemma=gemma gemma2=gemma2 gemma3=gemma3 mistral=mistral \
+            phi=phi3 zephyr=zephyr vicuna=vicuna
+        cutoff_len if !=none = sequence_length data.overlong=truncate_prompt; LLaMA-Factory \
+            shortens prompt and answers in proportion; here the prompt is cut from its left
+        val_size if set = held_out.split
+        finetuning_type if =full = model.lora_rank=none
         finetuning_type @ lora; weights are trained whole or by a LoRA adapter
+        adapter_name_or_path if ~, ! {MERGE}
+        adapter_name_or_path if set if create_new_adapter set ! {MERGE}
+        adapter_name_or_path if set if stage=kto = model.adapter_name_or_path {WITHOUT_ADAPTER}
+        adapter_name_or_path if set if stage=dpo if pref_loss!=orpo or simpo = \
+            model.adapter_name_or_path {WITHOUT_ADAPTER}
+        adapter_name_or_path if set = model.adapter_name_or_path
+        create_new_adapter if adapter_name_or_path=none ~ there is no other adapter
+        create_new_adapter ! {MERGE}
         trust_remote_code = model.trust_remote_code
         ref_model = reference.model_args.model_name_or_path
-        pref_beta = beta if stage=dpo|kto
-        moe_aux_loss_coef = model.moe_aux_loss_coef if stage=sft
+        pref_beta if stage=dpo or kto = beta
+        moe_aux_loss_coef if stage=sft = model.moe_aux_loss_coef
         (router) = model.moe_aux_loss_coef
         quantization_bit = model.quantization: 4=4bit
         quantization_method @ bnb; weights are rounded by bitsandbytes
         quantization_type @ nf4; weights are rounded to nf4
         enable_thinking @ true none; an empty thought is part of the answers
         pissa_init = model.init_lora_weights: true=pissa false=true
-        pref_loss = pref_loss:: kto_pair=none if stage=dpo
-        packing if stage=sft ! a step has a number of full sequences there, here a number of pairs \
-            or answers; set train_batch_size
-        simpo_gamma = gamma if pref_loss=simpo
+        pref_loss if stage=dpo = pref_loss:: kto_pair=none
+        packing if stage=sft ! {FULL_SEQUENCES}
+        simpo_gamma if pref_loss=simpo = gamma
         pure_bf16 = model.dtype: true=bf16; weights have exact float32 copies
         mix_strategy @ concat; data_args.weights mixes files
         kto_chosen_weight = desirable_weight
@@ -201,15 +178,12 @@ RULES: Rules = {
         pref_ftx = pref_ftx
         dpo_label_smoothing = label_smoothing
         ld_alpha = ld_alpha
-        max_samples = data.max_samples if set
-        mask_history = data.score: true=last false=assistant if stage=sft
+        max_samples if set = data.max_samples
+        mask_history if stage=sft = data.score: true=last false=assistant
         mask_history = data.score: true=last false=last
         disable_gradient_checkpointing = model.disable_gradient_checkpointing
         model_revision = model.revision
         ref_model_adapters ! merge it into the reference model first
-        create_new_adapter if adapter_name_or_path=none ~ there is no other adapter
-        create_new_adapter ! merge the adapter into the model first (rather merge), and name that \
-            model
         do_predict if do_train!=true ! it generates answers and does not train
         ref_model_quantization_bit ! the reference is not quantised by itself
         pref_bco_weight ! not supported; pref_loss takes a list with loss_weights
@@ -231,42 +205,26 @@ RULES: Rules = {
         media_dir = data.image_dir
         freeze_vision_tower freeze_multi_modal_projector @ true; set model_args.freeze by hand
         video_max_pixels video_min_pixels video_fps video_maxlen audio_sampling_rate ~ {IMAGES}
-        model_class peft_config train_dataset !! a setting of the new version 1, whose examples do \
-            not name the algorithm.
     """),
-    "stage": algorithm({"dpo": None, "kto": {**KTO, "pref_loss": "kto"}, "sft": SFT, "rm": REWARD}),
-    "dataset": registered(SAMPLES),
-    "eval_dataset": registered(HELD_OUT),
-    "val_size": SPLIT,
-    "template": to("global_template", TEMPLATES),
-    "cutoff_len": partial(
-        length,
-        cut="truncate_prompt",
-        note="LLaMA-Factory shortens prompt and "
-        "answers in proportion; here "
-        "the prompt is cut from its left",
-    ),
+    "dataset": partial(registered, path=SAMPLES),
+    "eval_dataset": partial(registered, path=HELD_OUT),
     "dataset_dir": dataset_dir,
-    "adapter_name_or_path": resumed,
     "ray_num_workers": processes,
-}
+}  # fmt: skip
 
 PEER = Peer(
     "llama-factory",
     RULES,
     version="0.9.6",
-    defaults={
-        **HF_DEFAULTS,
-        **defaults("""
-            stage=sft cutoff_len=2048 dataset_dir=data finetuning_type=lora lora_rank=8
-            lora_target=all pref_beta=0.1 pref_loss=sigmoid mask_history=false simpo_gamma=0.5
-            (router)=0.0 if mixture model_name_or_path
-        """),
-        "lora_alpha": lambda given: 2 * given["lora_rank"],
-    },
+    derived={"lora_alpha": lambda given: 2 * (given.get("lora_rank") or 8)},
+    defaults=HF_DEFAULTS + """
+        stage=sft cutoff_len=2048 dataset_dir=data finetuning_type=lora lora_rank=8
+        lora_target=all pref_beta=0.1 pref_loss=sigmoid mask_history=false simpo_gamma=0.5
+        learning_rate=5e-5 logging_steps=500
+        (router)=0.0 if mixture model_name_or_path
+    """,
     marks="stage finetuning_type pref_beta pref_loss pref_ftx cutoff_len dpo_label_smoothing "
           "quantization_bit plot_loss overwrite_cache",
-    whole="dataset_dir lr_scheduler_kwargs deepspeed gradient_checkpointing_kwargs "
-          "accelerator_config",
+    whole="dataset_dir lr_scheduler_kwargs deepspeed gradient_checkpointing_kwargs",
     always=("The order of the pairs is another one.",),
 )  # fmt: skip

@@ -2,62 +2,44 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from rather.config import compat
 from rather.config.keys import table
 from rather.config.load import composed_values
 from rather.tools.migrate.engine import Peer
-from rather.tools.migrate.rules import (
-    CONVERTED,
-    IMPOSSIBLE,
-    NEEDLESS,
-    NOT_NEEDED,
-    Given,
-    Outcome,
-    Rule,
-    needless,
-)
+from rather.tools.migrate.rules import Line, Lines, Rule, facts
 
-RANK, ROUTER = (f"actor_train.model_args.{key}" for key in ("lora_rank", "moe_aux_loss_coef"))
+NULLABLE = ("actor_train.model_args.lora_rank", "actor_train.model_args.moe_aux_loss_coef")
 
 
 class OwnKeys(dict[str, Any]):
-    """Keep every key of Rather's schema; report other keys as the config loader does."""
+    """Keep every key of Rather's schema, also in sections whose keys are free."""
 
     def get(self, key: str, _: Any = None) -> Rule | None:
-        first = key.partition(".")[0]
-        if key in compat.IGNORED:
-            return needless(compat.IGNORED[key])
-        if key in compat.REFUSED:
-            note = compat.REFUSED[key]
-            return lambda value, given: Outcome(IMPOSSIBLE if value else NEEDLESS, note=note)
-        if first in ("hydra", "defaults", *compat.GROUPS):
-            return needless("Hydra's own")
-        if key in table() or ".strategy_config." in key or first == "system_envs":
-            return partial(kept, key)
-        return None
+        is_free = ".strategy_config." in key or key.startswith("system_envs.")
+        rule: Rule | None = super().get(key, Lines([Line([], "=", key)]) if is_free else None)
+        return rule
 
 
-def kept(key: str, value: Any, given: Given) -> Outcome:
-    is_empty = value is None and key not in (RANK, ROUTER)
-    return NOT_NEEDED if is_empty else Outcome(CONVERTED, {key: value})
-
-
+LINES = [
+    *(f"{key} ~ {note}" for key, note in compat.IGNORED.items()),
+    *(f"{key} ! {note}" for key, note in compat.REFUSED.items()),
+    *(f"{key} ~ Hydra's own" for key in ("hydra", "defaults", *compat.GROUPS)),
+    *(f"{key} if =none = {key}=none" for key in NULLABLE),
+    *(f"{key} = {key}" for key in table()),
+]
 PEER = Peer(
     "roll",
-    OwnKeys({**table(), **compat.IGNORED, **compat.REFUSED}),
+    OwnKeys(facts("\n".join(LINES))),
     version="0.3",
-    defaults={
-        "pref_loss": "sigmoid",
-        "beta": 0.1,
-        "actor_train.training_args.learning_rate": 5e-5,
-        "actor_train.training_args.per_device_train_batch_size": 8,
-        "actor_train.model_args.dtype": "bf16",
-        ROUTER: None,
-        RANK: lambda given: 8 if given.get("actor_train.model_args.lora_target") else None,
-    },
+    defaults="""
+        pref_loss=sigmoid beta=0.1 actor_train.training_args.learning_rate=5e-5
+        actor_train.training_args.per_device_train_batch_size=8 actor_train.model_args.dtype=bf16
+        actor_train.model_args.moe_aux_loss_coef=none
+        actor_train.model_args.lora_rank=8 if actor_train.model_args.lora_target set
+        actor_train.model_args.lora_rank=none
+    """,
     marks="actor_train.strategy_args.strategy_name actor_train.training_args.learning_rate "
     "checkpoint_config.type is_offload_states rollout_batch_size "
     "actor_train.infer_batch_size",

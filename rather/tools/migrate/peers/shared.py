@@ -8,7 +8,6 @@ from typing import Any
 from rather.config.keys import table
 from rather.files import HUB_NAME, JsonObject
 from rather.tools.migrate.rules import (
-    CONVERTED,
     LEFT_OUT,
     NEEDLESS,
     NOT_NEEDED,
@@ -18,70 +17,30 @@ from rather.tools.migrate.rules import (
     Outcome,
     Rules,
     Unsupported,
-    all_of,
     facts,
     gives,
-    keys,
     names_of,
     one_or_all,
-    only,
-    pairs,
-    to,
-    when,
 )
 
 STRATEGY = "actor_train.strategy_args.strategy_name"
 SAMPLES, HELD_OUT = "data.file_name", "held_out.file_name"
 READABLE = (".json", ".jsonl", ".parquet", ".arrow", ".gz", ".feather")
-DTYPES = pairs("bfloat16=bf16 bf16=bf16 float16=fp16 fp16=fp16 float32=fp32 fp32=fp32")
-SCHEDULES = {"warmup_stable_decay": "wsd"} | {
-    name: name for name in table()["actor_train.training_args.lr_scheduler_type"].choices
-}
-ADAMW = keys("adamw_torch adamw_torch_fused adamw_hf adamw adam AdamW torch.optim.AdamW")
-EIGHT_BITS = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
-NO_LIMIT = 32768
+DTYPES = "bfloat16=bf16 bf16=bf16 float16=fp16 fp16=fp16"
+COPIES = "weights have exact float32 copies"
+TRACKERS = table()["track_with"].choices
+SCHEDULES = " ".join(
+    f"{name}={name}" for name in table()["actor_train.training_args.lr_scheduler_type"].choices
+)
 NO_WARMUP = "transformers' constant schedule has no warm-up"
 IMAGES = "video and audio are not read; rows with them are dropped and counted"
+FULL_SEQUENCES = (
+    "a step has a number of full sequences there, here a number of pairs or answers; set "
+    "train_batch_size"
+)
 
 
-# ---- values
-
-
-def optimizer(value: Any, given: Given) -> Outcome:
-    """Accept AdamW, also with states stored in 8 bits."""
-    if str(value) in EIGHT_BITS:
-        return gives({}, "its states are exact here; precision: lean makes them smaller")
-    return only(*ADAMW, why="the optimizer is AdamW")(value, given)
-
-
-def interval(path: str, value: Any) -> Outcome:
-    """Set a number of steps; below 1 it is a fraction of the run, as in transformers."""
-    if not value or value < 0:
-        return NOT_NEEDED
-    if value < 1 and path != "logging_steps":
-        return gives({path: value})
-    if int(value) != value:
-        raise Unsupported(f"{value} is not a number of steps")
-    return gives({path: int(value)})
-
-
-def length(value: Any, given: Given, *, cut: str = "", note: str = "") -> Outcome:
-    """Set the tokens of prompt and answer, and what happens to longer pairs."""
-    if value is None:
-        text = f"Rather needs a length; pairs above {NO_LIMIT} tokens are dropped and counted"
-        return gives({"sequence_length": NO_LIMIT}, text)
-    overlong = {"data.overlong": cut} if cut else {}
-    return gives({"sequence_length": value, **overlong}, note)
-
-
-def run_folder(value: Any, given: Given) -> Outcome:
-    """Split `out/my-run` into the folder `out` and the run `my-run`."""
-    if not value:
-        return NOT_NEEDED
-    path = Path(str(value))
-    parent = "./" if str(path.parent) == "." else str(path.parent)
-    note = "the run is written to this folder; the model is in its subfolder model/"
-    return Outcome(CONVERTED, {"output_dir": parent, "exp_name": path.name}, note)
+# ---- data
 
 
 def address(name: str, split: Any = None, config: Any = None, revision: Any = None) -> str | None:
@@ -96,77 +55,81 @@ def address(name: str, split: Any = None, config: Any = None, revision: Any = No
     return f"hf://datasets/{name}{at}" + (f":{'/'.join(subset)}" if subset != ["train"] else "")
 
 
-def dataset(
-    value: Any, given: Given, path: str = SAMPLES, *, split: str = "", config: str = ""
-) -> Outcome:
-    """Accept local files, and names of the hub if `split` is the key that names the split.
-
-    Other data sets have to be saved to a file first.
-    """
-    if value in NOTHING:
-        return NOT_NEEDED
+def dataset(names: list[str], path: str = SAMPLES) -> Outcome:
+    """Accept local files and addresses; other data sets have to be saved to a file first."""
     files, remote = [], []
-    for name in names_of(value):
+    for name in names:
         if "#" in name:
             raise Unsupported(f"{name} draws rows at random; save them to a file of their own")
-        is_file = name.startswith("hf://") or name.endswith(READABLE)
-        hub = address(name, given.get(split), given.get(config)) if split else None
-        file = name if is_file else hub
-        if not file:
+        if name.startswith("hf://") or name.endswith(READABLE):
+            files.append(name)
+        else:
             remote.append(name)
-        files.append(file or f"{Path(name).name}.jsonl")
-    values = {path: one_or_all(files)}
+            files.append(f"{Path(name).name}.jsonl")
+    outcome = gives({path: one_or_all(files)})
     if not remote:
-        return gives(values)
+        return outcome
     note = f"only local files are read: save {', '.join(remote)} as JSON lines there"
-    return Outcome(OPEN, values, note)
+    return outcome._replace(status=OPEN, note=note)
+
+
+def columns_of_all(path: str, columns: list[dict[str, str]]) -> JsonObject:
+    """Return the renamed columns of the files at `path`, which have to be the same in all."""
+    if any(columns_of_file != columns[0] for columns_of_file in columns):
+        raise Unsupported("the files have columns of different names; rename them")
+    return {path.replace("file_name", "columns"): columns[0]} if columns[0] else {}
+
+
+# ---- the run
+
+
+def run_folder(value: Any, given: Given) -> Outcome:
+    """Split `out/my-run` into the folder `out` and the run `my-run`."""
+    if not value:
+        return NOT_NEEDED
+    path = Path(str(value))
+    parent = "./" if str(path.parent) == "." else str(path.parent)
+    note = "the run is written to this folder; the model is in its subfolder model/"
+    return gives({"output_dir": parent, "exp_name": path.name})._replace(note=note)
 
 
 def trackers(value: Any, given: Given) -> Outcome:
-    names, supported = names_of(value), table()["track_with"].choices
-    usable = [name for name in names if name in supported]
-    lost = [name for name in names if name not in (*supported, "none", "None", "all")]
-    note = f"no tracker {', '.join(lost)}; supported: {', '.join(supported)}" if lost else ""
-    return Outcome(
-        LEFT_OUT if lost else CONVERTED, {"track_with": one_or_all(usable) or None}, note
-    )
+    names = names_of(value)
+    values = {"track_with": one_or_all([name for name in names if name in TRACKERS]) or None}
+    lost = [name for name in names if name not in (*TRACKERS, "none", "None", "all")]
+    if not lost:
+        return gives(values)
+    note = f"no tracker {', '.join(lost)}; supported: {', '.join(TRACKERS)}"
+    return Outcome(LEFT_OUT, values, note)
 
 
-def switches(keys: str) -> Rules:
-    """Return the rules of keys that each switch on the tracker of their name; several may be on."""
-    owners = {key: name for key in keys.split() for name in table()["track_with"].choices
-              if name in key}  # fmt: skip
-
-    def rule(value: Any, given: Given) -> Outcome:
-        return trackers([name for key, name in owners.items() if given.get(key)], given)
-
-    return dict.fromkeys(owners, when(all_of(["set"]), rule))
+def evaluated(value: Any, given: Given) -> Outcome:
+    """Set eval_steps; eval_strategy: steps without it means every logging_steps."""
+    if value != "steps" or given.get("eval_steps"):
+        return Outcome(NEEDLESS, note="evaluation is always after each epoch and at the end")
+    return gives({"eval_steps": int(given.get("logging_steps") or 1)}, "as often as logging_steps")
 
 
-SPLIT = to("held_out.split", lambda value: int(value) if value >= 1 else value or None)
+def save_strategy(value: Any, given: Given) -> Outcome:
+    """Translate `epoch` into a fraction of the run, if the run has whole epochs."""
+    if value == "no":
+        return gives({"save_steps": None})
+    if value == "steps":
+        return NOT_NEEDED
+    epochs = given.get("num_epochs", given.get("num_train_epochs"))
+    if value != "epoch" or not epochs or epochs % 1 or (given.get("max_steps") or 0) > 0:
+        raise Unsupported(
+            "checkpoints follow a number of steps, or a fraction of the run: save_steps"
+        )
+    return gives({"save_steps": 1 / epochs if epochs > 1 else None})
 
 
-# ---- precision, memory, devices
-
-
-def bf16(value: Any, given: Given) -> Outcome:
-    """Choose bf16, fp16 or neither."""
-    is_fp16 = given.get("fp16") in (True, "true", "auto")
-    if is_fp16 and value is True:
-        raise Unsupported("bf16 and fp16 are both on; choose one")
-    dtype = "fp16" if is_fp16 else "bf16" if value in (True, "auto") else "fp32"
-    return gives(
-        {"model.dtype": dtype}, "weights have exact float32 copies, sums are float32 or better"
-    )
-
-
-def devices(count: int) -> JsonObject:
-    return {"actor_train.device_mapping": f"0-{count - 1}"} if count > 1 else {}
+# ---- devices
 
 
 def processes(value: Any, given: Given) -> Outcome:
     """Set the devices of a launcher; none means one."""
-    return gives(devices(value or 1))
+    return gives({"actor_train.device_mapping": f"0-{value - 1}"} if (value or 1) > 1 else {})
 
 
 def deepspeed(value: Any, given: Given) -> Outcome:
@@ -175,97 +138,36 @@ def deepspeed(value: Any, given: Given) -> Outcome:
         return NOT_NEEDED
     if isinstance(value, dict):
         return gives({STRATEGY: "deepspeed_train", STRATEGY.replace("_name", "_config"): value})
-    if Path(str(value)).expanduser().is_file():
+    path = Path(str(value))
+    if path.expanduser().is_file():
         return gives({STRATEGY: "deepspeed_train", "strategy.config_file": str(value)})
-    name = Path(str(value)).name
-    stage = next((stage for stage in "123" if f"zero{stage}" in name or f"z{stage}" in name), None)
-    if stage is None:
-        raise Unsupported(f"{value} is not here, and its name has no stage; set {STRATEGY}")
-    cpu = "_cpu" if "offload" in name and stage == "2" else ""
-    note = f"{value} is not here; stage {stage} is taken from its name"
-    return gives({STRATEGY: f"zero{stage}{cpu}"}, note)
-
-
-def fsdp(value: Any, given: Given) -> Outcome:
-    if value in NOTHING:
-        return NOT_NEEDED
-    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    if "hybrid" in text:
-        raise Unsupported(
-            "set strategy_name: hsdp and strategy_config.shard_size (ranks per replica)"
-        )
-    return gives({STRATEGY: "zero2" if "shard_grad_op" in text else "fsdp2_train"})
+    for stage in "123":
+        if f"zero{stage}" in path.name or f"z{stage}" in path.name:
+            cpu = "_cpu" if "offload" in path.name and stage == "2" else ""
+            note = f"{value} is not here; stage {stage} is taken from its name"
+            return gives({STRATEGY: f"zero{stage}{cpu}"}, note)
+    raise Unsupported(f"{value} is not here, and its name has no stage; set {STRATEGY}")
 
 
 # ---- transformers' TrainingArguments
-
-
-def warmup(value: Any, given: Given) -> Outcome:
-    if given.get("lr_scheduler_type") == "constant" and value:
-        return gives({}, NO_WARMUP)
-    share = isinstance(value, float) and 0 < value < 1
-    return gives(
-        {"training.warmup_ratio": value} if share else {"training.warmup_steps": int(value)}
-    )
-
-
-def evaluated(value: Any, given: Given) -> Outcome:
-    """Set eval_steps; eval_strategy: steps without it means every logging_steps."""
-    if str(value) != "steps" or given.get("eval_steps"):
-        return Outcome(NEEDLESS, note="evaluation is always after each epoch and at the end")
-    return gives({"eval_steps": int(given.get("logging_steps") or 1)}, "as often as logging_steps")
-
-
-def eval_steps(value: Any, given: Given) -> Outcome:
-    strategy = given.get("eval_strategy") or given.get("evaluation_strategy")
-    if str(strategy) not in ("steps", "None"):  # None: a tool that has no such key
-        return Outcome(NEEDLESS, note=f"eval_strategy is {strategy}")
-    return interval("eval_steps", value)
-
-
-def save_strategy(value: Any, given: Given) -> Outcome:
-    """Translate `epoch` into a fraction of the run, if the run has whole epochs."""
-    if str(value) == "steps":
-        return NOT_NEEDED
-    if str(value) == "no":
-        return gives({"save_steps": None})
-    count = given.get("num_epochs", given.get("num_train_epochs"))
-    if str(value) != "epoch" or not count or (given.get("max_steps") or 0) > 0 or count % 1:
-        raise Unsupported(
-            "checkpoints follow a number of steps, or a fraction of the run: save_steps"
-        )
-    return gives({"save_steps": 1 / count if count > 1 else None})
-
-
-def save_steps(value: Any, given: Given) -> Outcome:
-    if str(given.get("save_strategy") or "steps") != "steps":
-        return Outcome(NEEDLESS, note="save_strategy decides")
-    return interval("save_steps", value)
-
-
-def best_metric(value: Any, given: Given) -> Outcome:
-    path = "metric_for_best_model"
-    return to(path)(f"eval/{str(value).removeprefix('eval_')}", given) if value else NOT_NEEDED
-
-
-def split_batches(value: Any, given: Given) -> Outcome:
-    if not isinstance(value, dict | None):
-        raise Unsupported("a file of its own; set the sizes yourself")
-    if value and value.get("split_batches"):
-        raise Unsupported("split_batches makes per_device_train_batch_size that of all devices")
-    return NOT_NEEDED
-
 
 # transformers trains for max_steps, however many epochs that takes; Rather stops at either.
 HF: Rules = facts(f"""
     learning_rate = training.learning_rate
     num_train_epochs if max_steps>0 ~ max_steps counts alone
     num_train_epochs = training.num_train_epochs
-    max_steps = max_steps training.num_train_epochs if >0
+    max_steps if >0 = max_steps training.num_train_epochs
     warmup_ratio if warmup_steps set ~ warmup_steps wins
-    warmup_ratio if set if lr_scheduler_type=constant = ; {NO_WARMUP}
+    warmup_ratio warmup_steps if set if lr_scheduler_type=constant = ; {NO_WARMUP}
     warmup_ratio = training.warmup_ratio
+    warmup_steps if set if <1 = training.warmup_ratio
+    warmup_steps = training.warmup_steps
+    lr_scheduler_type = training.lr_scheduler_type: {SCHEDULES} warmup_stable_decay=wsd
     lr_scheduler_kwargs = training.lr_scheduler_kwargs
+    optim if =adamw_bnb_8bit or adamw_8bit or paged_adamw_8bit or paged_adamw_32bit = ; its \
+        states are exact here; precision: lean makes them smaller
+    optim @ adamw_torch adamw_torch_fused adamw_hf adamw adam AdamW torch.optim.AdamW; the \
+        optimizer is AdamW
     weight_decay = training.weight_decay
     adam_beta1 = training.adam_beta1
     adam_beta2 = training.adam_beta2
@@ -280,15 +182,33 @@ HF: Rules = facts(f"""
     logging_dir = logging_dir
     per_device_eval_batch_size = actor_train.infer_batch_size
     use_cpu no_cuda = platform: true=cpu false=auto
-    fp16 = model.dtype: true=fp16 if fp16=true
+    bf16 if =true if fp16=true or auto ! bf16 and fp16 are both on; choose one
+    bf16 if fp16=true or auto = model.dtype=fp16; {COPIES}, sums are float32 or better
+    bf16 = model.dtype: true=bf16 auto=bf16 false=fp32 none=fp32; {COPIES}, sums are float32 or \
+        better
+    fp16 if set = model.dtype: true=fp16 auto=fp16
     torch_compile = compile: true=on false=off
+    logging_steps if >0 = logging_steps
+    eval_steps if eval_strategy!=steps or none ~ eval_strategy is not steps
+    eval_steps if evaluation_strategy!=steps or none ~ evaluation_strategy is not steps
+    eval_steps if >0 = eval_steps
+    save_steps if save_strategy!=steps or none ~ save_strategy decides
+    save_steps if >0 = save_steps
+    save_total_limit if =none = max_ckpt_to_keep=0
+    save_total_limit = max_ckpt_to_keep
     load_best_model_at_end = save_best; the best model is saved next to the last one
     resume_from_checkpoint = resume_from_checkpoint
     overwrite_output_dir = overwrite; true starts an existing run from scratch and never resumes it
+    fsdp if ~hybrid ! set strategy_name: hsdp and strategy_config.shard_size (ranks per replica)
+    fsdp if ~shard_grad_op = {STRATEGY}=zero2
+    fsdp if set = {STRATEGY}=fsdp2_train
     dataset_num_proc preprocessing_num_workers = data.preprocessing_num_workers
     push_to_hub hub_model_id hub_token hub_strategy hub_private_repo
     hub_revision ? nothing is uploaded; the run folder has the model and its card
     neftune_noise_alpha label_smoothing_factor ! not supported
+    accelerator_config ! a file of its own; set the sizes yourself
+    accelerator_config.split_batches ! split_batches makes per_device_train_batch_size that of \
+        all devices
     save_only_model ~ checkpoints are always complete; model/ is the model alone
     run_name project ~ a run is named after its folder
     use_liger_kernel ~ the full logits are never kept in memory
@@ -305,73 +225,42 @@ HF: Rules = facts(f"""
     eval_do_concat_batches eval_use_gather_object include_for_metrics length_column_name
     liger_kernel_config log_level_replica log_on_each_node prediction_loss_only save_on_each_node
     skip_memory_metrics trackio_bucket_id trackio_space_id trackio_static_space_id use_cache
-    label_names hub_always_push enable_jit_checkpoint ~
+    label_names hub_always_push enable_jit_checkpoint accelerator_config.dispatch_batches
+    accelerator_config.even_batches accelerator_config.use_seedable_sampler
+    accelerator_config.non_blocking ~
     ignore_data_skip optim_args optim_target_modules parallelism_config
-    restore_callback_states_from_checkpoint train_sampling_strategy -
+    restore_callback_states_from_checkpoint train_sampling_strategy !
 """) | {
     "output_dir": run_folder,
-    "lr_scheduler_type": to("training.lr_scheduler_type", SCHEDULES),
-    "accelerator_config": split_batches,
-    "warmup_steps": warmup,
-    "optim": optimizer,
-    "bf16": bf16,
-    "logging_steps": lambda value, given: interval("logging_steps", value),
     "eval_strategy": evaluated,
     "evaluation_strategy": evaluated,
-    "eval_steps": eval_steps,
     "save_strategy": save_strategy,
-    "save_steps": save_steps,
-    "save_total_limit": lambda value, given: gives({"max_ckpt_to_keep": value or 0}),
-    "metric_for_best_model": best_metric,
+    "metric_for_best_model": lambda value, given: gives(
+        {"metric_for_best_model": f"eval/{value.removeprefix('eval_')}"} if value else {}
+    ),
     "report_to": trackers,
     "deepspeed": deepspeed,
-    "fsdp": fsdp,
 }  # fmt: skip
-HF_DEFAULTS = {
-    "eval_strategy": lambda given: given.get("evaluation_strategy", "no"),
-    **pairs("num_train_epochs=3.0 learning_rate=5e-5 per_device_train_batch_size=8 "
-            "gradient_accumulation_steps=1 logging_steps=500 save_steps=500 save_total_limit=none"),
-}  # fmt: skip
+HF_DEFAULTS = """
+    num_train_epochs=3.0 per_device_train_batch_size=8 gradient_accumulation_steps=1
+    save_steps=500 save_total_limit=none
+    eval_strategy=no if evaluation_strategy=none
+"""
 
 
-# ---- adapters
-
-
-def adapter(names: str, switch: str, *off: Any, resumed: str = "") -> Rules:
-    """Return rules for the keys of an adapter: rank, alpha, dropout, targets, modules to save.
-
-    There is no adapter if the key `switch` has one of the values `off`. With the key `resumed` an
-    adapter is trained further, whose own settings count.
-    """
-    rank, alpha, dropout, target, saved = names.split()
-    rules = facts(f"""
-        {rank} = model.lora_rank if >0
-        {alpha} = model.lora_alpha
-        {saved} = model.modules_to_save
-        use_rslora = model.use_rslora
-        use_dora = model.use_dora
-    """) | {
-        dropout: when(all_of(["set"]), lambda *_: gives(
-            {"model.lora_dropout": 0.0}, "dropout is off in preference training")),
-        target: to("model.lora_target", _targets),
-    }  # fmt: skip
-
-    def is_on(value: Any, given: Given) -> bool:
-        return value is not None and given.get(switch) not in off and not given.get(resumed)
-
-    return {name: when(is_on, rule) for name, rule in rules.items()} | {
-        **facts("""
-            load_in_8bit if set = ; the frozen weights are not rounded to 8 bits: more exact, and \
-                up to twice the memory (quantization: 4bit needs less)
-            load_in_4bit = model.quantization: true=4bit false=none
-            bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage
-            bnb_4bit_compute_dtype lora_task_type ~
-        """),
-    }  # fmt: skip
-
-
-def _targets(value: Any) -> Any:
-    names = names_of(value)
-    if names in (["all"], ["all-linear"]):
-        return "all-linear"
-    return one_or_all(names)
+def adapter(rank: str, alpha: str, dropout: str, target: str, saved: str, is_on: str) -> Rules:
+    """Return the rules of an adapter, whose keys count under a condition."""
+    return facts(f"""
+        {rank} if {is_on} if >0 = model.lora_rank
+        {alpha} if {is_on} = model.lora_alpha
+        {dropout} if {is_on} if set = model.lora_dropout=0.0; dropout is off in preference training
+        {target} if {is_on} = model.lora_target:: all=all-linear
+        {saved} if {is_on} = model.modules_to_save
+        use_rslora if {is_on} = model.use_rslora
+        use_dora if {is_on} = model.use_dora
+        load_in_8bit if set = ; the frozen weights are not rounded to 8 bits: more exact, and up \
+            to twice the memory (quantization: 4bit needs less)
+        load_in_4bit = model.quantization: true=4bit false=none
+        bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage
+        bnb_4bit_compute_dtype lora_task_type ~
+    """)

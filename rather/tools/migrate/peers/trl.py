@@ -1,19 +1,22 @@
 """TRL: a config as YAML or JSON. Scripts run with `rather.trl` instead.
 
-Facts of TRL 1.10 (trl/trainer, trl/experimental), or of the last version that has all keys of a
-file (trl_versions.py). Recipes of the alignment handbook and of SimPO are read as well.
+Facts of TRL 1.10 (trl/trainer, trl/experimental). An older file (trl_versions.py) has to set what
+has another default now. Recipes of the alignment handbook and of SimPO are read as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rather.config.schema import as_list
+from rather.files import JsonObject
 from rather.tools.migrate.engine import TRAINER, Peer
 from rather.tools.migrate.peers import trl_versions
 from rather.tools.migrate.peers.shared import (
+    COPIES,
     DTYPES,
+    FULL_SEQUENCES,
     HELD_OUT,
     HF,
     HF_DEFAULTS,
@@ -22,57 +25,26 @@ from rather.tools.migrate.peers.shared import (
     adapter,
     address,
     dataset,
-    devices,
-    length,
     processes,
 )
+from rather.tools.migrate.peers.trl_versions import NEW, OLD
 from rather.tools.migrate.rules import (
     CHANGED,
-    KTO,
-    MISSING,
-    NEEDLESS,
     NOT_NEEDED,
-    OPEN,
-    REWARD,
-    SFT,
     UNSET,
     Given,
     Outcome,
     Rules,
     Unsupported,
-    algorithm,
-    converted,
-    defaults,
     facts,
     gives,
+    names_of,
 )
 
-VERSIONS, OLD, UNCERTAIN = "(versions)", "(old)", "(defaults)"
-LAST_OLD = "0.28"  # 0.29 changed DPOConfig's meaning
-SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # in 1.x; before also sigmoid
-BCO: dict[str, str] = {"task": "unpaired", "pref_loss": "bco"}
+ERA = "(era)"
+NO_LIMIT = 32768
 SIMPO = "simpo"  # the authors' own trainer
-# What each trainer of TRL trains; None: loss_type says it.
-TRAINERS: dict[str, str | dict[str, str] | None] = {
-    "dpo": None, "orpo": "orpo", "cpo": None, "kto": KTO, "bco": BCO, "sft": SFT, "reward": REWARD,
-}  # fmt: skip
-TRAINS = {**TRAINERS, SIMPO: "simpo"}
-# Settings that decide a training and whose defaults changed; a file that does not set them has to
-# be of versions that agree.
-DECISIVE = ("learning_rate", "bf16", "max_length", "max_prompt_length", "truncation_mode")
-HOW = "a file does not name its trainer; pass --trainer dpo (kto, orpo, ...)"
-# Files of accelerate that TRL has: the strategy, and how many processes they start.
-LAUNCHED = {name: (name, 8) for name in ("zero1", "zero2", "zero3")} | {
-    "fsdp1": ("fsdp2_train", 8),
-    "fsdp2": ("fsdp2_train", 8),
-    "multi_gpu": ("ddp", 8),
-    "single_gpu": ("ddp", 1),
-}
-
-
-def losses_of(given: Given) -> list[str]:
-    losses = given.get("loss_type") or []
-    return [str(name) for name in (losses if isinstance(losses, list) else [losses])]
+TRAINERS = ("dpo", "orpo", "cpo", "kto", "bco", "sft", "reward", SIMPO)
 
 
 def own_keys(given: Given) -> list[str]:
@@ -83,233 +55,144 @@ def trainer(given: Given) -> Any:
     """Return the trainer that alone has one of the keys."""
     if "gamma_beta_ratio" in given:
         return SIMPO
-    return trl_versions.trainer_of(own_keys(given), losses_of(given)) or UNSET
+    losses = map(str, as_list(given.get("loss_type")))
+    return trl_versions.trainer_of(own_keys(given), losses) or UNSET
 
 
-def versions(given: Given) -> Any:
-    """Return the versions that a file may be for: the newest, or all that have its keys."""
-    name = given.get(TRAINER)
-    if name is None:
-        return UNSET
-    if name == SIMPO:  # made from TRL 0.9
-        return ["0.9"]
-    among = trl_versions.versions()
-    if "dataset_mixture" in given:  # the handbook needs trl>=0.19.1
-        among = among[among.index("0.19") :]
-    keys_of_trainer = trl_versions.keys_ever(name) | trl_versions.keys_ever(trl_versions.SHARED)
-    keys = keys_of_trainer.intersection(own_keys(given))
-    fitting = [version for version in trl_versions.versions_with(name, keys) if version in among]
-    fitting = fitting or among
-    return fitting[-1:] if fitting[-1] == trl_versions.HEAD else fitting
-
-
-def is_old(given: Given) -> bool:
-    order = trl_versions.versions()
-    newest = given.get(VERSIONS, order)[-1]
-    return order.index(newest) <= order.index(LAST_OLD)
-
-
-def versioned(key: str) -> Callable[[Given], Any]:
-    """Return the default of a setting, unless it differs between the versions of a file."""
-
-    def default(given: Given) -> Any:
-        if key == "bf16" and given.get("fp16"):
-            return False
-        names = [given[TRAINER]] if TRAINER in given else list(TRAINERS)
-        among = given.get(VERSIONS, [trl_versions.HEAD])
-        defaults = trl_versions.defaults_in(names, key, among)
-        return defaults[0] if len(defaults) == 1 else UNSET
-
-    return default
-
-
-def uncertain(given: Given) -> Any:
-    """Return the settings that a file leaves to defaults which differ between its versions."""
-    if TRAINER not in given:
-        return UNSET
-    name, among = given[TRAINER], given[VERSIONS]
-    keys = [*DECISIVE, *(("ref_model_mixup_alpha",) if given.get("sync_ref_model") else ())]
-    unset = [key for key in keys if given.get(key) is None]
-    set_by_others = {"bf16": "fp16", "max_length": "max_seq_length"}
-    unset = [key for key in unset if not given.get(set_by_others.get(key, ""))]
-    differing = [key for key in unset if len(trl_versions.defaults_in([name], key, among)) > 1]
-    return differing or UNSET
-
-
-def differ(value: Any, given: Given) -> Outcome:
-    first, last = given[VERSIONS][0], given[VERSIONS][-1]
-    note = (
-        f"its default differs between TRL {first} and {last}, which have this file's keys; set it"
-    )
-    return Outcome(MISSING, note=note)
-
-
-def label_smoothing(value: Any, given: Given) -> Outcome:
-    names = losses_of(given) or ["sigmoid"]
-    if not value:
-        return NOT_NEEDED
-    smoothed = (*SMOOTHED, "sigmoid") if given[OLD] else SMOOTHED
-    if given.get(TRAINER) in ("cpo", SIMPO) or any(name in smoothed for name in names):
-        return gives({"label_smoothing": value})
-    lost = ", ".join(names)
-    return gives({}, f"TRL 1.x ignores it for {lost}; set it in the YAML if you want it")
-
-
-def truncation(value: Any, given: Given) -> Outcome:
-    if value in (None, "keep_start"):
-        note = (
-            "rows whose last answer begins after max_length are dropped; TRL trains on their start"
-        )
-        is_sft = given.get(TRAINER) == "sft"
-        return gives({"data.overlong": "truncate_response"}, note if is_sft else "")
-    note = "the common prompt is cut; pairs with an answer that is too long alone are dropped"
-    return gives({"data.overlong": "truncate_prompt"}, note)
+def era(given: Given) -> str:
+    """Return the versions that a file may be for; SimPO's own trainer was made from TRL 0.9."""
+    if given.get(TRAINER) == SIMPO:
+        return OLD
+    return trl_versions.era(given[TRAINER], own_keys(given)) if TRAINER in given else NEW
 
 
 def alpha(value: Any, given: Given) -> Outcome:
     if given.get("f_divergence_type") != "alpha_divergence":
         return NOT_NEEDED
-    key = "f_alpha_divergence_coef"
-    old = gives({key: 1 - value}, "1 - alpha, as TRL writes it since 0.29")
-    return old if given[OLD] else gives({key: value})
+    if given[ERA] == OLD:
+        note = "1 - alpha, as TRL writes it since 0.29"
+        return gives({"f_alpha_divergence_coef": 1 - value}, note)
+    return gives({"f_alpha_divergence_coef": value})
 
 
-def weights_dtype(value: Any, given: Given) -> Outcome:
-    """TRL's dtype is that of the weights; it computes in bf16 or fp16."""
-    if value == "float16" and given.get("bf16") and not given.get("fp16"):
-        raise Unsupported("weights in float16 and products in bf16; choose one: model_args.dtype")
-    if value in (None, "auto", "float32"):
-        return Outcome(NEEDLESS, note="the optimizer always has float32 weights")
-    note = "weights have exact float32 copies, so no small update is lost"
-    return gives({"model.dtype": DTYPES[value]}, note)
-
-
-def init_kwargs(value: Any, given: Given) -> Outcome:
-    if not value:
-        return NOT_NEEDED
-    outcome = weights_dtype(value.get("dtype") or value.get("torch_dtype"), given)
-    if lost := set(value) - {"dtype", "torch_dtype", "attn_implementation", "use_cache"}:
-        raise Unsupported(f"{', '.join(sorted(lost))}: change the model's folder instead")
-    return outcome
+# ---- data
 
 
 def named_dataset(value: Any, given: Given) -> Outcome:
     """Set the data; TRL evaluates on another split of the same data set."""
-    outcome = dataset(value, given, split="dataset_train_split", config="dataset_config")
-    is_local = str(value).endswith(READABLE)
-    evaluates = str(given.get("eval_strategy", "no")) != "no"
-    if not evaluates or is_local or given.get("test_split_size"):
+    if not value:
+        return NOT_NEEDED
+    config, split = given.get("dataset_config"), given.get("dataset_train_split")
+    outcome = dataset([address(name, split, config) or name for name in names_of(value)])
+    evaluates = {given.get("eval_strategy"), given.get("evaluation_strategy")} & {"steps", "epoch"}
+    if not evaluates or value.endswith(READABLE) or given.get("test_split_size"):
         return outcome
     split = given.get("dataset_test_split") or "test"
-    held_out = address(str(value), split, given.get("dataset_config"))
-    held_out_file = held_out or f"{Path(str(value)).name}-{split}.jsonl"
-    return Outcome(outcome.status, {**outcome.values, HELD_OUT: held_out_file}, outcome.note)
+    held_out = address(value, split, config) or f"{Path(value).name}-{split}.jsonl"
+    return outcome._replace(values={**outcome.values, HELD_OUT: held_out})
 
 
+ENTRY = {"path", "id", "name", "config", "split", "columns", "weight"}
 COLUMNS = {"prompt", "chosen", "rejected", "messages", "completion", "label"}
-SOME_ROWS = "a random part of the rows; save them to a file of their own"
+
+
+def name_of(entry: JsonObject) -> str:
+    """Return the file or the address of a data set, as TRL and the alignment handbook list it."""
+    name, config = entry.get("path") or entry["id"], entry.get("name") or entry.get("config")
+    if extra := entry.keys() - ENTRY:
+        raise Unsupported(f"{', '.join(sorted(extra))}: save the rows to a file of their own")
+    if entry.get("weight") not in (None, 1):
+        raise Unsupported(
+            f"{name}: weight {entry['weight']} is a random part of the rows; save them to a file "
+            "of their own"
+        )
+    if unread := set(entry.get("columns") or ()) - COLUMNS:
+        raise Unsupported(f"{name}: the column {', '.join(sorted(unread))} is not read")
+    return address(name, entry.get("split"), None if config == "default" else config) or str(name)
+
+
+def mixture(value: Any, given: Given) -> Outcome:
+    return dataset(list(map(name_of, value)))
 
 
 def handbook_mixture(value: Any, given: Given) -> Outcome:
-    """Convert dataset_mixture of the alignment handbook: rows of several data sets."""
-    entries = value["datasets"]
-    names = []
-    for entry in entries:
-        if extra := set(entry) - {"id", "config", "split", "columns", "weight"}:
-            raise Unsupported(f"{', '.join(sorted(extra))}: not a setting of a data set")
-        if entry.get("weight", 1.0) not in (None, 1):
-            raise Unsupported(f"{entry['id']}: weight {entry['weight']} is {SOME_ROWS}")
-        if unread := set(entry.get("columns") or ()) - COLUMNS:
-            raise Unsupported(f"{entry['id']}: the column {', '.join(sorted(unread))} is not read")
-        config = entry.get("config") if entry.get("config") != "default" else None
-        names.append(address(entry["id"], entry.get("split"), config) or entry["id"])
-    outcome = dataset(names, given)
+    """Convert dataset_mixture of the alignment handbook."""
+    entries, held_out = value["datasets"], value.get("test_split_size")
+    outcome = mixture(entries, given)
     values = dict(outcome.values)
-    if given.get(TRAINER) == "sft" and all(
-        entry.get("columns") == ["messages"] for entry in entries
-    ):
+    if given.get(TRAINER) == "sft" and all(row.get("columns") == ["messages"] for row in entries):
         values["data.score"] = "assistant" if given.get("assistant_only_loss") else "all"
-    if not value.get("test_split_size"):
-        return Outcome(outcome.status, values, outcome.note)
-    values["held_out.split"] = value["test_split_size"]
-    note = "as many rows are held out, but others: the seeds draw differently"
-    return Outcome(outcome.status if outcome.note else CHANGED, values, outcome.note or note)
+    if held_out:
+        values["held_out.split"] = held_out
+        if not outcome.note:
+            note = "as many rows are held out, but others: the seeds draw differently"
+            return Outcome(CHANGED, values, note)
+    return outcome._replace(values=values)
 
 
 def handbook_mixer(value: Any, given: Given) -> Outcome:
     """Convert dataset_mixer, the handbook's older form: a share of each data set, and splits."""
-    shares = {name: share for name, share in value.items() if share != 1}
-    if shares:
-        raise Unsupported(f"{', '.join(shares)}: {SOME_ROWS}")
-    splits = given.get("dataset_splits") or ["train", "test"]
-    if odd := [split for split in splits if "train" not in split and "test" not in split]:
-        raise Unsupported(f"the split {odd[0]} is neither train nor test")
     configs = given.get("dataset_configs") or [None] * len(value)
-    files: dict[str, list[str]] = {"train": [], "test": []}
-    for name, config in zip(value, configs, strict=True):
-        for split in splits:
-            kind = "train" if "train" in split else "test"
-            files[kind].append(address(name, split, config) or name)
-    outcome = dataset(files["train"], given)
-    held_out = dataset(files["test"], given, HELD_OUT) if files["test"] else NOT_NEEDED
-    values = {**outcome.values, **held_out.values}
-    return Outcome(outcome.status, values, outcome.note)
+    train, test = [], []
+    for (name, share), config in zip(value.items(), configs, strict=True):
+        for split in given.get("dataset_splits") or ["train", "test"]:
+            file = name_of({"path": name, "name": config, "split": split, "weight": share})
+            if "train" in split:
+                train.append(file)
+            elif "test" in split:
+                test.append(file)
+            else:
+                raise Unsupported(f"the split {split} is neither train nor test")
+    outcome = dataset(train)
+    held_out = dataset(test, HELD_OUT).values if test else {}
+    return outcome._replace(values={**outcome.values, **held_out})
 
 
-def system_message(value: Any, given: Given) -> Outcome:
-    """Report the empty system message that scripts with dataset_mixer add to rows."""
-    template = str(given.get("chat_template") or "")
-    if not value or (template and "system" not in template and "<|im_start|>" not in template):
-        return NOT_NEEDED
-    note = ("rows without a system message get an empty one if the chat template has system "
-            "messages; add it to the rows and set auto_insert_empty_system_msg: false")  # fmt: skip
-    return Outcome(MISSING, note=note)
+# ---- keys
 
-
-def inline_template(value: Any, given: Given) -> Outcome:
-    if not value:
-        return NOT_NEEDED
-    return Outcome(
-        OPEN, {"global_template": "chat_template.jinja"}, "save the template to this file"
-    )
-
-
-def mixture(value: Any, given: Given) -> Outcome:
-    if extra := {key for entry in value for key in entry} - {"path", "name", "split"}:
-        raise Unsupported(f"{', '.join(sorted(extra))}: save the rows to a file of their own")
-    names = [
-        address(entry["path"], entry.get("split"), entry.get("name")) or entry["path"]
-        for entry in value
-    ]
-    return dataset(names, given)
-
-
-def launched(value: Any, given: Given) -> Outcome:
-    """Translate accelerate's file of `trl dpo`; --num_processes replaces its processes."""
-    strategy, count = converted(LAUNCHED, value)
-    return gives({STRATEGY: strategy} | devices(given.get("num_processes") or count))
-
-
+INSERTED = (
+    "rows without a system message get an empty one if the chat template has system messages; add "
+    "it to the rows and set auto_insert_empty_system_msg: false"
+)
 RULES: Rules = {
     **HF,
     **adapter(
-        "lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save",
-        "use_peft",
-        False,
-        None,
+        "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
+        is_on="use_peft set",
     ),
     **facts(
-        """
+        f"""
+        {TRAINER} if =kto = task=unpaired
+        {TRAINER} if =bco = task=unpaired pref_loss=bco
+        {TRAINER} if =sft = task=sft pref_loss=sft
+        {TRAINER} if =reward = task=reward pref_loss=bradley_terry
+        {TRAINER} if =orpo or simpo = pref_loss
+        (loss) ?? a file does not name its trainer; pass --trainer dpo (kto, orpo, ...)
+        (bf16) (max_length) (max_prompt_length) (ref_model_mixup_alpha) (truncation_mode) ?? the \
+            file is for an older TRL, whose versions have different defaults; set it
+        (layers) ?? PEFT's own choice depends on the model; set lora_target_modules
         model_name_or_path = pretrain
         model_revision = model.revision
         trust_remote_code = model.trust_remote_code
         test_split_size = held_out.split
         chat_template_path ! name a template or a Jinja file: global_template
+        chat_template if set > global_template=chat_template.jinja; save the template to this file
+        auto_insert_empty_system_msg if set if chat_template unset ?? {INSERTED}
+        auto_insert_empty_system_msg if set if chat_template~system or im_start ?? {INSERTED}
         eos_token ! change the tokenizer's folder instead
         use_weighting = use_weighting
         rpo_alpha = rpo_alpha; the NLL is a mean over all tokens of the step, whatever the \
             micro-batches
+        max_length max_seq_length if =none = sequence_length={NO_LIMIT}; Rather needs a length; \
+            pairs above {NO_LIMIT} tokens are dropped and counted
+        max_length max_seq_length = sequence_length
         max_prompt_length = data.max_prompt_length
+        truncation_mode if (trainer)=sft = data.overlong: keep_start=truncate_response \
+            none=truncate_response; rows whose last answer begins after max_length are dropped; \
+            TRL trains on their start
+        truncation_mode if =keep_start or none = data.overlong=truncate_response
+        truncation_mode = data.overlong: keep_end=truncate_prompt; the common prompt is cut; \
+            pairs with an answer that is too long alone are dropped
         precompute_ref_batch_size = reference.infer_batch_size
         sync_ref_model = sync_ref_model
         alpha ! AlphaPO is another loss: pref_loss: alphapo
@@ -322,29 +205,44 @@ RULES: Rules = {
         ref_adapter_name model_adapter_name ~ the starting adapter is the reference
         tools ~ tools are a column of the rows
         dataset_streaming packing_strategy eval_packing shuffle_dataset ignore_bias_buffers
-        pad_to_multiple_of pad_token label_pad_token_id
-        use_logits_to_keep activation_offloading ~
-        packing ! a step has a number of full sequences there, here a number of pairs or answers; \
-            set train_batch_size
+        pad_to_multiple_of pad_token label_pad_token_id use_logits_to_keep activation_offloading
+        model_init_kwargs.attn_implementation model_init_kwargs.use_cache ~
+        model_init_kwargs model_init_kwargs.revision model_init_kwargs.trust_remote_code \
+            model_init_kwargs.device_map
+        model_init_kwargs.rope_scaling model_init_kwargs.quantization_config ! change the model's \
+            folder instead
+        dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype if =float16 if \
+            bf16 set if fp16 unset ! weights in float16 and products in bf16; choose one: \
+            model_args.dtype
+        dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype if =none or auto \
+            or float32 ~ the optimizer always has float32 weights
+        dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype = model.dtype: \
+            {DTYPES}; {COPIES}, so no small change is lost
+        packing ! {FULL_SEQUENCES}
         completion_only_loss = data.score: true=last false=all
-        assistant_only_loss = data.score: true=assistant if set
-        use_peft = model.lora_rank: false=none if use_peft!=true
-        precompute_ref_log_probs = reference.cache.enabled: true=true false=true; the reference is \
-            always computed once and kept on disk
-        ref_model_mixup_alpha = ref_model_mixup_alpha if sync_ref_model=true
-        ref_model_sync_steps = ref_model_sync_steps if sync_ref_model=true
+        assistant_only_loss if set = data.score: true=assistant
+        use_peft if !=true = model.lora_rank: false=none
+        precompute_ref_log_probs = reference.cache.enabled: true=true false=true; the reference \
+            is always computed once and kept on disk
+        ref_model_mixup_alpha if sync_ref_model=true = ref_model_mixup_alpha
+        ref_model_sync_steps if sync_ref_model=true = ref_model_sync_steps
         disable_dropout @ true; dropout is always off in preference training
-        beta = beta if (trainer)!=sft|reward if loss_type!=sft|[sft]
-        loss_type = pref_loss: kto=kto bco=bco apo_zero_unpaired=apo_zero_unpaired if (trainer)=kto
-        loss_type = pref_loss: nll=sft chunked_nll=sft if (trainer)=sft
-        loss_type = pref_loss: sigmoid=cpo simpo=simpo if (trainer)=cpo
-        loss_type = pref_loss: sigmoid=simpo if (trainer)=simpo
-        loss_type = pref_loss:: kto_pair=none bco_pair=bco_pair aot_pair=aot_unpaired \
-            if (trainer)=dpo
+        beta if (trainer)!=sft or reward if loss_type!=sft or [sft] = beta
+        loss_type if (trainer)=kto = pref_loss: kto=kto bco=bco apo_zero_unpaired=apo_zero_unpaired
+        loss_type if (trainer)=sft = pref_loss: nll=sft chunked_nll=sft
+        loss_type if (trainer)=cpo = pref_loss: sigmoid=cpo simpo=simpo
+        loss_type if (trainer)=simpo = pref_loss: sigmoid=simpo
+        loss_type if (trainer)=dpo = pref_loss:: kto_pair=none bco_pair=bco_pair \
+            aot_pair=aot_unpaired
         loss_type if (trainer)!=none ! this trainer has no such setting
         loss_type ~ its meaning depends on the trainer
-        cpo_alpha = rpo_alpha if (trainer)=cpo if loss_type=simpo
-        cpo_alpha = cpo_alpha if (trainer)=cpo
+        label_smoothing if set if (trainer)=cpo or simpo = label_smoothing
+        label_smoothing if set if loss_type~robust or exo_pair or aot = label_smoothing
+        label_smoothing if set if (era)=old if loss_type~sigmoid = label_smoothing
+        label_smoothing if set = ; TRL 1.x ignores it for this loss; set it in the YAML if you \
+            want it
+        cpo_alpha if (trainer)=cpo if loss_type=simpo = rpo_alpha
+        cpo_alpha if (trainer)=cpo = cpo_alpha
         cpo_alpha ! a setting of cpo.py; pass --trainer cpo
         gamma_beta_ratio = gamma_beta_ratio
         sft_weight ! the NLL is a mean over each micro-batch; set rpo_alpha, a mean over the step
@@ -357,79 +255,83 @@ RULES: Rules = {
         max_target_length ! only encoder-decoder models have it
         dataset_text_field is_encoder_decoder padding_value base_model_attribute_name
         ref_model_init_kwargs streaming fraction dataset_train_name
-        dataset_test_name -
-        (old) (versions) ~ shows which version of TRL the file is for
+        dataset_test_name !
+        {ERA} ~ shows which version of TRL the file is for
         loss_weights = loss_weights
-        rpo_alpha = rpo_alpha
         ld_alpha = ld_alpha
         reference_free = reference_free
         desirable_weight = desirable_weight
         undesirable_weight = undesirable_weight
         center_rewards_coefficient = center_rewards_coefficient
-        discopop_tau = discopop_tau if loss_type~discopop
+        discopop_tau if loss_type~discopop = discopop_tau
         f_divergence_type = f_divergence_type: reverse_kl=reverse_kl forward_kl=forward_kl \
             js_divergence=js alpha_divergence=alpha
-        router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean of \
-            micro-batches
-        simpo_gamma = gamma if loss_type=simpo
+        router_aux_loss_coef = model.moe_aux_loss_coef; over all tokens of the step, not a mean \
+            of micro-batches
+        simpo_gamma if loss_type=simpo = gamma
+        accelerate_config = {STRATEGY}: zero1=zero1 zero2=zero2 zero3=zero3 fsdp1=fsdp2_train \
+            fsdp2=fsdp2_train multi_gpu=ddp single_gpu=ddp
     """
     ),
-    TRAINER: algorithm(TRAINS),
-    UNCERTAIN: differ,
-    "(loss)": lambda value, given: Outcome(MISSING, note=HOW),
     "dataset_mixture": handbook_mixture,
     "dataset_mixer": handbook_mixer,
-    "auto_insert_empty_system_msg": system_message,
-    "chat_template": inline_template,
-    "max_seq_length": length,
-    "dtype": weights_dtype,
-    "torch_dtype": weights_dtype,
-    "model_init_kwargs": init_kwargs,
     "dataset_name": named_dataset,
     "datasets": mixture,
     "num_processes": processes,
-    "accelerate_config": launched,
-    "label_smoothing": label_smoothing,
     "f_alpha_divergence_coef": alpha,
-    "max_length": length,
-    "truncation_mode": truncation,
-}
+}  # fmt: skip
 
+UNIQUE = [key for key, trainers in trl_versions.owners().items()
+          if len(trainers) == 1 and trainers <= set(TRAINERS)]  # fmt: skip
 PEER = Peer(
     "trl",
     RULES,
     version="1.10",
-    trainers=tuple(TRAINS),
-    defaults={
-        TRAINER: trainer, VERSIONS: versions, OLD: is_old, UNCERTAIN: uncertain, **HF_DEFAULTS,
-        "(loss)": lambda given: UNSET if TRAINER in given else None,
-        **{key: versioned(key) for key in (*DECISIVE, "logging_steps", "f_alpha_divergence_coef")},
-        "auto_insert_empty_system_msg": lambda given: True if "dataset_mixer" in given else UNSET,
-        # Before 0.29, and in orpo.py and cpo.py, the router loss depends on config.json: it is on
-        # with output_router_logits, which is false in Mixtral's. PEFT chooses q_proj and v_proj
-        # for these families, and other layers for others.
-        **defaults("""
-            loss_type=kto if (trainer)=kto
-            loss_type=sigmoid if (trainer)=dpo|cpo
-            router_aux_loss_coef=0.001 if (trainer)=dpo|kto|sft if (old)=false if mixture \
-                model_name_or_path
-            router_aux_loss_coef=0.0 if (trainer)=orpo|cpo if model_name_or_path~Mixtral|mixtral
-            cpo_alpha=1.0 simpo_gamma=0.5 if (trainer)=cpo
-            beta=2.0 gamma_beta_ratio=0.25 if (trainer)=simpo
-            beta=0.1 use_peft=false lora_r=16 lora_alpha=32
-            lora_target_modules=[q_proj,v_proj] \
-                if model_name_or_path~Llama|llama|istral|ixtral|Qwen|qwen|emma|SmolLM|ephyr
-        """),
-    },
-    marks=f"{' '.join(key for key, own in trl_versions.unique_keys().items() if own in TRAINERS)} "
+    trainers=TRAINERS,
+    derived={TRAINER: trainer, ERA: era},
+    # Before 0.29, and in orpo.py and cpo.py, the router loss depends on config.json: it is on
+    # with output_router_logits, which is false in Mixtral's. PEFT chooses q_proj and v_proj
+    # for these families, and other layers for others. accelerate's files start 8 processes.
+    defaults=HF_DEFAULTS + """
+        learning_rate=1e-6 if (trainer)=dpo or kto or orpo or cpo if (era)=new
+        learning_rate=2e-5 if (trainer)=sft if (era)=new
+        learning_rate=1e-4 if (trainer)=reward if (era)=new
+        learning_rate=5e-7 if (trainer)=bco if (era)=new
+        bf16=false if fp16 set
+        bf16=true max_length=1024 logging_steps=10 if (era)=new
+        (bf16)=none if (era)!=new if bf16=none if fp16 unset
+        (max_length)=none if (era)!=new if max_length=none if max_seq_length unset
+        (max_prompt_length)=none if (era)!=new if max_prompt_length=none if (trainer)!=sft or reward
+        (ref_model_mixup_alpha)=none if (era)!=new if ref_model_mixup_alpha=none if \
+            sync_ref_model set
+        (truncation_mode)=none if (era)=between if truncation_mode=none
+        truncation_mode=keep_end if (era)=old if (trainer)!=sft or reward
+        truncation_mode=keep_start if (era)!=between
+        f_alpha_divergence_coef=1.0 if (era)=old
+        f_alpha_divergence_coef=0.5
+        (loss)=none if (trainer)=none
+        auto_insert_empty_system_msg=true if dataset_mixer set
+        loss_type=kto if (trainer)=kto
+        loss_type=sigmoid if (trainer)=dpo or cpo
+        router_aux_loss_coef=0.001 if (trainer)=dpo or kto or sft if (era)=new if mixture \
+            model_name_or_path
+        router_aux_loss_coef=0.0 if (trainer)=orpo or cpo if model_name_or_path~Mixtral or mixtral
+        cpo_alpha=1.0 simpo_gamma=0.5 if (trainer)=cpo
+        beta=2.0 gamma_beta_ratio=0.25 if (trainer)=simpo
+        beta=0.1 use_peft=false lora_r=16 lora_alpha=32
+        num_processes=8 if accelerate_config=zero1 or zero2 or zero3 or fsdp1 or fsdp2 or multi_gpu
+        lora_target_modules=[q_proj,v_proj] if model_name_or_path~Llama or llama or istral or \
+            ixtral or Qwen or qwen or emma or SmolLM or ephyr
+        (layers)=none if use_peft set if lora_target_modules=none
+    """,
+    marks=f"{' '.join(UNIQUE)} "
           "dataset_mixture dataset_mixer gamma_beta_ratio max_prompt_length generate_during_eval "
           "loss_weights precompute_ref_log_probs model_init_kwargs dataset_train_split use_peft "
           "truncation_mode f_alpha_divergence_coef use_weighting sync_ref_model "
           "ref_model_mixup_alpha ref_model_sync_steps discopop_tau lora_target_modules "
           "model_revision padding_free",
-    whole="dataset_kwargs dataset_mixture dataset_mixer model_init_kwargs "
-          "lr_scheduler_kwargs gradient_checkpointing_kwargs fsdp_config accelerator_config "
-          "deepspeed",
+    whole="dataset_kwargs dataset_mixture dataset_mixer lr_scheduler_kwargs "
+          "gradient_checkpointing_kwargs fsdp_config deepspeed",
     always=(
         "Rows of plain text: TRL adds no chat template to them; we apply the tokenizer's own, "
         "where it has one.",
