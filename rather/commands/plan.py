@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import typer
 
+from rather.arithmetic import ceil_div
 from rather.cluster.group import device_kind
 from rather.commands.terminal import echo, print_json, print_table
-from rather.config.load import load
+from rather.config.load import changed, load
 from rather.config.paths import check_paths
 from rather.config.plugins import did_you_mean, load_requested
 from rather.config.run_config import DPOConfig
@@ -22,20 +21,11 @@ from rather.errors import ConfigError, RatherError
 from rather.model.sizes import Sizes, sizes_of
 from rather.pipeline.run_summary import device_here, gpu_here, pairs_of
 from rather.pipeline.steps import PreparedSteps
-from rather.plan.forecast import (
-    Alternative,
-    Forecast,
-    OtherSettings,
-    PairSample,
-    assumed_pairs,
-    best,
-    compiles,
-)
-from rather.plan.memory import Device, trains_tower
-from rather.plan.methods import Method, methods_of
-from rather.plan.speed import GPUS, MORE, Speed, listed_speed, measured_speed
+from rather.plan.forecast import Forecast, PairSample, assumed_pairs, compiles
+from rather.plan.memory import Device
+from rather.plan.others import Alternative, Change, alternatives, methods_of
+from rather.plan.speed import GIB, GPUS, MORE, Speed, listed_speed, measured_speed
 
-GIB = 1 << 30
 ROLES = ("actor_train", "reference")
 
 
@@ -46,52 +36,35 @@ def plan(
     shared = [f"{role}.device_mapping=0-{gpus - 1}" for role in ROLES] if gpus else []
     config = load(file, [*overrides, *shared])
     load_requested()
-    name = gpu.lower() if gpu else None
-    if gpus and not name and device_kind(config.platform) == "cpu":
-        raise ConfigError(
-            "--gpus: PyTorch finds no GPU here; choose a model with --gpu, such as --gpu h100."
-        )
-    devices, of_machine = layout(config.actor_train).devices, config.num_gpus_per_node
     kind = device_kind(config.platform)
-    device = _named(name) if name else device_here(kind, devices, of_machine)
+    if gpus and not gpu:
+        _require_gpu("--gpus", kind)
+    device = _listed_device(gpu) or device_here(
+        kind, layout(config.actor_train).devices, config.num_gpus_per_node
+    )
     sizes = sizes_of(config.actor_train.model_path, config.actor_train.model_args)
-    try:
-        check_paths(config)
-        pairs = pairs_of(PreparedSteps.of(config, prepare(config)))
-    except RatherError as error:  # without the pairs, the longest possible ones
-        pairs = assumed_pairs(
-            config.sequence_length,
-            config.global_batch(),
-            config.max_steps,
-            str(error).splitlines()[0],
-        )
-    speed = _speed(config, sizes, device, name, pairs)
+    pairs = _pairs(config)
+    speed = _speed(config, sizes, device, gpu, pairs)
 
-    def judge(other: DPOConfig) -> Forecast:
+    def judge(change: Change) -> Forecast:
+        other = changed(config, change) if change else config
         return Forecast(other, sizes, device, _for_batch(pairs, other), speed)
 
-    forecast = judge(config)
-    others = OtherSettings(config, sizes, device.kind, judge)
-    ways = best(list(others.alternatives()))
-    fits = forecast.fits or any(way.forecast.fits for way in ways)
-    more_devices = others.enough_devices() if device.kind == "cuda" and not fits else None
-    sentence = verdict(forecast, ways, more_devices)
+    forecast = judge({})
+    others = alternatives(forecast, judge)
+    sentence = verdict(forecast, others)
     if as_json:
-        other_settings = [{"settings": dict(way.change), **way.forecast.as_json()} for way in ways]
-        return print_json({**forecast.as_json(), "verdict": sentence, "others": other_settings})
-    memory_parts = {
-        **asdict(forecast.parts),
-        "total": forecast.parts.total,
-        "available": forecast.device.memory,
-    }
-    sizes_of_parts = [
-        (name_of_part, _size(number)) for name_of_part, number in memory_parts.items()
-    ]
-    print_table(("part", "size"), sizes_of_parts, "memory of each device")
+        facts = {"verdict": sentence, "others": [other.as_json() for other in others]}
+        return print_json({**forecast.as_json(), **facts})
+    weights = f"{sizes.weights / 1e9:.3g}B weights"
+    if sizes.experts:
+        weights += f", {sizes.active / 1e9:.3g}B used by a token"
+    print_table(("part", "size"), _sizes_of_parts(forecast), f"memory of each device; {weights}")
     echo("\n".join(_facts(forecast)))
-    if ways:
-        names = ("other settings", "memory", "s per step", f"{config.unit}/s", "fits")
-        print_table(names, [_row(way) for way in ways])
+    if others:
+        fit = "fit" if others[0].forecast.fits else "do not fit either"
+        names = ("other settings", "memory", "s per step", f"{config.unit}/s")
+        print_table(names, map(_row, others), f"These {fit}:")
     typer.secho(sentence, fg="green" if forecast.fits else "red")
 
 
@@ -101,67 +74,64 @@ def print_methods(
     """Print which ways to train a model fit one GPU, by the length of its pairs."""
     if overrides or gpus:
         raise ConfigError("--methods: takes a model and --gpu alone; for a YAML leave it out.")
-    name, device = _chosen_gpu(gpu)
-    methods = list(methods_of(model, device, name))
+    if not gpu:
+        _require_gpu("--methods", device_kind("auto"))
+    device = _listed_device(gpu) or device_here("cuda")
+    methods = methods_of(model, device, gpu or gpu_here("cuda"))
     if as_json:
-        return print_json([_as_json(method) for method in methods])
-    lengths = list(dict.fromkeys(method.length for method in methods))
-    rows = []
-    for way in dict.fromkeys(method.name for method in methods):
-        rows.append((way, *(_cell(method) for method in methods if method.name == way)))
-    weights = methods[0].forecast.sizes.weights / 1e9
+        return print_json([
+            {
+                "method": name, "sequence_length": method.forecast.config.sequence_length,
+                "pairs_per_second": method.pairs_per_second, **method.as_json(),
+            }
+            for name, by_length in methods.items() for method in by_length
+        ])  # fmt: skip
+    forecasts = [method.forecast for method in methods["full"]]
+    headings = [f"{forecast.config.sequence_length:,} tokens" for forecast in forecasts]
+    weights = forecasts[0].sizes.weights / 1e9
     title = f"{model}: {weights:.3g}B weights on {_size(device.memory)}; a forecast"
-    print_table(("method", *(f"{length:,} tokens" for length in lengths)), rows, title)
+    rows = ([name, *map(_cell, by_length)] for name, by_length in methods.items())
+    print_table(("method", *headings), rows, title)
     echo("memory, and pairs/s of pairs that long, half of it prompt; not compiled")
 
 
-def _chosen_gpu(gpu: str | None) -> tuple[str | None, Device]:
-    """Return the GPU that was named, or the one that is here; without a name if it is unknown."""
-    if gpu:
-        return gpu.lower(), _named(gpu.lower())
-    if device_kind("auto") == "cpu":
+def verdict(own: Forecast, others: Sequence[Alternative]) -> str:
+    """Return one sentence; if the run does not fit, with the settings to type."""
+    available, needed = _size(own.device.memory), _size(own.parts.total)
+    if own.fits:
+        return f"fits: {needed} of {available} on each device."
+    text = f"does not fit: needs {needed} per device, available {available}"
+    if own.host > own.device.host:
+        text += f"; needs {_size(own.host)} of host memory per rank, available "
+        text += _size(own.device.host)
+    if others and others[0].forecast.fits:
+        return f"{text}; try {others[0].overrides}"
+    return f"{text}; try more devices (--gpus), or a smaller model, sequence_length or batch."
+
+
+def _require_gpu(option: str, kind: str) -> None:
+    if kind == "cpu":
         raise ConfigError(
-            "--methods: PyTorch finds no GPU here; choose a model with --gpu, such as --gpu h100."
+            f"{option}: PyTorch finds no GPU here; choose a model with --gpu, such as --gpu h100."
         )
-    return gpu_here("cuda"), device_here("cuda")
 
 
-def _cell(method: Method) -> str:
-    size, host = _size(method.forecast.parts.total), method.forecast.host
-    if host:
-        size += f" + host {_size(host)}"
-    if not method.forecast.fits:
-        return f"no: {size}"
-    rate = method.pairs_per_second
-    return f"{size}, {rate:.2g}/s" if rate else size
-
-
-def _as_json(method: Method) -> dict[str, Any]:
-    return {
-        "method": method.name,
-        "settings": dict(method.settings),
-        "sequence_length": method.length,
-        "fits": method.forecast.fits,
-        "memory_bytes": round(method.forecast.parts.total),
-        "host_bytes": round(method.forecast.host),
-        "recompute": method.forecast.chosen.recompute,
-        "pairs_per_second": method.pairs_per_second,
-    }
-
-
-def _named(gpu: str) -> Device:
+def _listed_device(gpu: str | None) -> Device | None:
+    if gpu is None:
+        return None
     if gpu not in GPUS:
         raise ConfigError(f"--gpu {gpu}: unknown{did_you_mean(gpu, GPUS)}")
     return Device("cuda", GPUS[gpu].gib * GIB)
 
 
-def _row(way: Alternative) -> tuple[str, ...]:
-    """Return an alternative as a row of the table."""
-    forecast = way.forecast
-    seconds = forecast.seconds.total if forecast.seconds else float("nan")
-    rate = forecast.config.global_batch() / seconds
-    memory, fits = _size(forecast.parts.total), "yes" if forecast.fits else "no"
-    return way.overrides, memory, f"{seconds:.3g}", f"{rate:.3g}", fits
+def _pairs(config: DPOConfig) -> PairSample:
+    """Return the pairs as they are trained on; without them, the longest possible ones."""
+    try:
+        check_paths(config)
+        return pairs_of(PreparedSteps.of(config, prepare(config)))
+    except RatherError as error:
+        why = str(error).splitlines()[0]
+        return assumed_pairs(config.sequence_length, config.global_batch(), config.max_steps, why)
 
 
 def _for_batch(pairs: PairSample, config: DPOConfig) -> PairSample:
@@ -169,7 +139,7 @@ def _for_batch(pairs: PairSample, config: DPOConfig) -> PairSample:
     pairs_per_step, step = config.global_batch(), pairs.sample[0]
     if pairs_per_step == len(step):
         return pairs
-    copies = range(-(-pairs_per_step // len(step)))
+    copies = range(ceil_div(pairs_per_step, len(step)))
     repeated = [replace(pair, prompt=pair.prompt + copy) for copy in copies for pair in step]
     steps = max(1, round(pairs.steps * len(step) / pairs_per_step))
     return replace(pairs, sample=[repeated[:pairs_per_step]], steps=steps)
@@ -179,8 +149,7 @@ def _speed(
     config: DPOConfig, sizes: Sizes, device: Device, gpu: str | None, pairs: PairSample
 ) -> Speed | None:
     """Measure the speed of a device that is here; otherwise, or if compiled, use its data sheet."""
-    tokens = pairs.steps * config.tokens_per_step
-    compiled = compiles(config.compile, config.actor_train, sizes, device.kind, tokens)
+    compiled = compiles(config, sizes, device.kind, pairs.steps)
     name = gpu or (gpu_here(device.kind) if compiled else None)
     if name:
         return listed_speed(name, sizes.active, compiled=compiled)
@@ -191,42 +160,30 @@ def _speed(
     return measured_speed(config.actor_train, sizes, pairs.sample[0], chosen, device.kind)
 
 
-def verdict(own: Forecast, ways: Sequence[Alternative], more: Alternative | None) -> str:
-    """Return one sentence; if the run does not fit, with the settings to type."""
-    available, needed = _size(own.device.memory), _size(own.parts.total)
-    if own.fits:
-        return f"fits: {needed} of {available} on each device."
-    text = f"does not fit: needs {needed} per device, available {available}"
-    if own.host > own.device.host:
-        text += f"; needs {_size(own.host)} of host memory per rank, available "
-        text += _size(own.device.host)
-    if fitting := [way for way in ways if way.forecast.fits]:
-        return f"{text}; try {fitting[0].overrides}"
-    if more:
-        return f"{text}; no other setting helps, try more devices: {more.overrides}"
-    return f"{text}; try a smaller model, sequence_length or per-device batch."
+def _sizes_of_parts(own: Forecast) -> list[tuple[str, str]]:
+    sizes = {**asdict(own.parts), "total": own.parts.total, "available": own.device.memory}
+    elsewhere = {
+        "host memory of each rank": own.host,
+        "reference on its own devices": own.reference_device,
+    }
+    sizes |= {name: size for name, size in elsewhere.items() if size}
+    return [(name, _size(size)) for name, size in sizes.items()]
 
 
 def _facts(own: Forecast) -> Iterator[str]:
     """Yield everything but memory, line by line."""
-    chosen, work, pairs, disk = own.chosen, own.work, own.pairs, own.disk
-    host = ", reference offloaded to the host between its turns" if chosen.parked else ""
-    narrow = ", gradients summed in bfloat16" if chosen.narrow else ""
-    compiled = "compiled" if own.compiled else "not compiled"
-    yield (
-        f"layout: {own.layout.describe()}; {compiled}; micro-batches of up to {chosen.tokens} "
-        f"tokens, recompute {chosen.recompute}{host}{narrow}"
+    chosen, pairs = own.chosen, own.pairs
+    yield f"layout: {own.layout.describe()}; {'' if own.compiled else 'not '}compiled"
+    micro_batches = (
+        f"micro-batches: {own.work.batches} per step and rank of up to {chosen.tokens} tokens, "
+        f"recompute {chosen.recompute}"
     )
-    active = f", {own.sizes.active / 1e9:.3g}B used by a token" if own.sizes.experts else ""
-    yield f"model: {own.sizes.weights / 1e9:.3g}B weights{active}"
-    if pairs.images:
-        tower = sum(map(prod, own.sizes.tower.values())) / 1e9
-        state = "trained" if trains_tower(own.config.actor_train.model_args) else "frozen"
-        yield (
-            f"images: {pairs.images} different ones, {pairs.image_tokens / pairs.images:.4g} "
-            f"tokens each; vision and projector {tower:.3g}B weights, {state}"
-        )
-    yield f"batch: {own.batch}; {own.step_tokens} tokens in {work.batches} micro-batches per rank"
+    if chosen.parked:
+        micro_batches += ", reference offloaded to the host between its turns"
+    if chosen.narrow:
+        micro_batches += ", gradients summed in bfloat16"
+    yield micro_batches
+    yield f"batch: {own.batch}, {own.step_tokens} tokens"
     if pairs.assumed:
         long = f"all {own.config.unit} are as long as sequence_length allows"
         yield f"assumed: {long}, because {pairs.assumed}"
@@ -238,16 +195,29 @@ def _facts(own: Forecast) -> Iterator[str]:
         yield f"time: {own.seconds.total:.3g} s per step{run} ({own.speed})"
     else:
         yield f"time: unknown; {MORE} layers of the model do not fit here and cannot be timed"
-    if own.host:
-        yield f"host: {_size(own.host)} of optimizer state and gradients in host memory per rank"
-    if own.reference_device:
-        size = _size(own.reference_device)
-        yield f"reference: {size} of weights on each of its own devices"
-    sizes_of_files = ", ".join(f"{name} {_size(number)}" for name, number in disk.items())
-    total = sum(disk.values())
+    files = ", ".join(f"{name} {_size(size)}" for name, size in own.disk.items())
+    total = sum(own.disk.values())
     short = "; NOT ENOUGH, choose another output_dir or a smaller max_ckpt_to_keep"
     enough = "" if total <= own.disk_free else short
-    yield f"disk: {_size(total)} ({sizes_of_files}) of {_size(own.disk_free)} free{enough}"
+    yield f"disk: {_size(total)} ({files}) of {_size(own.disk_free)} free{enough}"
+
+
+def _row(other: Alternative) -> tuple[str, ...]:
+    seconds = other.forecast.seconds
+    size = _size(other.forecast.parts.total)
+    if not seconds:
+        return other.overrides, size, "", ""
+    return other.overrides, size, f"{seconds.total:.3g}", f"{other.pairs_per_second:.3g}"
+
+
+def _cell(method: Alternative) -> str:
+    size, host = _size(method.forecast.parts.total), method.forecast.host
+    if host:
+        size += f" + host {_size(host)}"
+    if not method.forecast.fits:
+        return f"no: {size}"
+    rate = method.pairs_per_second
+    return f"{size}, {rate:.2g}/s" if rate else size
 
 
 def _size(number: float) -> str:

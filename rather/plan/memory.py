@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 from math import ceil, inf, prod
-from operator import mul
+from operator import attrgetter, mul
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -103,28 +103,23 @@ class RoleState:
         return sum(part.number * sum(part.each) for part in self.parts)
 
     @property
-    def own(self) -> float:
-        """The bytes of one rank, without what is gathered."""
-        return sum(self.by_purpose)
-
-    @property
     def gathered(self) -> float:
         return sum(part.number / part.cut * part.gathered for part in self.parts)
 
     @property
     def by_purpose(self) -> WeightBytes:
-        """The bytes of `own` by purpose."""
+        """The bytes of one rank by purpose, without what is gathered."""
         parts = [[p.number / p.shards / p.cut * x for x in p.each] for p in self.parts]
         return WeightBytes(*map(sum, zip(*parts, strict=True)))
 
     @property
     def on_device(self) -> WeightBytes:
-        """The bytes of `own` by purpose that are in the memory of the rank's device."""
+        """Those of them that are in the memory of the rank's device."""
         return WeightBytes(*map(mul, self.by_purpose, self.device_shares))
 
     @property
     def on_host(self) -> float:
-        """The bytes of `own` that a GPU's rank keeps in host memory."""
+        """The bytes that a GPU's rank keeps in host memory."""
         return sum(x * share for x, share in zip(self.by_purpose, self.host_shares, strict=True))
 
     def weights(self, *, trained: bool = False, shard: bool = False) -> float:
@@ -157,21 +152,16 @@ def role_state(
         each = _bytes_of_weight(
             found, kind, args, precision=keys.precision, rounding=keys.rounding, narrow=narrow
         )
-    shards, groups = (
-        (found.shard * found.cp, max(1, found.shard // found.ep) * found.cp)
-        if found.stage
-        else (1, 1)
-    )
-    whole = _counts(shapes, found, shards)
+    shards = groups = 1
+    if found.stage:
+        shards, groups = found.shard * found.cp, max(1, found.shard // found.ep) * found.cp
+    whole = dense, norms, experts = _counts(shapes, found, shards)
     ranks = range(found.pp) if stage is None else [stage]
     held = [_counts(on_pipeline_rank(shapes, found, rank), found, shards) for rank in ranks]
-    own = max(held, key=sum)
     # How many ranks like this one would hold the whole.
-    pp = [number / max(1, part) for number, part in zip(whole, own, strict=True)]
-    dense, norms, experts = whole
-    base, kept = each, gathered
-    if args.has_adapter:
-        base, kept = WeightBytes(compute), compute if gathered else 0
+    pp = [number / max(1, part) for number, part in zip(whole, max(held, key=sum), strict=True)]
+    frozen = WeightBytes(compute)
+    base, kept = (frozen, min(compute, gathered)) if args.has_adapter else (each, gathered)
     linears = _in_4_bits(shapes) if args.quantization else 0
     parts = [
         Part(linears, WeightBytes(FOUR_BITS), 0),
@@ -182,8 +172,7 @@ def role_state(
     if args.has_adapter:
         cut = found.tp * found.pp
         parts.append(Part(adapter_weights(args, shapes), each, gathered, shards, cut))
-    of_tower = {True: each, False: WeightBytes(compute)}[role.trains and trains_tower(args)]
-    parts.append(Part(tower, of_tower, gathered, shards))
+    parts.append(Part(tower, each if trains_tower(args) else frozen, gathered, shards))
     return RoleState(tuple(part for part in parts if part.number), *_places(found, kind, shapes))
 
 
@@ -251,22 +240,21 @@ def on_pipeline_rank(shapes: Shapes, found: Layout, rank: int) -> Shapes:
     """Return the shapes of the weights that one rank of a pipeline holds."""
     if found.pp == 1:
         return shapes
-    pipeline, layers = found.pipeline, 0
-    places: dict[str, int | None] = {}  # layers; -1 before them, None after
-    for name in shapes:
-        match = LAYER.search(name)
-        if match:
-            layers = max(layers, int(match[1]) + 1)
-        places[name] = int(match[1]) if match else None if layers else -1
+    pipeline = found.pipeline
     stages = pipeline.stages_of(rank)
-    own: set[int | None] = {
-        layer for stage in stages for layer in pipeline.layers_of(stage, layers)
-    }
-    own |= ({-1} if 0 in stages else set()) | ({None} if pipeline.stages - 1 in stages else set())
-    has_head = any(where is None and len(shapes[name]) > 1 for name, where in places.items())
-    if None in own and not has_head:  # tied: the last stage has the embedding as well
-        own.add(-1)
-    return {name: shape for name, shape in shapes.items() if places[name] in own}
+    layers = {name: int(match[1]) for name in shapes if (match := LAYER.search(name))}
+    before = list(takewhile(lambda name: name not in layers, shapes))
+    after = [name for name in shapes if name not in layers and name not in before]
+    count = 1 + max(layers.values())
+    held = {layer for stage in stages for layer in pipeline.layers_of(stage, count)}
+    names = [name for name, layer in layers.items() if layer in held]
+    is_last = pipeline.stages - 1 in stages
+    is_tied = all(len(shapes[name]) == 1 for name in after)  # no head: the embedding is one
+    if 0 in stages or (is_last and is_tied):
+        names += before
+    if is_last:
+        names += after
+    return {name: shapes[name] for name in names}
 
 
 def adapter_weights(args: ModelArgs, shapes: Shapes) -> int:
@@ -394,12 +382,9 @@ class LayerBytes:
         sizes, rows = self.part, 2 + 2 * self.sizes.chosen
         # Recomputed rows of the MLP are freed one by one as their gradients appear.
         inner = 3 if self.recompute == "none" else 1
-        gradients = float((inner * sizes.inner + rows * sizes.hidden) * self.itemsize)
-        gradients = max(gradients, self.passing)
-        if self.recompute == "none":
-            return gradients
+        gradients = (inner * sizes.inner + rows * sizes.hidden) * self.itemsize
         kept = self.kept if self.recompute != "full" else 0.0
-        return max(0.0, self.factor * self.plain - kept) + gradients
+        return max(0.0, self.factor * self.plain - kept) + max(gradients, self.passing)
 
     def head(self, rows: float) -> tuple[float, float]:
         """Return the bytes of (logits, gradients of the head) for scored tokens.
@@ -496,6 +481,8 @@ class MemoryForecast:
         self.layout, self.args = layout(actor), actor.model_args
         refuse_host_offload(actor, self.kind, config.precision, "actor_train.strategy_args")
         self.keeps_state_on_host = keeps_state_on_host(self.layout, self.kind)
+        # Several devices, or a CPU, do not try what fits.
+        self.rehearses = self.kind == "cuda" and self.layout.devices == 1
         self.compute, self.compiled = stored_dtype(self.args, self.kind).itemsize, compiled
         self.workspace = WORKSPACE[self.kind]
         if self.kind == "cpu" and self.args.has_adapter:
@@ -505,21 +492,24 @@ class MemoryForecast:
         if self.with_reference and not config.reference_is_policy:
             role = config.reference
             refuse_host_offload(role, self.kind, config.precision, "reference.strategy_args")
-            self.reference_bytes = role_state(
+            state = role_state(
                 config, role, self.kind, sizes.shapes, role.model_args, tower=self.tower
-            ).own
+            )
+            self.reference_bytes = sum(state.by_purpose)
 
     def state(self, *, narrow: bool = False) -> RoleState:
         given = self.config, self.config.actor_train, self.kind, self.sizes.shapes, self.args
         return role_state(*given, narrow=narrow, stage=self.stage, tower=self.tower)
 
-    def resting(self, *, narrow: bool, parked: bool) -> MemoryParts:
+    def resting(self, chosen: Chosen) -> MemoryParts:
         """Return weights and optimizer between two steps, and gradients as they are in one."""
-        state = self.state(narrow=narrow)
-        held = MemoryParts(*state.on_device)
-        shares = self.config.shares_devices and not parked
-        reference = self.reference_bytes if shares else 0.0
-        return replace(held, reference=reference, buffers=self._gathered_bytes(state))
+        state = self.state(narrow=chosen.narrow)
+        shares = self.config.shares_devices and not chosen.parked
+        return MemoryParts(
+            *state.on_device,
+            reference=self.reference_bytes if shares else 0.0,
+            buffers=self._gathered_bytes(state),
+        )
 
     def _gathered_bytes(self, state: RoleState) -> float:
         """Return copies in the computing precision, and layers in transit between ranks."""
@@ -540,46 +530,35 @@ class MemoryForecast:
         return (2 * layer + outside) * compute + layer * 4
 
     def _summed_share(self, *, narrow: bool) -> float:
-        """Return the share of gradients that the products of linear layers add up."""
-        found, sizes = self.layout, self.sizes
-        wide = self.kind == "cuda" and self.compute == 2 and found.dp * found.cp == 1
+        """Return the share of gradients that a GPU's products of linear layers add up."""
+        wide = self.compute == 2 and self.layout.dp * self.layout.cp == 1
         if not wide or narrow or self.config.precision == "lean":
             return 0.0
-        return (
-            1.0 if self.args.has_adapter else (sizes.in_layers - sizes.of_experts) / sizes.weights
-        )
+        if self.args.has_adapter:
+            return 1.0
+        return (self.sizes.in_layers - self.sizes.of_experts) / self.sizes.weights
 
     def peak(self, chosen: Chosen, work: Work) -> MemoryParts:
         """Return the parts at the moment that needs most."""
-        moments = [self._training_peak(chosen, work), self._reference_turn(chosen, work)]
+        moments = [*self.in_training(chosen, work), self._reference_turn(chosen, work)]
         if self.keeps_state_on_host:  # an update brings the state of two layers, or of the head
-            resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
+            resting = self.resting(chosen)
             largest = max(self.sizes.of_head, self.sizes.in_layers / self.sizes.layers)
             moments.append(replace(resting, buffers=resting.buffers + LOTS * KEPT * largest))
-        return max(moments, key=lambda parts: parts.total)
-
-    def _training_peak(self, chosen: Chosen, work: Work) -> MemoryParts:
-        """Return the parts at the moment of a training pass that needs most."""
-        return max(self._moments(chosen, work), key=lambda parts: parts.total)
+        return max(moments, key=attrgetter("total"))
 
     def _reference_turn(self, chosen: Chosen, work: Work) -> MemoryParts:
         """Return the parts while the reference runs, or an evaluation."""
-        here = self.resting(narrow=chosen.narrow, parked=False)
-        part, column = self.layer().part, work.seen / self.layout.cp * self.compute
+        here = self.resting(replace(chosen, parked=False))
+        part, column = self.layer("none").part, work.seen / self.layout.cp * self.compute
         chunk = min(column * self.sizes.vocabulary / self.layout.tp, CHUNK_BYTES[self.kind])
         busy = 3 * column * (part.inner + part.hidden) + self.workspace
         return replace(here, gradients=0.0, logits=chunk, buffers=here.buffers + busy)
 
-    def _moments(self, chosen: Chosen, work: Work) -> Iterator[MemoryParts]:
+    def in_training(self, chosen: Chosen, work: Work) -> Iterator[MemoryParts]:
         """Yield the parts at the head, in a layer, and at the end of backward."""
         found, sizes = self.layout, self.sizes
-        layer = self.layer(
-            chosen.recompute,
-            compiled=self.compiled,
-            factor=self._factor,
-            passing=self.layers.passing if self.layers else 0.0,
-        )
-        resting = self.resting(narrow=chosen.narrow, parked=chosen.parked)
+        layer, resting = self.layer(chosen.recompute), self.resting(chosen)
         # The first micro-batch finds no gradients but the sums of linear layers. On a CPU freed
         # activations stay with the process, in pieces, and gradients come on top.
         before = resting
@@ -599,18 +578,16 @@ class MemoryForecast:
         first = tokens * (layer.kept + layer.outside)  # whose backward is the last
         yield replace(resting, activations=first, buffers=resting.buffers + busy + head)
 
-    def layer(self, recompute: Recompute = "none", **options: Any) -> LayerBytes:
-        return LayerBytes(
+    def layer(self, recompute: Recompute) -> LayerBytes:
+        eager = LayerBytes(
             self.sizes, self.kind, self.compute, recompute, adapter=self.args.has_adapter,
-            layout=self.layout, quantized=bool(self.args.quantization), **options,
+            quantized=bool(self.args.quantization),
         )  # fmt: skip
-
-    @property
-    def _factor(self) -> float:
-        """By how much the layers keep more than those of a plain decoder."""
-        if self.layers is None:
-            return 1.0
-        return self.layers.kept / replace(self.layer(), layout=ONE_RANK).plain
+        layer = replace(eager, compiled=self.compiled, layout=self.layout)
+        if not self.layers:
+            return layer
+        more = self.layers.kept / eager.plain  # than a plain decoder's
+        return replace(layer, factor=more, passing=self.layers.passing)
 
     @property
     def _tower_bytes(self) -> float:
@@ -626,13 +603,16 @@ class MemoryForecast:
             router_loss = self.sizes.router_loss
         most = tokens_set or default_tokens(self.kind, router_loss)
         level = self.layout.recompute
-        offload = self.config.reference.offload
-        parked = offload == "on" and self._may_park
-        if self.kind != "cuda" or self.layout.devices > 1:
-            return self._without_rehearsal(most, parked, steps)
+        if not self.rehearses:
+            usual: Recompute = "full" if self.kind == "cuda" else "none"
+            return Chosen(most, level or usual, narrow=False, parked=False)
         needed = max(tokens_set or min(LEAST, most), largest_pair)
         real = sum(batch.real_tokens for batch in self.pack_forward(steps[0]))
-        parks = parked or (real > PARKING_PAYS and offload == "auto" and self._may_park)
+        offload = self.config.reference.offload
+        may_park = self.config.shares_devices and not self.config.sync_ref_model
+        may_park &= self.reference_bytes > 0
+        parked = may_park and offload == "on"
+        parks = parked or (may_park and offload == "auto" and real > PARKING_PAYS)
         levels = (level,) if level else LEVELS
         may_narrow = (False,) if self.keeps_state_on_host else (False, True)
         for narrow, recompute, host in product(may_narrow, levels, dict.fromkeys((parked, parks))):
@@ -641,30 +621,16 @@ class MemoryForecast:
                 return Chosen(min(most, fitting), recompute, narrow, host)
         return Chosen(needed, level or "full", narrow=may_narrow[-1], parked=parks, fits=False)
 
-    def _without_rehearsal(
-        self, tokens: int, parked: bool, steps: Sequence[Sequence[TokenPair]]
-    ) -> Chosen:
-        """Return what several devices, or a CPU, train with: they do not try what fits."""
-        usual: Recompute = "full" if self.kind == "cuda" else "none"
-        chosen = Chosen(tokens, self.layout.recompute or usual, narrow=False, parked=parked)
-        peak = self.peak(chosen, self.work(chosen, steps))
-        return replace(chosen, fits=peak.total <= SHARE * self.device.memory)
-
-    @property
-    def _may_park(self) -> bool:
-        """Whether the reference can rest on the host while the policy trains."""
-        shares = self.config.shares_devices and self.reference_bytes > 0
-        alone = self.kind == "cuda" and self.layout.devices == 1
-        return shares and alone and not self.config.sync_ref_model
-
     def _tokens_that_fit(self, trial: Chosen) -> int:
         few, many = REHEARSED
         works = [Work(n, n, batches=2, seen=0) for n in REHEARSED]
-        first, second = (self._training_peak(trial, work).total for work in works)
+        first, second = (
+            max(parts.total for parts in self.in_training(trial, work)) for work in works
+        )
         if second > self.device.memory:
             return 0  # a rehearsal runs out of memory
         each = max(1.0, (second - first) / (many - few))
-        resting = self.resting(narrow=trial.narrow, parked=trial.parked)
+        resting = self.resting(trial)
         held = resting.total - resting.gradients
         room = SHARE * (self.device.memory - held) + held  # what rests there was not free
         return tokens_in(room - first, few, each, self.sizes.vocabulary * self.compute)

@@ -88,21 +88,25 @@ class Speed:
 
 @dataclass(frozen=True)
 class Flops:
-    """The forward FLOPs of some micro-batches, or of a `share` of them."""
+    """The forward FLOPs of some micro-batches."""
 
     layers: float
     head: float
     tokens: int
 
     @staticmethod
-    def of(batches: Sequence[PairBatch], sizes: Sizes, share: float = 1.0) -> Flops:
+    def of(batches: Sequence[PairBatch], sizes: Sizes) -> Flops:
         tokens = sum(len(batch.ids_N) for batch in batches)
         rows = sum(len(batch.rows_U) for batch in batches)
         spans = [zip(b.segments.q_lens, b.segments.k_lens, strict=True) for b in batches]
         cells = sum(q * k - q * q / 2 for each in spans for q, k in each)  # (query, key)
         used = sizes.in_layers - sizes.idle
         layers = 2.0 * used * tokens + 4.0 * sizes.layers * sizes.query * cells
-        return Flops(layers * share, 2.0 * sizes.of_head * rows * share, round(tokens * share))
+        return Flops(layers, 2.0 * sizes.of_head * rows, tokens)
+
+    def seconds(self, speed: Speed) -> float:
+        """Return how long they take without gradients."""
+        return self.layers / speed.forward + self.head / speed.head
 
 
 def passes(recompute: Recompute, *, adapter: bool) -> float:
@@ -158,18 +162,16 @@ def seconds_of_step(
     recompute: Recompute,
     batches: int,
 ) -> StepSeconds:
-    """Return the time of a step. tp, pp and cp divide the FLOPs of a dp rank further."""
+    """Return the time of a step, whose FLOPs all devices share."""
     found, sizes, adapter = memory.layout, memory.sizes, memory.args.has_adapter
-    parts = found.tp * found.pp * found.cp
     # Router choices of several micro-batches are counted in a pass of their own.
     counting = float(sizes.experts > 0 and batches > 1)
     layers = policy.layers * (passes(recompute, adapter=adapter) + counting) / speed.train
     head = policy.head * passes("none", adapter=adapter) / speed.head
     bubble = 1 + (found.pp - 1) / max(1, batches * found.virtual)
     launches = speed.launches * sizes.layers / found.pp * batches
-    train, forward = max((layers + head) / parts * bubble, launches), 0.0
-    if memory.with_reference:
-        forward = (reference.layers / speed.forward + reference.head / speed.head) / parts
+    train = max((layers + head) / found.devices * bubble, launches)
+    forward = reference.seconds(speed) / found.devices if memory.with_reference else 0.0
     each = LEAN_UPDATE if memory.config.precision == "lean" else EXACT_UPDATE
     state = memory.state()
     update = state.weights(trained=True, shard=True) * each / speed.memory
@@ -178,17 +180,16 @@ def seconds_of_step(
     # Between devices, never measured on several GPUs: sums of gradients overlap with the backward
     # pass, those of tp do not.
     rounds = {3: 8.0 * batches, 2: 2.0 + 4.0 * batches}.get(found.stage, 6.0)  # bytes of a weight
-    hidden = train * 2 / 3
     overlapped = state.weights() * rounds / speed.link if found.dp * found.cp > 1 else 0.0
     if memory.keeps_state_on_host:  # sums of gradients come and go with each micro-batch
         overlapped = sizes.in_layers * 4 * batches / HOST_LINK
-    exchange = max(0.0, overlapped - hidden)
+    exchange = max(0.0, overlapped - train * 2 / 3)
+    tokens = round(policy.tokens / found.dp) / found.cp
+    rows = tokens * sizes.hidden * sizes.layers / found.pp
     if found.tp > 1:
-        sums = 16 * policy.tokens / found.cp * sizes.hidden * sizes.layers / found.pp
-        exchange += sums / speed.link
+        exchange += 16 * rows / speed.link
     if found.ep > 1:  # rows go to their experts and back, and so do their gradients
-        rows = policy.tokens / found.cp * sizes.chosen * sizes.layers / found.pp
-        exchange += 8 * rows * sizes.hidden / speed.link
+        exchange += 8 * rows * sizes.chosen / speed.link
     return StepSeconds(train, forward, update, exchange)
 
 
@@ -213,7 +214,7 @@ def measured_speed(
     flops, adapter = Flops.of([batch], sizes), args.has_adapter
     layer = flops.layers / sizes.layers * (MORE - FEW)
     spent = max(trained[MORE] - trained[FEW], 1e-9)
-    rest = max(trained[FEW] - (trained[MORE] - trained[FEW]) / (MORE - FEW), 1e-9)
+    rest = max(trained[FEW] - spent / (MORE - FEW), 1e-9)
     one, other = (torch.zeros(COPIED[kind], device=kind) for _ in range(2))
     memory = 3 * one.nbytes / _seconds(lambda: one.add_(other))
     return Speed(

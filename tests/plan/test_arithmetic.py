@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -28,15 +29,17 @@ from rather.model import layers
 from rather.model.policy import PolicyModel, pair_columns
 from rather.model.sizes import Sizes, few_layers, sizes_of
 from rather.parallel.load import load_policy
-from rather.plan.forecast import (
-    Forecast,
-    OtherSettings,
-    PairSample,
-    assumed_pairs,
-    best,
-    checkpoint_bytes,
+from rather.plan.forecast import Forecast, PairSample, assumed_pairs, checkpoint_bytes
+from rather.plan.memory import (
+    PEFT,
+    Chosen,
+    Device,
+    LayerBytes,
+    MemoryForecast,
+    RoleState,
+    Work,
+    role_state,
 )
-from rather.plan.memory import PEFT, Chosen, Device, LayerBytes, MemoryForecast, Work, role_state
 from rather.plan.speed import GPUS, Flops, listed_speed, passes
 
 GIB = 1 << 30
@@ -64,10 +67,10 @@ def model(folder: Path, name: str = "tiny", **changes: Any) -> Path:
     return place
 
 
-def config(folder: Path, pretrain: Path, **changes: Any) -> DPOConfig:
+def config(pretrain: Path, **changes: Any) -> DPOConfig:
     values: dict[str, Any] = {
         "exp_name": "plan",
-        "output_dir": str(folder / "output"),
+        "output_dir": str(pretrain / "output"),
         "pretrain": str(pretrain),
         "sequence_length": 1024,
         "compile": "off",
@@ -77,6 +80,35 @@ def config(folder: Path, pretrain: Path, **changes: Any) -> DPOConfig:
         },
     }
     return changed(config_from_dict(values), changes)
+
+
+class Known(NamedTuple):
+    """A model by its config.json, and what that says."""
+
+    place: Path
+    sizes: Sizes
+
+    @staticmethod
+    def of(place: Path) -> Known:
+        return Known(place, sizes_of(str(place), ModelArgs()))
+
+    def state(self, kind: str, role: str = "actor_train", **changes: Any) -> RoleState:
+        found = config(self.place, **changes)
+        section = getattr(found, role)
+        return role_state(found, section, kind, self.sizes.shapes, section.model_args)
+
+    def memory(
+        self, kind: str = "cuda", gib: int = 80, *, reference: bool = True, compiled: bool = False,
+        **changes: Any,
+    ) -> MemoryForecast:  # fmt: skip
+        found, device = config(self.place, **changes), Device(kind, gib * GIB)
+        return MemoryForecast(found, self.sizes, device, reference=reference, compiled=compiled)
+
+    def judged(self, gpu: str, sample: list[list[TokenPair]], **changes: Any) -> Forecast:
+        found = config(self.place, **changes)
+        device = Device("cuda", GPUS[gpu].gib * GIB)
+        speed = listed_speed(gpu, self.sizes.weights, compiled=False)
+        return Forecast(found, self.sizes, device, pairs_of(sample), speed)
 
 
 def steps(
@@ -105,14 +137,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tiny(folder: Path) -> Sizes:
-    return sizes_of(str(model(folder)), ModelArgs())
+def tiny(folder: Path) -> Known:
+    return Known.of(model(folder))
 
 
 @pytest.fixture(scope="module")
-def seven(folder: Path) -> tuple[Path, Sizes]:
-    place = model(folder, "7B")
-    return place, sizes_of(str(place), ModelArgs())
+def seven(folder: Path) -> Known:
+    return Known.of(model(folder, "7B"))
 
 
 # --- by hand ---
@@ -123,18 +154,14 @@ ZERO3 = {
 }
 
 
-def test_sizes_come_from_the_config_alone(tiny: Sizes) -> None:
+def test_sizes_come_from_the_config_alone(tiny: Known) -> None:
     # Embeddings 63 x 32 (tied); in each of two layers q and o 32 x 32, k and v 16 x 32, three of
     # 48 x 32, two norms.
     layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32
-    assert (tiny.in_layers, tiny.weights) == (2 * layer, 63 * 32 + 2 * layer + 32)
-    assert (tiny.query, tiny.key, tiny.gated, tiny.norms, tiny.stored) == (
-        32,
-        16,
-        True,
-        [32, 32],
-        2,
-    )
+    sizes = tiny.sizes
+    assert (sizes.in_layers, sizes.weights) == (2 * layer, 63 * 32 + 2 * layer + 32)
+    shape = sizes.query, sizes.key, sizes.gated, sizes.norms, sizes.stored
+    assert shape == (32, 16, True, [32, 32], 2)
 
 
 @pytest.mark.parametrize(
@@ -154,61 +181,54 @@ def test_sizes_come_from_the_config_alone(tiny: Sizes) -> None:
     ],
 )  # fmt: skip
 def test_bytes_of_a_weight(
-    folder: Path, tiny: Sizes, changes: dict[str, Any], kind: str, expected: tuple[float, ...],
+    tiny: Known, changes: dict[str, Any], kind: str, expected: tuple[float, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("rather.parallel.load.cpu_has_bf16", lambda: False)
-    found = config(folder, folder / "tiny0", **changes)
-    state = role_state(found, found.actor_train, kind, tiny.shapes, found.actor_train.model_args)
-    whole = 5 * 32 * (layout(found.actor_train).tp - 1)  # norms are not divided
-    weights = tiny.weights + whole
+    tp = layout(config(tiny.place, **changes).actor_train).tp
+    weights = tiny.sizes.weights + 5 * 32 * (tp - 1)  # norms are not divided
     # Rows are dealt out whole, and the vocabulary is odd.
     expected_bytes = [weights * each for each in expected]
+    state = tiny.state(kind, **changes)
     assert tuple(state.by_purpose) == pytest.approx(expected_bytes, rel=2e-3)
 
 
 @pytest.mark.parametrize("synced", [True, False])
-def test_a_moving_reference_keeps_the_low_bits(folder: Path, tiny: Sizes, synced: bool) -> None:
-    found = config(folder, folder / "tiny0", sync_ref_model=synced)
-    state = role_state(found, found.reference, "cuda", tiny.shapes, found.reference.model_args)
-    assert state.total == (4 if synced else 2) * tiny.weights
+def test_a_moving_reference_keeps_the_low_bits(tiny: Known, synced: bool) -> None:
+    state = tiny.state("cuda", "reference", sync_ref_model=synced)
+    assert state.total == (4 if synced else 2) * tiny.sizes.weights
 
 
-def test_an_adapter_freezes_the_base(folder: Path, tiny: Sizes) -> None:
-    found = config(folder, folder / "tiny0", **{"actor_train.model_args.lora_rank": 4})
-    state = role_state(found, found.actor_train, "cuda", tiny.shapes, found.actor_train.model_args)
+def test_an_adapter_freezes_the_base(tiny: Known) -> None:
+    lora = {"actor_train.model_args.lora_rank": 4}
     adapter = 4 * 2 * (2 * (32 + 32) + 2 * (16 + 32) + 3 * (48 + 32))
-    assert tuple(state.by_purpose) == (
-        2 * tiny.weights + 2 * adapter,
-        4 * adapter,
-        2 * adapter,
-        8 * adapter,
-    )
-    assert (
-        checkpoint_bytes(found.actor_train.model_args, found.precision, tiny.shapes) == 12 * adapter
-    )
+    weights = 2 * tiny.sizes.weights + 2 * adapter
+    state = tiny.state("cuda", **lora)
+    assert state.by_purpose == (weights, 4 * adapter, 2 * adapter, 8 * adapter)
+    found = config(tiny.place, **lora)
+    saved = checkpoint_bytes(found.actor_train.model_args, found.precision, tiny.sizes.shapes)
+    assert saved == 12 * adapter
 
 
-def test_a_peak_adds_up_by_hand(folder: Path, tiny: Sizes) -> None:
+def test_a_peak_adds_up_by_hand(tiny: Known) -> None:
     """One micro-batch of a step, in float32: no gradients are there when the head works."""
-    found = config(folder, folder / "tiny0")
-    memory = MemoryForecast(found, tiny, Device("cpu", GIB), reference=True, compiled=False)
+    memory = tiny.memory("cpu", 1)
     parts = memory.peak(Chosen(4096, "none", False, False, True), Work(50_000, 1_000, 1, 10))
     norms, attention, mlp = 2 * 3 * 32, 3 * 32 + 2 * 1.25 * 16, 4 * 48
     assert parts.activations == 50_000 * 4 * (2 * (norms + attention + mlp) + 3 * 32)
-    assert (parts.weights, parts.moments, parts.reference) == tuple(
-        tiny.weights * n for n in (4, 8, 4)
-    )
+    weights = tiny.sizes.weights
+    state = parts.weights, parts.moments, parts.reference
+    assert state == (4 * weights, 8 * weights, 4 * weights)
     assert parts.total == sum(asdict(parts).values())
 
 
-def test_an_adapter_on_a_cpu_brings_peft(folder: Path, tiny: Sizes) -> None:
+def test_an_adapter_on_a_cpu_brings_peft(tiny: Known) -> None:
     """The process grows by it, when the adapter is made."""
     adapter = {"actor_train.model_args.lora_rank": 4}
     for kind, changes, libraries in (("cpu", {}, 40), ("cpu", adapter, 96), ("cuda", adapter, 64)):
-        found = config(folder, folder / "tiny0", **changes)
-        memory = MemoryForecast(found, tiny, Device(kind, GIB), reference=True, compiled=False)
-        parts = memory.peak(Chosen(8, "none", False, False), Work(0, 0, 2, 0))
+        parts = tiny.memory(kind, 1, **changes).peak(
+            Chosen(8, "none", False, False), Work(0, 0, 2, 0)
+        )
         assert libraries << 20 <= parts.buffers < (libraries + 1) << 20
 
 
@@ -226,8 +246,8 @@ print(peak.bytes)
     assert int(output) == pytest.approx(PEFT, rel=0.3)
 
 
-def test_logits_above_the_limit_are_computed_in_chunks(seven: tuple[Path, Sizes]) -> None:
-    running = LayerBytes(seven[1], "cuda", 2)
+def test_logits_above_the_limit_are_computed_in_chunks(seven: Known) -> None:
+    running = LayerBytes(seven.sizes, "cuda", 2)
     few, many = running.head(1000), running.head(100_000)
     assert few[0] == 1000 * 152_064 * 2
     assert many[0] == 1 << 30
@@ -235,6 +255,22 @@ def test_logits_above_the_limit_are_computed_in_chunks(seven: tuple[Path, Sizes]
 
 
 # --- against autograd ---
+
+
+def saved_bytes(policy: PolicyModel, forward: Callable[[], object]) -> int:
+    """Return what autograd keeps of a forward pass; parameters are not counted."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    return sum(size for size, _ in kept.values())
 
 
 @pytest.mark.parametrize(
@@ -248,26 +284,14 @@ def test_activations_are_what_autograd_saves(folder: Path, rank: int | None, fam
         own = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
         AutoConfig.for_model(family, **wide, **own, **heads, vocab_size=63).save_pretrained(place)
-    args = config(
-        folder, Path(place), **({"actor_train.model_args.lora_rank": rank} if rank else {})
-    ).actor_train
+    lora = {"actor_train.model_args.lora_rank": rank} if rank else {}
+    args = config(Path(place), **lora).actor_train
     sizes = sizes_of(place, args.model_args)
     (batch,) = pack(steps(4, 64, 96)[0], 10**6)
 
     def saved(layers: int) -> int:
         policy = PolicyModel(few_layers(place, args.model_args, layers, "cpu", torch.float32))
-        known = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
-        found: dict[int, tuple[int, Any]] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                found[storage.data_ptr()] = (storage.nbytes(), tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            pair_columns(policy, batch)
-        return sum(size for size, _ in found.values())
+        return saved_bytes(policy, lambda: pair_columns(policy, batch))
 
     measured = (saved(4) - saved(2)) / 2 / len(batch.ids_N)
     layer = LayerBytes(sizes, "cpu", 4, adapter=bool(rank))
@@ -284,9 +308,8 @@ def test_what_recomputing_layers_of_4_bit_weights_keep(
     own = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
     place = str(model(folder, **own))
     changes = {"lora_rank": rank, "quantization": "4bit"}
-    args = config(
-        folder, Path(place), **{f"actor_train.model_args.{key}": v for key, v in changes.items()}
-    ).actor_train.model_args
+    settings = {f"actor_train.model_args.{key}": v for key, v in changes.items()}
+    args = config(Path(place), **settings).actor_train.model_args
     LlamaForCausalLM(AutoConfig.from_pretrained(place)).save_pretrained(place)
     policy = load_policy(place, args, "cpu")
     (batch,) = pack(steps(4, 64, 96)[0], 10**6)
@@ -323,66 +346,41 @@ def test_peaks_that_an_h200_measured(folder: Path) -> None:
         ("1.5B", 30_720, 9_977, 2, True, 87.44),
         ("7B", 4_096, 3_639, 13, False, 133.12),
     ]:
-        place = model(folder, name)
-        sizes = sizes_of(str(place), ModelArgs())
-        memory = MemoryForecast(
-            config(folder, place), sizes, Device("cuda", 140 * GIB), reference=online, compiled=True
-        )
-        found = memory.peak(
-            Chosen(tokens, "none", False, False, True), Work(tokens, rows, batches, tokens)
-        )
+        memory = Known.of(model(folder, name)).memory(gib=140, reference=online, compiled=True)
+        chosen = Chosen(tokens, "none", False, False, True)
+        found = memory.peak(chosen, Work(tokens, rows, batches, tokens))
         assert found.total / GIB == pytest.approx(gib, rel=0.03), (name, tokens)
 
 
 # --- what grows and what shrinks ---
 
 
-def total(
-    folder: Path, model: tuple[Path, Sizes], tokens: int = 4096, level: Any = "none", **changes: Any
-) -> float:
-    memory = MemoryForecast(
-        config(folder, model[0], **changes),
-        model[1],
-        Device("cuda", 80 * GIB),
-        reference=True,
-        compiled=False,
-    )
-    return memory.peak(
-        Chosen(tokens, level, False, False, True), Work(tokens, tokens, 4, tokens)
-    ).total
+def total(model: Known, tokens: int = 4096, level: Any = "none", **changes: Any) -> float:
+    chosen = Chosen(tokens, level, False, False, True)
+    return model.memory(**changes).peak(chosen, Work(tokens, tokens, 4, tokens)).total
 
 
-def test_more_tokens_need_more_and_recomputing_needs_less(
-    folder: Path, seven: tuple[Path, Sizes]
-) -> None:
-    peaks = [total(folder, seven, tokens) for tokens in (1024, 2048, 4096, 8192)]
+def test_more_tokens_need_more_and_recomputing_needs_less(seven: Known) -> None:
+    peaks = [total(seven, tokens) for tokens in (1024, 2048, 4096, 8192)]
     assert peaks == sorted(peaks)
-    levels = [total(folder, seven, 8192, level) for level in ("full", "selective", "half", "none")]
+    levels = [total(seven, 8192, level) for level in ("full", "selective", "half", "none")]
     assert levels == sorted(levels)
     assert len(set(levels)) == 4
 
 
-def test_dividing_needs_less(folder: Path, seven: tuple[Path, Sizes]) -> None:
-    name = "actor_train.strategy_args.strategy_name"
-    mapped = {
-        "actor_train.device_mapping": list(range(8)),
-        "reference.device_mapping": list(range(8)),
-    }
-    peaks = [
-        total(folder, seven, **{**mapped, name: stage})
-        for stage in ("zero3", "zero2", "zero1", "ddp")
-    ]
+def test_dividing_needs_less(seven: Known) -> None:
+    mapped = {f"{role}.device_mapping": [*range(8)] for role in ("actor_train", "reference")}
+    strategy = "actor_train.strategy_args"
+    stages = ("zero3", "zero2", "zero1", "ddp")
+    peaks = [total(seven, **mapped, **{f"{strategy}.strategy_name": stage}) for stage in stages]
     assert peaks == sorted(peaks)
     for axis in ("tp", "pp", "cp"):
-        divided = {
-            **mapped,
-            "actor_train.strategy_args": {f"{axis}_size": 4, "strategy_name": "zero1"},
-        }
-        assert total(folder, seven, **divided) < peaks[2], axis
-    lean = total(folder, seven, **{"precision": "lean"})
-    lora = total(folder, seven, **{"actor_train.model_args.lora_rank": 8})
+        divided = {strategy: {f"{axis}_size": 4, "strategy_name": "zero1"}}
+        assert total(seven, **mapped, **divided) < peaks[2], axis
+    lean = total(seven, precision="lean")
+    lora = total(seven, **{"actor_train.model_args.lora_rank": 8})
     quantised = {"actor_train.model_args": {"lora_rank": 8, "quantization": "4bit"}}
-    assert total(folder, seven, **quantised) < lora < lean < total(folder, seven)
+    assert total(seven, **quantised) < lora < lean < total(seven)
 
 
 # --- what is said ---
@@ -404,19 +402,16 @@ OFFLOADING = {
 
 @pytest.mark.defect("H1")
 @pytest.mark.parametrize("name", ["zero2_cpu", "deepspeed"])
-def test_one_gpu_keeps_the_state_of_its_optimizer_on_the_host(
-    folder: Path, seven: tuple[Path, Sizes], name: str
-) -> None:
-    resident = judged(config(folder, seven[0]), seven[1], "h200", steps(16))
-    offloading = config(folder, seven[0], **OFFLOADING[name])
-    found = judged(offloading, seven[1], "h200", steps(16))
+def test_one_gpu_keeps_the_state_of_its_optimizer_on_the_host(seven: Known, name: str) -> None:
+    resident = seven.judged("h200", steps(16))
+    found = seven.judged("h200", steps(16), **OFFLOADING[name])
     assert found.parts.master == found.parts.moments == 0
     assert found.parts.weights == resident.parts.weights
     assert found.parts.gradients < resident.parts.gradients / 3
     assert found.seconds is not None
     assert resident.seconds is not None
     assert found.seconds.update > 1.0 > resident.seconds.update  # 14 bytes of a weight at 50 GB/s
-    Forecast(offloading, seven[1], Device("cpu", 999 * GIB), pairs_of(steps(16)), None)
+    Forecast(found.config, seven.sizes, Device("cpu", 999 * GIB), pairs_of(steps(16)), None)
 
 
 NOTHING_TO_OFFLOAD = {
@@ -430,73 +425,22 @@ NOTHING_TO_OFFLOAD = {
 @pytest.mark.defect("H1")
 @pytest.mark.parametrize("case", NOTHING_TO_OFFLOAD)
 def test_host_memory_is_refused_for_what_has_no_state_there(
-    folder: Path, tiny: Sizes, case: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Known, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a plan and by the process that would load the model."""
     change, reason = NOTHING_TO_OFFLOAD[case]
     role = "reference" if case == "reference" else "actor_train"
     change = {**OFFLOADING["reference" if case == "reference" else "zero2_cpu"], **change}
-    offloading = config(folder, model(folder), **change)
     refused = rf"strategy_args: '\w+' keeps state in host memory, and .*{reason}"
     with pytest.raises(ConfigError, match=refused):
-        judged(offloading, tiny, "h100", steps(16))
+        tiny.judged("h100", steps(16), **change)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
-    worker = ActorWorker(offloading, role, RankInfo(device="cuda:0"))
+    worker = ActorWorker(config(tiny.place, **change), role, RankInfo(device="cuda:0"))
     with pytest.raises(ConfigError, match=f"{role}.{refused}"):
         worker.initialize(total_steps=1)
 
 
-def judged(found: DPOConfig, sizes: Sizes, gpu: str, sample: list[list[TokenPair]]) -> Forecast:
-    device = Device("cuda", GPUS[gpu].gib * GIB)
-    return Forecast(
-        found, sizes, device, pairs_of(sample), listed_speed(gpu, sizes.weights, compiled=False)
-    )
-
-
-def test_a_config_that_does_not_fit_lists_settings_that_do(
-    folder: Path, seven: tuple[Path, Sizes]
-) -> None:
-    from rather.commands.plan import verdict
-
-    found, sample = config(folder, seven[0]), steps(16)
-    own = judged(found, seven[1], "h100", sample)
-    ways = best(
-        list(
-            OtherSettings(
-                found, seven[1], "cuda", lambda other: judged(other, seven[1], "h100", sample)
-            ).alternatives()
-        )
-    )
-    assert not own.fits
-    assert ways
-    assert all(way.forecast.fits for way in ways)
-    said = verdict(own, ways, None)
-    assert said.startswith("does not fit: ")
-    assert said.endswith(f"; try {ways[0].overrides}")
-    again = changed(found, ways[0].change)
-    assert judged(again, seven[1], "h100", sample).fits
-    assert "fits: " in verdict(judged(again, seven[1], "h100", sample), [], None)
-
-
-def test_too_large_for_any_setting_names_more_devices(
-    folder: Path, seven: tuple[Path, Sizes]
-) -> None:
-    found, sample = (
-        config(folder, seven[0], **{"actor_train.model_args.lora_rank": None}),
-        steps(16),
-    )
-    others = OtherSettings(
-        found, seven[1], "cuda", lambda other: judged(other, seven[1], "l4", sample)
-    )
-    more = others.enough_devices()
-    assert more is not None
-    assert more.forecast.fits
-    assert more.change["actor_train.device_mapping"] in ("0-7", "0-15", "0-31")
-    wide = changed(found, others.on_devices(8))
-    assert wide.actor_train.device_mapping == wide.reference.device_mapping == list(range(8))
-
-
-def test_batches_steps_and_disk_are_exact(folder: Path, tiny: Sizes) -> None:
+def test_batches_steps_and_disk_are_exact(tiny: Known) -> None:
     changes = {
         "actor_train.training_args.gradient_accumulation_steps": 4,
         "actor_train.device_mapping": [0, 1],
@@ -504,38 +448,33 @@ def test_batches_steps_and_disk_are_exact(folder: Path, tiny: Sizes) -> None:
         "save_steps": 10,
         "max_ckpt_to_keep": 3,
     }
-    found = config(folder, folder / "tiny0", **changes)
-    own = Forecast(found, tiny, Device("cpu", GIB), pairs_of(steps(128)), None)
+    found, weights = config(tiny.place, **changes), tiny.sizes.weights
+    pairs = replace(pairs_of(steps(128)), data_bytes=5)
+    own = Forecast(found, tiny.sizes, Device("cpu", GIB), pairs, None)
     assert own.batch == "16 per device x 4 accumulated x 2 data-parallel = 128 pairs per step"
     assert own.as_json()["pairs_per_step"] == 128
     assert own.step_tokens == 128 * 500
-    disk = own.disk_of(steps=100, pairs=7, data=5)
-    assert (disk["checkpoints"], disk["model"]) == (4 * 12 * tiny.weights, 2 * tiny.weights)
-    assert (disk["data"], disk["reference"]) == (5, 7 * 2 * 2 * 28)
+    expected = {"checkpoints": 4 * 12 * weights, "model": 2 * weights, "data": 5}
+    assert own.disk == {**expected, "reference": 128 * 100 * 2 * 2 * 28}
     assert json.loads(json.dumps(own.as_json()))["memory_bytes"]["total"] == round(own.parts.total)
 
 
-def test_flops_and_time_follow_from_each_other(folder: Path, tiny: Sizes) -> None:
-    batches = pack(steps(4)[0], 10**6)
-    flops = Flops.of(batches, tiny)
+def test_flops_and_time_follow_from_each_other(tiny: Known) -> None:
+    flops = Flops.of(pack(steps(4)[0], 10**6), tiny.sizes)
     cells = 4 * (300 * 300 / 2 + 200 * 300 - 200 * 200 / 2)
-    assert flops.layers == 2 * tiny.in_layers * 4 * 500 + 4 * 2 * 32 * cells
+    assert flops.layers == 2 * tiny.sizes.in_layers * 4 * 500 + 4 * 2 * 32 * cells
     assert flops.head == 2 * 63 * 32 * 4 * 400
     assert passes("none", adapter=False) == 3 < passes("full", adapter=False) == 4
     slow, fast = (listed_speed(name, 7_600_000_000, compiled=True).train for name in ("l4", "h100"))
     assert fast / slow == pytest.approx(989 / 121)
 
 
-def test_without_data_pairs_are_as_long_as_they_may_be(folder: Path) -> None:
+def test_without_data_pairs_are_as_long_as_they_may_be() -> None:
     found = assumed_pairs(1024, 16, None, "none here")
-    assert (len(found.sample[0]), found.largest, found.assumed) == (
-        16,
-        512 + 512 + 512,
-        "none here",
-    )
+    assert (len(found.sample[0]), found.largest, found.assumed) == (16, 3 * 512, "none here")
 
 
-def test_a_missing_model_gives_a_one_line_error(folder: Path, tmp_path: Path) -> None:
+def test_a_missing_model_gives_a_one_line_error(tmp_path: Path) -> None:
     missing = r"found no config\.json of a causal language model"
     with pytest.raises(
         ConfigError, match=rf"nobody/nothing: {missing}.*hf download nobody/nothing "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -13,8 +11,8 @@ from rather.config.load import load
 from rather.config.schema import ActorModelArgs
 from rather.model.sizes import Sizes, sizes_of
 from rather.plan.memory import adapter_weights, role_state
+from tests.commands.conftest import succeed, told
 from tests.config.test_roll import FILES
-from tests.plan.test_run import invoke
 
 WEIGHTS = 30_532_122_624
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -76,10 +74,10 @@ def test_what_each_rank_holds(
 
 def test_plan_prints_the_memory_of_a_rank(folder: Path) -> None:
     arguments = ["plan", str(FILES["experts"]), f"pretrain={folder}", "--gpu", "h200"]
-    found: dict[str, Any] = json.loads(invoke(*arguments, "--json").stdout)
+    found = told(*arguments)
     assert "dp 8 x pp 2 x ep 8" in found["layout"]
     assert (found["weights"], found["active_weights"]) == (WEIGHTS, WEIGHTS - EXPERTS * 120 // 128)
     # The weights, gradients and moments of 1/16 of everything, in float32.
     assert found["memory_bytes"]["moments"] == pytest.approx(8 * WEIGHTS / 16, rel=1e-6)
-    said = " ".join(invoke(*arguments).stdout.split())
-    assert "model: 30.5B weights, 3.35B used by a token" in said
+    said = " ".join(succeed(*arguments).stdout.split())
+    assert "30.5B weights, 3.35B used by a token" in said

@@ -18,26 +18,16 @@ from rather.model.sizes import few_layers, sizes_of
 from rather.plan.forecast import _tried_layers
 from tests.cells import cells
 from tests.model.test_hybrids import hybrid
+from tests.plan.test_arithmetic import saved_bytes
 
 LENGTHS = [(90, 130, 110), (40, 150, 170)]
 
 
-def saved_bytes(folder: Path, layers: int) -> float:
+def saved_of(folder: Path, layers: int) -> float:
     """What autograd keeps of each token; the hidden state behind the layers is no part of it."""
     policy = PolicyModel(few_layers(str(folder), ModelArgs(), layers, "cpu", torch.float32))
     batch = pack(random_pairs(128, LENGTHS), 1024)[0]
-    known = {p.untyped_storage().data_ptr() for p in policy.parameters()}
-    kept: dict[int, tuple[int, torch.Tensor]] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy.hidden(batch)
-    return sum(size for size, _ in kept.values()) / len(batch.ids_N)
+    return saved_bytes(policy, lambda: policy.hidden(batch)) / len(batch.ids_N)
 
 
 FAST = ["lfm2", "gpt_oss", "gemma4_text-experts"]
@@ -52,18 +42,25 @@ def test_a_trial_counts_what_layers_keep(name: str, tmp_path: Path) -> None:
     assert not is_plain(sizes)
     trial = try_layers(str(tmp_path), ModelArgs(), "cpu", 4, random_pairs(128, LENGTHS))
     few = 1 if name == "falcon_h1" else 0  # its layers are alike, and it cannot have none
-    measured = saved_bytes(tmp_path, sizes.layers) - saved_bytes(tmp_path, few)
+    measured = saved_of(tmp_path, sizes.layers) - saved_of(tmp_path, few)
     assert trial.kept * (sizes.layers - few) == pytest.approx(measured, rel=0.02)
     on_gpu = try_layers(str(tmp_path), ModelArgs(), "cuda", 2, random_pairs(128, LENGTHS))
     assert on_gpu.kept < trial.kept
 
 
-def test_the_step_whose_tokens_keep_most_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def tried(monkeypatch: pytest.MonkeyPatch, trial: Any, *steps: Any) -> LayerTrial | None:
+    """What a forecast takes of these steps, for layers that are not plain."""
     monkeypatch.setattr("rather.plan.forecast.is_plain", lambda _sizes: False)
-    monkeypatch.setattr("rather.plan.forecast.try_layers", lambda *given: LayerTrial(given[-1], 0))
+    monkeypatch.setattr("rather.plan.forecast.try_layers", trial)
     actor = ActorConfig.model_validate({"model_args": {"model_name_or_path": "some/model"}})
-    steps: Any = [2.0, 5.0, 3.0]  # bytes in place of pairs
-    assert _tried_layers(actor, None, "cpu", steps) == LayerTrial(5.0, 0)  # type: ignore[arg-type]
+    sizes: Any = None
+    return _tried_layers(actor, sizes, "cpu", steps)
+
+
+def test_the_step_whose_tokens_keep_most_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps are bytes in place of pairs."""
+    most = tried(monkeypatch, lambda *given: LayerTrial(given[-1], 0), 2.0, 5.0, 3.0)
+    assert most == LayerTrial(5.0, 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "olmo2"])
@@ -80,8 +77,5 @@ def test_a_trial_that_fails_leaves_the_forecast_of_a_plain_decoder(
     def fails(*_args: Any) -> None:
         raise RuntimeError("no fake kernel\nand more")
 
-    monkeypatch.setattr("rather.plan.forecast.try_layers", fails)
-    monkeypatch.setattr("rather.plan.forecast.is_plain", lambda _sizes: False)
-    actor = ActorConfig.model_validate({"model_args": {"model_name_or_path": "some/model"}})
-    assert _tried_layers(actor, None, "cpu", [[]]) is None  # type: ignore[arg-type]
+    assert tried(monkeypatch, fails, []) is None
     assert "cannot be tried without memory (no fake kernel);" in caplog.text

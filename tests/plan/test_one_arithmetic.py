@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +14,14 @@ from rather.cluster.memory import Ledger, Room, _fixes, _per_tokens, need_of, ta
 from rather.cluster.worker import ActorWorker, RankInfo
 from rather.config.load import changed
 from rather.config.run_config import DPOConfig
-from rather.config.schema import ActorModelArgs, ModelArgs
+from rather.config.schema import ActorModelArgs
 from rather.config.strategies import layout
 from rather.errors import ConfigError, MemoryShortage
 from rather.losses.objective import from_config
 from rather.model.budget import Budget
-from rather.model.sizes import sizes_of
 from rather.plan.forecast import Forecast, assumed_pairs
 from rather.plan.memory import Chosen, Device, MemoryForecast, Work, adapter_weights
-from tests.plan.test_arithmetic import config, model
+from tests.plan.test_arithmetic import Known, config, model
 
 GIB = 1 << 30
 STRATEGY, ARGS = "actor_train.strategy_args", "actor_train.model_args"
@@ -69,7 +67,7 @@ WIDE = [
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Known]:
     folder = tmp_path_factory.mktemp("models")
     experts = folder / "experts"
     AutoConfig.for_model(
@@ -77,26 +75,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         num_attention_heads=16, num_key_value_heads=4, moe_intermediate_size=512, num_experts=32,
         num_experts_per_tok=4, dtype="bfloat16",
     ).save_pretrained(experts)  # fmt: skip
-    return [model(folder, "0.5B"), model(folder, "7B"), experts]
+    return [*map(Known.of, (model(folder, "0.5B"), model(folder, "7B"), experts))]
 
 
-def drawn(models: list[Path], seed: int, folder: Path) -> Forecast:
+def drawn(models: list[Known], seed: int) -> Forecast:
     """The forecast of a config that is possible, on a GPU with more or less than it needs."""
     draw = random.Random(seed)
     while True:
-        place = draw.choice(models)
+        known = draw.choice(models)
         if draw.random() < 0.5:
             change = draw.choice(ONE)
         else:
-            devices = {
-                f"{role}.device_mapping": [0, 1, 2, 3] for role in ("actor_train", "reference")
-            }
+            roles = ("actor_train", "reference")
+            devices = {f"{role}.device_mapping": [0, 1, 2, 3] for role in roles}
             change = {**devices, STRATEGY: draw.choice(MANY), **draw.choice(WIDE)}
         device = Device("cuda", draw.choice([2, 6, 24, 40, 80, 140]) * GIB, 64 * GIB)
         pairs = assumed_pairs(1024, 16, None, "none here")
         try:
-            found = config(folder, place, **change)
-            return Forecast(found, sizes_of(str(place), ModelArgs()), device, pairs, None)
+            return Forecast(config(known.place, **change), known.sizes, device, pairs, None)
         except ConfigError:
             continue
 
@@ -111,8 +107,8 @@ def rank_of(found: DPOConfig, role: str) -> ActorWorker:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_plan_preflight_and_advice_agree(models: list[Path], tmp_path: Path, seed: int) -> None:
-    forecast = drawn(models, seed, tmp_path)
+def test_plan_preflight_and_advice_agree(models: list[Known], seed: int) -> None:
+    forecast = drawn(models, seed)
     found, sizes, device = forecast.config, forecast.sizes, forecast.device
     ranks = layout(found.actor_train).devices
 
@@ -153,7 +149,8 @@ def test_plan_preflight_and_advice_agree(models: list[Path], tmp_path: Path, see
         parked = changed_config.reference.offload == "on"
         chosen = Chosen(tokens, recompute, narrow=False, parked=parked)
         memory = MemoryForecast(changed_config, sizes, device, reference=True, compiled=False)
-        return memory._training_peak(chosen, Work(tokens, rows, 4, tokens)).total
+        work = Work(tokens, rows, 4, tokens)
+        return max(parts.total for parts in memory.in_training(chosen, work))
 
     before = needed(found, 4096, 4000)
     advised = [way.split(" ")[0] for way in _fixes(rank, 4096, table(rank))]
@@ -168,24 +165,20 @@ def test_plan_preflight_and_advice_agree(models: list[Path], tmp_path: Path, see
         assert needed(other, *((2048, 2000) if halves else (4096, 4000))) < before, way
 
 
-def test_experts_keep_their_bytes_in_4_bits(models: list[Path], tmp_path: Path) -> None:
+def test_experts_keep_their_bytes_in_4_bits(models: list[Known]) -> None:
     """bitsandbytes quantises linear layers, and a stack of experts is none."""
-    place = models[2]
-    sizes = sizes_of(str(place), ModelArgs())
+    experts = models[2]
     weights = []
     for args in ({"lora_rank": 16}, {"lora_rank": 16, "quantization": "4bit"}):
-        found = config(tmp_path, place, **{ARGS: args})
-        memory = MemoryForecast(
-            found, sizes, Device("cuda", 80 * GIB), reference=True, compiled=False
-        )
-        weights.append(memory.resting(narrow=False, parked=False).weights)
-    assert weights[1] > 2 * sizes.of_experts
+        memory = experts.memory("cuda", 80, **{ARGS: args})
+        weights.append(memory.state().on_device.weights)
+    assert weights[1] > 2 * experts.sizes.of_experts
     linears = 8 * (1024 * (1024 + 2 * 256 + 1024) + 32 * 1024)
     assert weights[0] - weights[1] == pytest.approx(linears * (2 - 0.516), rel=1e-3)
 
 
-def test_an_adapter_counts_all_that_it_trains(models: list[Path]) -> None:
-    sizes = sizes_of(str(models[1]), ModelArgs())
+def test_an_adapter_counts_all_that_it_trains(models: list[Known]) -> None:
+    sizes = models[1].sizes
     one, two, text = (
         adapter_weights(ActorModelArgs(lora_rank=4, lora_target=target), sizes.shapes)
         for target in ("q_proj", ["q_proj", "self_attn.v_proj"], "q_proj, v_proj")
@@ -200,19 +193,19 @@ def test_an_adapter_counts_all_that_it_trains(models: list[Path]) -> None:
 
 @pytest.mark.parametrize(("gib", "fits"), [(200, True), (50, False)])
 def test_a_plan_counts_host_memory(
-    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, fits: bool
+    models: list[Known], monkeypatch: pytest.MonkeyPatch, gib: int, fits: bool
 ) -> None:
     """As the rank does that would refuse to begin: moments, low bits and the sums of layers."""
     from rather.commands.plan import verdict
 
-    offloading = config(tmp_path, models[1], **{STRATEGY: {"strategy_name": "zero2_cpu"}})
-    sizes = sizes_of(str(models[1]), ModelArgs())
+    offloading = config(models[1].place, **{STRATEGY: {"strategy_name": "zero2_cpu"}})
+    sizes = models[1].sizes
     pairs = assumed_pairs(1024, 16, None, "none here")
     forecast = Forecast(offloading, sizes, Device("cuda", 80 << 30, gib * GIB), pairs, None)
     assert " of 80 GiB (" in forecast.line()
     assert forecast.host == pytest.approx(10 * sizes.weights + 4 * sizes.in_layers)
     assert forecast.fits == fits
-    assert ("of host memory per rank, available 50.00 GiB" in verdict(forecast, [], None)) != fits
+    assert ("of host memory per rank, available 50.00 GiB" in verdict(forecast, [])) != fits
     assert json.loads(json.dumps(forecast.as_json()))["host_bytes"] == round(forecast.host)
     monkeypatch.setattr("rather.cluster.worker.free_memory", lambda: gib * GIB)
     worker = rank_of(offloading, "actor_train")
