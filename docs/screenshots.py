@@ -57,7 +57,7 @@ USED = {
 }
 Size = tuple[int, int]
 Picture = tuple[str, Callable[[], "Page"], str]
-LINES = ".plot .scatterlayer path.js-line"
+LINES = ".plot path.line"
 
 
 def train(folder: Path) -> None:

@@ -29,6 +29,8 @@ from rather.registry import tool
 from rather.run_folder.control import PATIENCE, StopRequest, leave_within
 
 REMOVED_COMMANDS = {
+    "compare": "it was removed. `rather board output` shows the curves of runs, and the settings that "
+    "differ, next to each other; `diff -r A/model B/model` says whether weights are equal.",
     "compare-losses": "it was removed. To compare losses, train with each: `rather sweep dpo.yaml "
     "pref_loss=sigmoid,ipo`.",
 }
@@ -173,7 +175,6 @@ COMMANDS: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("pairs", tool("pairs"), "output/dpo --write corrections.jsonl"),
         ("health", runs.health_command, "output/dpo"),
         ("report", tool("report"), "output/dpo"),
-        ("compare", tool("compare"), "output/a output/b"),
         ("stop", runs.stop_command, "output/dpo"),
         ("save-now", runs.save_now_command, "dpo.yaml"),
         ("verify", runs.verify_command, "output/dpo"),

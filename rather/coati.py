@@ -153,7 +153,7 @@ class DPOTrainer:
             named = {f"{part}/{name}": value for name, value in _renamed(record).items()}
             tracker.log({"step": record["step"], **named})
             if part == "train":
-                epoch, step = source.places[record["step"]]
+                epoch, step = source.epoch_and_step[record["step"]]
                 if self.save_interval and step % self.save_interval == 0:
                     self._save(epoch, step)
 

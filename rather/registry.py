@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Protocol, Self
+from typing import Any
 
 TOOLS = {
     "board": "rather.tools.commands:board_command",
-    "compare": "rather.tools.commands:compare_command",
     "demo": "rather.tools.commands:demo_command",
     "gguf": "rather.tools.gguf_file:write_gguf",
     "init": "rather.tools.init:init_command",
@@ -23,7 +22,7 @@ TOOLS = {
     "upload_card": "rather.tools.push:card",
     "upload_files": "rather.tools.push:files_in",
     "answer_judge": "rather.commands.judge:answer_judge",
-    "live_report": "rather.tools.report.write:LiveReport",
+    "last_report": "rather.tools.report.write:write_last_report",
     "data_page": "rather.tools.report.sections:data_page",
 }
 
@@ -32,13 +31,3 @@ def tool(name: str) -> Any:
     """Import a tool and return the function or class that the core calls."""
     module, _, attribute = TOOLS[name].partition(":")
     return getattr(import_module(module), attribute)
-
-
-class LiveReport(Protocol):
-    """The report that is written while a run trains, and when it ends."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, kind: object, *_: object) -> None: ...
-
-    def log(self, *, evaluated: bool) -> None: ...

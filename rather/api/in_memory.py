@@ -59,9 +59,9 @@ class StepShare(NamedTuple):
             raise DataError(
                 f"the ranks have {list(counts)} micro-batches of one step; give each as many."
             )
-        first = sum(len(each.weight) for each in all_facts[: mesh.rank("dp")])
-        own = [_renumbered(batch, first) for batch in batches]
-        return StepShare(own, PairFacts.concat(all_facts), first, len(set(digests)) == 1)
+        first = sum(len(facts.weight) for facts in all_facts[: mesh.rank("dp")])
+        renumbered = [_renumbered(batch, first) for batch in batches]
+        return StepShare(renumbered, PairFacts.concat(all_facts), first, len(set(digests)) == 1)
 
 
 class InMemoryWorker(ActorWorker):
@@ -113,8 +113,8 @@ class InMemoryWorker(ActorWorker):
 
     def numbers(self) -> dict[str, Any]:
         optimizer = self.trainer.optimizer
-        own = {"torch": optimizer.numbers()} if isinstance(optimizer, TorchOptimizer) else {}
-        return super().numbers() | own
+        of_torch = {"torch": optimizer.numbers()} if isinstance(optimizer, TorchOptimizer) else {}
+        return super().numbers() | of_torch
 
     def read_state(self, path: Path, numbers: dict[str, Any]) -> None:
         super().read_state(path, numbers)
@@ -142,7 +142,7 @@ class InMemorySteps:
     epochs: range
     accumulation: int
     total_steps: int | None  # None if it is unknown until the pairs end
-    places: dict[int, tuple[int, int]] = field(default_factory=dict)  # step -> epoch, step of it
+    epoch_and_step: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a step of the run
 
     def steps(self, done: int, position: Mapping[str, Any] | None) -> Iterator[Step]:
         if done and not self.feed.is_resumable:
@@ -157,16 +157,17 @@ class InMemorySteps:
         at = {"epoch": self.epochs.start, "step": 0, **(position or {})}
         for epoch in range(at["epoch"], self.epochs.stop):
             step, at["step"] = at["step"], 0
-            parts = islice(self.feed.micro_batches(epoch), step * size, None)
-            group = list(islice(parts, size))
+            micro_batches = islice(self.feed.micro_batches(epoch), step * size, None)
+            group = list(islice(micro_batches, size))
             while group:
-                following = list(islice(parts, size))
+                following = list(islice(micro_batches, size))
                 number, step = number + 1, step + 1
-                self.places[number] = epoch, step
+                self.epoch_and_step[number] = epoch, step
                 after = {"epoch": epoch, "step": step} if following else {"epoch": epoch + 1}
                 ended = not following and epoch + 1 == self.epochs.stop
                 is_last = ended or number == self.total_steps
-                batches, pairs = pack_step(group), [pair for part in group for pair in part]
+                batches = pack_step(group)
+                pairs = [pair for micro_batch in group for pair in micro_batch]
                 yield Step(pairs, batches, batches, number, is_last, not following, after)
                 if is_last:
                     return
@@ -175,12 +176,12 @@ class InMemorySteps:
 
     def epoch_at(self, step: int) -> float:
         """Return the number of the epoch that the step belongs to."""
-        return self.places[step][0]
+        return self.epoch_and_step[step][0]
 
-    def describe_pairs(self, step: Step, places: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the ids of the pairs of this rank, or their places in the step."""
-        own = [(place, step.pairs[place]) for place in places if place < len(step.pairs)]
-        return [{"id": pair.id} if pair.id else {"place": place} for place, pair in own]
+    def describe_pairs(self, step: Step, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the ids of the pairs of this rank, or their indices in the step."""
+        pairs = [(index, step.pairs[index]) for index in indices if index < len(step.pairs)]
+        return [{"id": pair.id} if pair.id else {"place": index} for index, pair in pairs]
 
 
 def pack_step(
@@ -208,16 +209,16 @@ def process_rank() -> tuple[int, int]:
 @contextmanager
 def packed_attention(model: Any) -> Iterator[None]:
     """Let a model compute packed pairs; afterwards it has its own attention again."""
-    models = [part.causal_lm for part in parts_of(model)] or [model]
-    parts = [decoder_of(part) if has_tower(part) else part for part in models]
-    before = [part.config._attn_implementation for part in parts]
+    models = [stage.causal_lm for stage in parts_of(model)] or [model]
+    decoders = [decoder_of(model) if has_tower(model) else model for model in models]
+    before = [decoder.config._attn_implementation for decoder in decoders]
     try:
-        for part in parts:
-            part.set_attn_implementation(IMPLEMENTATION)
+        for decoder in decoders:
+            decoder.set_attn_implementation(IMPLEMENTATION)
         yield
     finally:
-        for part, name in zip(parts, before, strict=True):
-            part.set_attn_implementation(name)
+        for decoder, name in zip(decoders, before, strict=True):
+            decoder.set_attn_implementation(name)
 
 
 # --- a loss of whole logits, for subclasses that override `_post_compute_loss`; it is slower and takes
@@ -233,7 +234,7 @@ class LogitsRunner(WholeModelRunner):
     def backward(
         self, batches: Sequence[PairBatch], wanted: Collection[str], objective: Objective
     ) -> None:
-        for batch in (each.to(self.device) for each in batches):
+        for batch in (on_cpu.to(self.device) for on_cpu in batches):
             objective(batch, with_logits(self.policy, batch)).backward()  # type: ignore[no-untyped-call]
 
 
@@ -255,26 +256,28 @@ class LogitsTrainer(RankTrainer):
             return scored
         if (facts.weight != 1).any():
             raise DataError("weight: _post_compute_loss gets no weights of pairs; leave them out.")
-        known = scored.x.reference
-        chosen, rejected = (None, None) if known is None else known.unbind(1)
+        sums_of_reference = scored.x.reference
+        chosen = rejected = None
+        if sums_of_reference is not None:
+            chosen, rejected = sums_of_reference.unbind(1)
         labels, mask, logits = (policy[name] for name in ("labels", "loss_mask", "logits"))
         loss, metrics = self.function(labels, mask, chosen, rejected, logits)
-        each = torch.zeros_like(scored.losses)
+        zeros = torch.zeros_like(scored.losses)  # one for each pair
         extra = {
-            name: each + torch.as_tensor(value).detach().to(each.device)
+            name: zeros + torch.as_tensor(value).detach().to(zeros.device)
             for name, value in metrics.items()
             if name != "loss"
         }
-        return replace(scored, losses=each + loss, extra=extra)
+        return replace(scored, losses=zeros + loss, extra=extra)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[PairBatch], reference: Columns | None) -> dict[str, float]:
         """Return metrics.weighted_sums of one step's micro-batches, with the function's loss."""
         facts, total = PairFacts.of_step(batches).to(self.device), dict[str, float]()
-        for batch in (each.to(self.device) for each in batches):
-            known = reference and {name: each[batch.pair_P] for name, each in reference.items()}
+        for batch in (on_cpu.to(self.device) for on_cpu in batches):
+            of_batch = reference and {name: sums[batch.pair_P] for name, sums in reference.items()}
             columns = with_logits(self.whole, batch)
-            scored = self._score(facts.at(batch.pair_P), columns, known, facts)
+            scored = self._score(facts.at(batch.pair_P), columns, of_batch, facts)
             for name, value in weighted_sums(scored, batch.weight_P, self.loss).items():
                 total[name] = total.get(name, 0.0) + float(value)
         return total

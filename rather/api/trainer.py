@@ -133,26 +133,26 @@ class DPOTrainer:
                 "lr_scheduler: belongs to an optimizer; give both, or leave both out."
             )
         self.overrides = [name for name in OWN_LOSSES if self._is_overridden(name)]
-        (own, self.adapted), (ref_model, _) = _unwrap(model), _unwrap(ref_model)
-        self._refuse_models(own, ref_model)
-        AdaptedExperts.replace(own)
+        (decoder, self.adapted), (ref_model, _) = _unwrap(model), _unwrap(ref_model)
+        self._refuse_models(decoder, ref_model)
+        AdaptedExperts.replace(decoder)
         if sequence_packing:
             log.info("sequence_packing: pairs are always packed; this does not change the result")
         # Shards are float32, whatever they compute in.
         self._stepping: dict[str, Any] = {
             "max_grad_norm": self.config.max_grad_norm,
-            "compute": next(own.parameters()).dtype,
+            "compute": next(decoder.parameters()).dtype,
         }
-        names = {id(p): f"causal_lm.{name}" for name, p in own.named_parameters()}
+        names = {id(p): f"causal_lm.{name}" for name, p in decoder.named_parameters()}
         rank, world = process_rank()
-        wanted = ActorConfig(strategy_args=strategy or StrategyArgs(strategy_name="ddp"))
-        placing = layout(wanted, world)
-        if keeps_state_on_host(placing, next(own.parameters()).device.type):
+        actor = ActorConfig(strategy_args=strategy or StrategyArgs(strategy_name="ddp"))
+        placing = layout(actor, world)
+        if keeps_state_on_host(placing, next(decoder.parameters()).device.type):
             raise ConfigError(
                 f"strategy: '{placing.name}' keeps state in host memory, which DPOTrainer does on 2 "
                 "or more devices; on one GPU, `rather train` does."
             )
-        self.worker = self._worker("actor_train", own, placing)
+        self.worker = self._worker("actor_train", decoder, placing)
         self.policy, self.reference, self.ref_worker = self.worker.trainer, None, None
         if ref_model is not None:
             self.ref_worker = self._worker("reference", ref_model, placing)
@@ -181,9 +181,37 @@ class DPOTrainer:
     def _refuse_models(self, model: Any, ref_model: Any) -> None:
         if model is None:
             raise ConfigError("model: give the model to train.")
-        config, needs = self.config, self.loss.needs_reference
-        loss, several = " + ".join(config.loss_names), process_rank()[1] > 1
-        # These settings decide what is trained, and nothing here would follow them.
+        needs, loss = self.loss.needs_reference, " + ".join(self.config.loss_names)
+        several_ranks = process_rank()[1] > 1
+        self._refuse_settings(several_ranks=several_ranks)
+        if needs and ref_model is None and self.adapted is None:
+            raise ConfigError(
+                f"ref_model: loss '{loss}' needs a reference; give one, as copy.deepcopy(model)."
+            )
+        if ref_model is not None and not needs:
+            raise ConfigError(f"ref_model: loss '{loss}' uses no reference; leave it out.")
+        if ref_model is model:
+            raise ConfigError(
+                "ref_model: is the model itself, which training changes; give copy.deepcopy(model)."
+            )
+        if not self.adapted and hasattr(model, "peft_config"):
+            raise ConfigError("model: has the layers of an adapter; give the PEFT model around it.")
+        if several_ranks and not all(p.requires_grad for p in model.parameters()):
+            raise ConfigError(
+                "model: some weights are frozen, but on several ranks all are trained; DPOPipeline "
+                "trains an adapter there, with lora_rank in its config."
+            )
+        if self.overrides and several_ranks:
+            raise ConfigError(
+                f"{', '.join(self.overrides)}: overridden methods are called on one process only; "
+                "for several, write the loss with rather.losses.loss."
+            )
+        if self.overrides:
+            self._method_of_loss()
+
+    def _refuse_settings(self, *, several_ranks: bool) -> None:
+        """Refuse settings that decide what is trained, and that nothing here would follow."""
+        config = self.config
         unsupported = {
             f"task={config.task}": config.task != "preference",
             "sync_ref_model": config.sync_ref_model,
@@ -191,34 +219,17 @@ class DPOTrainer:
             "spike": config.spike is not None,
             "on_nonfinite=rollback": config.on_nonfinite == "rollback",
             "early_stopping_patience": config.early_stopping_patience is not None,
-            "train_batch_size on several ranks": config.train_batch_size is not None and several,
+            "train_batch_size on several ranks": several_ranks and config.train_batch_size,
         }
-        given = ", ".join(name for name, is_set in unsupported.items() if is_set)
-        overrides = ", ".join(self.overrides)
-        frozen = not all(p.requires_grad for p in model.parameters())
-        problems = {
-            f"train_config: {given}: not supported by DPOTrainer; use DPOPipeline or remove it.": given,
-            "train_config: lora_rank, adapter_name_or_path: the adapter belongs to the model here; "
-            "give a PEFT model (peft.get_peft_model or PeftModel.from_pretrained).":
-            config.actor_train.model_args.has_adapter,
-            f"ref_model: loss '{loss}' needs a reference; give one, as copy.deepcopy(model).":
-            needs and ref_model is None and self.adapted is None,
-            f"ref_model: loss '{loss}' uses no reference; leave it out.":
-            ref_model is not None and not needs,
-            "model: has the layers of an adapter; give the PEFT model around it.":
-            not self.adapted and hasattr(model, "peft_config"),
-            "model: some weights are frozen, but on several ranks all are trained; DPOPipeline "
-            "trains an adapter there, with lora_rank in its config.": several and frozen,
-            "ref_model: is the model itself, which training changes; give copy.deepcopy(model).":
-            ref_model is model,
-            f"{overrides}: overridden methods are called on one process only; for several, write "
-            "the loss with rather.losses.loss.": overrides and several,
-        }  # fmt: skip
-        for text, is_so in problems.items():
-            if is_so:
-                raise ConfigError(text)
-        if overrides:
-            self._method_of_loss()
+        if names := ", ".join(name for name, is_set in unsupported.items() if is_set):
+            raise ConfigError(
+                f"train_config: {names}: not supported by DPOTrainer; use DPOPipeline or remove it."
+            )
+        if config.actor_train.model_args.has_adapter:
+            raise ConfigError(
+                "train_config: lora_rank, adapter_name_or_path: the adapter belongs to the model here; "
+                "give a PEFT model (peft.get_peft_model or PeftModel.from_pretrained)."
+            )
 
     def _worker(self, role: str, model: Any, placing: Layout) -> InMemoryWorker:
         whole = PolicyModel(model).eval()  # no dropout
@@ -289,8 +300,8 @@ class DPOTrainer:
         return self._loss("orpo", PairLogps(policy, None, lengths))
 
     def _loss(self, name: str, x: PairLogps) -> tuple[Tensor, Tensor, Tensor]:
-        own = LOSSES.find(name, "pref_loss").numbers
-        numbers = {key: n for key, n in self.config.loss_numbers.items() if key in own}
+        allowed = LOSSES.find(name, "pref_loss").numbers
+        numbers = {key: n for key, n in self.config.loss_numbers.items() if key in allowed}
         loss = configure([name], numbers)
         chosen, rejected = loss.rewards(x).detach().unbind(1)
         return loss(x), chosen, rejected
@@ -328,16 +339,16 @@ class DPOTrainer:
             "logps/rejected": rejected,
             "sft_loss": -chosen / chosen_length,
         }
-        return losses.mean(), {name: each.detach().mean() for name, each in columns.items()}
+        return losses.mean(), {name: column.detach().mean() for name, column in columns.items()}
 
     def _method_of_loss(self) -> str:
         """Return "sigmoid" or "orpo": losses that have a method of this class."""
         names, modifiers = self.config.loss_names, self.config.loss_modifiers
         methods = {"sigmoid": "dpo_loss", "orpo": "odds_ratio_loss"}
-        own, has_method = names[0], len(names) == 1 and not modifiers and names[0] in methods
-        unused = {"dpo_loss", "odds_ratio_loss"} - {methods.get(own)}
+        loss, has_method = names[0], len(names) == 1 and not modifiers and names[0] in methods
+        unused = {"dpo_loss", "odds_ratio_loss"} - {methods.get(loss)}
         if has_method and not unused & {*self.overrides}:
-            return own
+            return loss
         stated = " + ".join([*names, *modifiers])
         raise ConfigError(
             f"pref_loss: '{stated}' would not call {', '.join(self.overrides) or 'dpo_loss'}; set "
@@ -358,16 +369,16 @@ class DPOTrainer:
         worker = self._worker_of(models)
         if isinstance(self.ref_worker, AdapterOffWorker):  # both roles have one model
             worker = self.ref_worker
-        taken = self._take(data_list, seq_length)
-        batches = pack_step(taken, micro_batch_size)
+        micro_batches = self._take(data_list, seq_length)
+        batches = pack_step(micro_batches, micro_batch_size)
         sums, policy = worker.compute_log_probs(batches)["sum"], worker.trainer.policy
         if isinstance(policy, Stages) and not policy.holds_last:
             return None
         first = StepShare.of(batches, worker.trainer.mesh).first
-        lengths = [len(pairs) for pairs in taken]
+        lengths = [len(pairs) for pairs in micro_batches]
         return [
-            {"reference_chosen_logps": part[:, 0], "reference_rejected_logps": part[:, 1]}
-            for part in torch.split(sums[first:][: sum(lengths)], lengths)
+            {"reference_chosen_logps": columns[:, 0], "reference_rejected_logps": columns[:, 1]}
+            for columns in torch.split(sums[first:][: sum(lengths)], lengths)
         ]
 
     def training_step(
@@ -381,9 +392,10 @@ class DPOTrainer:
         config = self.config
         if self._worker_of(models) is not self.worker:
             raise ConfigError("models: training_step trains the model, but got the reference.")
-        taken = self._take(islice(data_iterator, self.args.gradient_accumulation_steps), seq_length)
+        step = islice(data_iterator, self.args.gradient_accumulation_steps)
+        micro_batches = self._take(step, seq_length)
         self._make_optimizer(config.max_steps)
-        batches = pack_step(taken)
+        batches = pack_step(micro_batches)
         result = self.worker.train_step(batches, self._reference_columns(batches))
         if result.skip_reason == "nonfinite":
             self.nonfinite += 1
@@ -410,17 +422,17 @@ class DPOTrainer:
     def _take(self, data: Iterable[Any], seq_length: int) -> list[list[TokenPair]]:
         feed = self._step_feed
         feed.dropped.clear()
-        taken = [feed.pairs(item) for item in data]
-        if not any(taken):
+        micro_batches = [feed.pairs(item) for item in data]
+        if not any(micro_batches):
             raise feed.no_pairs()
         feed.log_dropped()
-        pairs = [pair for part in taken for pair in part]
+        pairs = [pair for micro_batch in micro_batches for pair in micro_batch]
         longest = max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs)
         if longest > seq_length:
             raise DataError(
                 f"a sequence of {longest} tokens is longer than seq_length, {seq_length}."
             )
-        return taken
+        return micro_batches
 
     def _make_optimizer(self, total_steps: int | None) -> Optimizer:
         """Return the optimizer; if none was given, it is made now."""
@@ -441,10 +453,10 @@ class DPOTrainer:
         return schedule(self.args, total_steps or max(1, self.args.warmup_steps))
 
     def _worker_of(self, models: Any) -> InMemoryWorker:
-        asked, _ = _unwrap(models)
+        model, _ = _unwrap(models)
         for worker in filter(None, (self.worker, self.ref_worker)):
             policy = worker.trainer.policy
-            if asked is policy or asked is getattr(policy, "causal_lm", None):
+            if model is policy or model is getattr(policy, "causal_lm", None):
                 return worker
         raise ConfigError("models: neither the model nor the reference of this trainer.")
 
@@ -517,8 +529,8 @@ class DPOTrainer:
         """Run the pipeline; return all records of the run, also those before a resume."""
         folder = Path(run_dir).expanduser().absolute() if run_dir else None
         if folder:
-            place = {"output_dir": str(folder.parent), "exp_name": folder.name}
-            self.config = with_rounding_of_run(self.config.model_copy(update=place))
+            names = {"output_dir": str(folder.parent), "exp_name": folder.name}
+            self.config = with_rounding_of_run(self.config.model_copy(update=names))
             policy = self.policy.policy
             if self.config.rounding == "nearest":
                 policy.rounding = replace(policy.rounding, kind="nearest", held=frozenset())
@@ -532,10 +544,11 @@ class DPOTrainer:
             records.append(record)
             on_record(record)
 
-        own = {"overrides": type(self).__qualname__} if self.overrides else {}
+        overridden = {"overrides": type(self).__qualname__} if self.overrides else {}
         workers = {"model weights": self.worker, "reference weights": self.ref_worker}
-        whole = folder and self.roles.drivers == 1  # ranks have shards, by their layout
-        frozen = {name: each.frozen_digest() for name, each in workers.items() if each and whole}
+        if not folder or self.roles.drivers > 1:  # ranks have shards, by their layout
+            workers = {}
+        frozen = {name: worker.frozen_digest() for name, worker in workers.items() if worker}
         fixed = {"logging_steps": 1, "track_with": None, **settings}
         Run(
             self.config.model_copy(update=fixed),
@@ -543,7 +556,7 @@ class DPOTrainer:
             source,
             identity={
                 "data": source.feed.identity(),
-                "loss": self.loss.description() | own,
+                "loss": self.loss.description() | overridden,
                 "seed": [self.config.seed, self.config.data_seed],
                 "global batch": [source.feed.size, source.accumulation, self.roles.drivers],
                 "rounding": self.config.rounding,
@@ -557,8 +570,8 @@ class DPOTrainer:
         source.feed.log_dropped()
         if folder is None:
             return records
-        found = list(read_records(folder / "metrics.jsonl")) if self.roles.is_main else None
-        return list(self.roles.broadcast(found))
+        written = list(read_records(folder / "metrics.jsonl")) if self.roles.is_main else None
+        return list(self.roles.broadcast(written))
 
     def _total_steps(self, feed: Feed) -> int | None:
         count, limit, epochs = feed.count(), self.config.max_steps, self.args.num_train_epochs
@@ -568,28 +581,30 @@ class DPOTrainer:
                     f"num_train_epochs: {epochs:g} of pairs that cannot be counted; set max_steps."
                 )
             return limit
-        each = math.ceil(count / self.args.gradient_accumulation_steps)
-        total = math.ceil(each * epochs - 1e-9)  # 100 * 1.1 is more than 110
+        of_epoch = math.ceil(count / self.args.gradient_accumulation_steps)
+        total = math.ceil(of_epoch * epochs - 1e-9)  # 100 * 1.1 is more than 110
         return min(total, limit or total)
 
     def evaluate(
         self, pairs: Iterable[Any], transform: Callable[[Any], Any] | None = None
     ) -> dict[str, float]:
         """Return the metrics of all pairs, weighted by pair: batches do not matter."""
-        feed, parts, window = self._feed(pairs, transform), list[EvaluatedPart](), Window()
-        for part in feed.micro_batches():
-            batches = pack_step([part])
+        feed, evaluated, window = self._feed(pairs, transform), list[EvaluatedPart](), Window()
+        for micro_batch in feed.micro_batches():
+            batches = pack_step([micro_batch])
             facts = StepShare.of(batches, self.policy.mesh).facts
             self.worker.refuse_columns("evaluation", facts)
-            known = self._reference_columns(batches)
+            reference = self._reference_columns(batches)
             if isinstance(self.policy, LogitsTrainer):
                 with packed_attention(self.policy.whole):
-                    sums = self.policy.evaluate(batches, known)
+                    sums = self.policy.evaluate(batches, reference)
                 window.add(sums, pairs=len(facts.weight), tokens=0)
                 continue
-            parts.append((facts, self.worker.compute_log_probs(batches), known))
+            evaluated.append((facts, self.worker.compute_log_probs(batches), reference))
         feed.log_dropped()
-        return metrics_of(parts, self.policy.score, self.metrics) if parts else window.means()
+        return (
+            metrics_of(evaluated, self.policy.score, self.metrics) if evaluated else window.means()
+        )
 
     def save_model(self, folder: str | Path, *, merge: bool = False) -> None:
         """Write a folder for `from_pretrained`. All ranks call this.
@@ -606,20 +621,20 @@ class DPOTrainer:
         if self.adapted is not None and not merge:
             export_peft(self.adapted, self.tokenizer, folder, card)
             return
-        part, weights = parts_of(rank.policy)[0], rank.weights()
+        policy, weights = parts_of(rank.policy)[0], rank.weights()
         if self.adapted is not None:
-            part = PolicyModel(copy.deepcopy(self.adapted).merge_and_unload())
-            weights = dict(part.named_parameters())
+            policy = PolicyModel(copy.deepcopy(self.adapted).merge_and_unload())
+            weights = dict(policy.named_parameters())
         if self.roles.drivers == 1 or self.adapted is not None:
-            export_model(part, weights, self.tokenizer, folder, card)
+            export_model(policy, weights, self.tokenizer, folder, card)
             return
         with shared_folder(folder) as shards:
             self.worker.write_weights(shards, "model")
             self.roles.max_over_drivers(0)  # all have written
             if self.roles.is_main:
-                cast = FileCast(part.causal_lm.config.dtype, part.rounding)
+                cast = FileCast(policy.causal_lm.config.dtype, policy.rounding)
                 files = stored(shards, "model")
-                export_stored(part.causal_lm, files, self.tokenizer, folder, card, cast)
+                export_stored(policy.causal_lm, files, self.tokenizer, folder, card, cast)
             self.roles.max_over_drivers(0)  # exported
 
     def tracker_in(self, log_dir: str | Path | None, *, use_wandb: bool) -> NoTracker:
@@ -631,8 +646,8 @@ class DPOTrainer:
         if use_wandb and "wandb" not in names:
             names.append("wandb")
         check_installed(names)
-        places = {"output_dir": parent, "logging_dir": parent, "exp_name": folder.name}
-        changes = {**places, "track_with": names, "pair_ledger": False}
+        folders = {"output_dir": parent, "logging_dir": parent, "exp_name": folder.name}
+        changes = {**folders, "track_with": names, "pair_ledger": False}
         run = TrackedRun(self.config.model_copy(update=changes))
         return RunTracker(run, total_steps=0, start_step=0, quiet=True)
 

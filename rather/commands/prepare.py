@@ -132,6 +132,7 @@ def plan_command(
     with heavy_imports():
         from rather.commands.plan import plan, print_methods
 
+    gpu = gpu.lower() if gpu else None
     if methods:
         return print_methods(str(config), overrides or [], gpus, gpu, as_json=as_json)
     plan(config, overrides or [], gpus, gpu, as_json=as_json)

@@ -804,9 +804,10 @@ class TrackingKeys(Section):
     pair_ledger: bool = True
     """Write ledger.arrows into the run folder: margin, log-ratios and gradient weight of every pair
     in every epoch (about 60 bytes a row), which `rather pairs` reads. Only for task: preference."""
-    report_html: bool | Literal["auto"] = "auto"
-    """Write report.html (5 MB, works offline) into the run folder: true, false, or auto: if the
-    extra `report` is installed. `rather report` writes it later."""
+    report_html: bool = True
+    """Write report.html into the run folder when the run ends: one file that works offline.
+    `rather report` writes it at any time. Range: write true instead of `auto`, which earlier
+    versions had."""
 
 
 class RayArgs(Section):

@@ -30,7 +30,6 @@ from rather.pipeline.requests import Requests
 from rather.pipeline.saving import Saving
 from rather.pipeline.steps import Packing, Step
 from rather.pipeline.timeline import Timeline, Times
-from rather.registry import LiveReport
 from rather.run_folder.layout import Incidents
 from rather.tracking.json_lines import MetricsPosition
 from rather.tracking.run import NoTracker
@@ -363,17 +362,6 @@ class PassOnRecords(Hook):
         self.receive(record)
 
     on_evaluate = on_log
-
-
-@dataclass
-class WriteLiveReport(Hook):
-    page: LiveReport
-
-    def on_log(self, record: Record) -> None:
-        self.page.log(evaluated=False)
-
-    def on_evaluate(self, record: Record) -> None:
-        self.page.log(evaluated=True)
 
 
 @dataclass

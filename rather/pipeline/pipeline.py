@@ -63,7 +63,6 @@ from rather.pipeline.hooks import (
     Evaluator,
     LogMetrics,
     MoveReference,
-    WriteLiveReport,
     WritePairLedger,
     WriteSummary,
     save_best_model,
@@ -356,9 +355,9 @@ class DPOPipeline(Run):
         return hook
 
     def _followers(self, stack: ExitStack, *, writes: bool) -> list[Hook]:
-        page = tool("live_report")(self.run_dir, wanted=writes and self.config.report_html)
-        stack.enter_context(page)
-        return [WriteSummary(self._summarize), WriteLiveReport(page)]
+        if writes and self.config.report_html:
+            stack.push(partial(tool("last_report"), self.run_dir))
+        return [WriteSummary(self._summarize)]
 
     def _open_finished(self, newest: Checkpoint) -> None:
         """Load nothing: the exported model is there."""

@@ -71,9 +71,7 @@ class RunSummary:
             devices = layout(config.actor_train).devices
             device = device_here(roles.kind, devices, config.num_gpus_per_node)
             if name := gpu_here(device.kind):
-                tokens = pairs.steps * config.tokens_per_step
-                actor = config.actor_train
-                compiled = compiles(config.compile, actor, sizes, device.kind, tokens)
+                compiled = compiles(config, sizes, device.kind, pairs.steps)
                 speed = listed_speed(name, sizes.active, compiled=compiled)
             plan = Forecast(config, sizes, device, pairs, speed, reference=reference)
             self.plan = plan.as_json()
@@ -185,7 +183,7 @@ def pairs_of(source: PreparedSteps) -> PairSample:
     train, evals = source.data.train, source.data.evals
     files = {dataset.file.path for dataset in (train, *evals.values())}
     steps = range(min(SAMPLE, source.total_steps))
-    images = {
+    image_tokens = {
         image.digest: image.tokens for each in (train, *evals.values()) for image in each.images()
     }
     return PairSample(
@@ -196,8 +194,7 @@ def pairs_of(source: PreparedSteps) -> PairSample:
         sample=[source.step_pairs(1 + step) for step in steps],
         largest=int(train.tokens.max()),
         data_bytes=sum(path.stat().st_size for path in files),
-        images=len(images),
-        image_tokens=sum(images.values()),
+        image_tokens=sum(image_tokens.values()),
     )
 
 

@@ -174,7 +174,7 @@ def migrate_command(
     """
     from rather.files import write_new
     from rather.tools.migrate import removed
-    from rather.tools.migrate.engine import guess, migrate, summary
+    from rather.tools.migrate.engine import guess, migrate
     from rather.tools.migrate.peers import PEERS
     from rather.tools.migrate.source import read_file
 
@@ -186,15 +186,17 @@ def migrate_command(
         raise ConfigError(f"--from {peer}: a file of this tool {removed.TOOL}")
     if peer is not None and peer not in NAMES:
         raise ConfigError(f"--from {peer}: unknown; choose one of {', '.join(NAMES)}.")
-    settings = read_file(source.expanduser())
-    tool = PEERS[peer] if peer else guess(settings, PEERS)
-    migrated = migrate(settings, tool, devices, trainer)
+    source = source.expanduser()
+    values = read_file(source)
+    tool = PEERS[peer] if peer else guess(source, values, PEERS)
+    if tool.reader:
+        values = tool.reader(source)
+    migrated = migrate(source, values, tool, devices, trainer)
     if not migrated.is_complete:
         out = out.with_suffix(f".incomplete{out.suffix}")
     write_new(out, migrated.yaml(), force=force)
     if as_json:
-        pairs = migrated.config.global_batch()
-        print_json(summary(migrated) | {"file": str(out), "pairs_per_step": pairs})
+        print_json(migrated.summary() | {"file": str(out)})
         return None if migrated.is_complete else 2
     echo(migrated.report(verbose=verbose))
     if not migrated.is_complete:
@@ -225,13 +227,11 @@ def board_command(
     from rather.config.found import Trust
     from rather.tools.board.inspector import Inspector
     from rather.tools.board.serve import Board
-    from rather.tools.report.page import plotly_bundle
 
     if not folder.is_dir():
         raise ConfigError(
             f"{folder}: not a folder; give the one that contains the runs, such as output."
         )
-    plotly_bundle()  # say now if the extra is missing
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only models and tokenizers of this machine
     inspector = Inspector(Trust(paths=trust_paths))
     with Board(folder.absolute(), port, inspector) as board:
@@ -280,12 +280,3 @@ def report_command(
 
     state = control.activity(run) or "not finished"
     echo(f"the report is in {write_report(run, out, state=state)}")
-
-
-@command
-def compare_command(run_a: RunFolder, run_b: RunFolder, as_json: AsJson = False) -> None:
-    """Compare two runs: settings, environment, metrics, weights, and the first differing step."""
-    from rather.tools.compare import compare, print_comparison
-
-    comparison = compare(run_a, run_b)
-    print_json(comparison) if as_json else print_comparison(comparison)

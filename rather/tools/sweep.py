@@ -48,19 +48,20 @@ from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder import control
 from rather.run_folder.control import StopRequest
 from rather.run_folder.names import METRICS
-from rather.tools.board.runs import FolderProblem, read_config
+from rather.tools.board.runs import FolderProblem, differences, read_config
 from rather.tools.child_process import tied
-from rather.tools.compare import JUDGED, curves_of, differences
 from rather.tools.report.folder import Folder
 from rather.tracking.json_lines import FALLS, flatten, strict_json
 
 log = logging.getLogger(__name__)
 
 PLACES = ("exp_name", "output_dir", "logging_dir")  # of the sweep; its runs get their own
+STARTING = ("overwrite", "resume_from_checkpoint")  # how a run was started, not what it does
 SHARED = ("reference.cache.path", "actor_train.data_args.cache_dir", "system_envs")  # by all runs
 VALUE = re.compile(r"""(?:\[.*?\]|\{.*?\}|'.*?'|".*?"|[^,])+""")  # up to a free comma
 STATE, CONSOLE = "sweep.json", "console.log"
 ACCURACY = "rewards/accuracies"
+JUDGED = ("loss", "accuracies", "margins")  # endings of metrics that have a best value
 SIGNALS = (130, 143)  # exit codes of a run that was asked to stop
 
 
@@ -171,8 +172,10 @@ def plan_sweep(file: Path, overrides: Sequence[str], *, overwrite: bool = False)
             before = read_config(run.config.run_dir)
         except FolderProblem:  # cut off
             before = {}
-        changes = differences(before, flatten(parse_yaml(dump_yaml(run.config)))) if before else {}
-        changed += [f"  {label}.{key}: {a!r} before, {b!r} now" for key, (a, b) in changes.items()]
+        now = flatten(parse_yaml(dump_yaml(run.config)))
+        for key, (old, new) in differences([before, now]) if before else ():
+            if key not in (*PLACES, *STARTING):
+                changed.append(f"  {label}.{key}: {old} before, {new} now")
     if changed and not overwrite:
         lines = "\n".join(changed)
         raise ConfigError(
@@ -378,9 +381,9 @@ def _measured(run: SweepRun, metric: str) -> JsonObject:
     """Return what a run has written so far, with the interval of an accuracy."""
     path = run.config.run_dir
     folder = Folder(path) if (path / METRICS).is_file() else None
-    curves = curves_of(folder) if folder else {}
+    columns = folder.metrics if folder else {}
     times = folder.times if folder else {}
-    final = {name: curve[max(curve)] for name, curve in curves.items()}
+    final = {name: column.values[-1] for name, column in columns.items()}
     number, interval = final.get(metric), None
     if metric.endswith(ACCURACY):
         pairs = final.get(f"{metric.removesuffix(ACCURACY)}pairs")

@@ -82,7 +82,7 @@ MOST_HELD_OUT = 1000
 GIVEN_AWAY = 0.003  # of the loss, at most, for a gentler setting
 FEW = 200  # deciding pairs
 MEASURED = ("loss", "accuracy", "drift")  # of the choosing pairs, but drift
-TEXTS = ("error", "problem")
+TEXTS = {"error", "problem"}
 OF_SEARCH = [
     "actor_train.training_args.lr_scheduler_type=constant",
     "actor_train.training_args.warmup_steps=0", "actor_train.training_args.warmup_ratio=0",
@@ -261,9 +261,18 @@ class Tuning:
         return runs
 
     @property
+    def searched(self) -> list[str]:
+        return [name for name in self.runs if not name.startswith("final-")]
+
+    @property
     def finalists(self) -> list[str]:
         """The runs that were trained to the end, or tried to."""
         return [name for name in self.runs if name.startswith("final-")]
+
+    @property
+    def usable(self) -> list[str]:
+        """The finalists within all limits."""
+        return [name for name in self.finalists if self.loss(name) < math.inf]
 
     @property
     def left(self) -> float:
@@ -284,15 +293,15 @@ class Tuning:
 
     def beta(self, values: JsonObject) -> float:
         """Return the factor between log-ratios and rewards of a setting."""
-        changes = [f"{key}={setting}" for key, setting in values.items()]
-        return from_config(settings(self.file, [*self.shared, *changes])).terms[0].beta or 1.0
+        config = settings(self.file, [*self.shared, *overrides_of(values)])
+        return from_config(config).terms[0].beta or 1.0
 
     def train(self, name: str, values: JsonObject, steps: int, how: Sequence[str]) -> int:
         """Train one setting up to so many steps and measure it; return an exit code to end with."""
         run = self.runs.setdefault(name, {"values": dict(values), "steps": 0})
         if run["steps"] >= steps or "error" in run:
             return 0
-        changes = [*(f"{key}={setting}" for key, setting in values.items()), f"exp_name={name}"]
+        changes = overrides_of({**values, "exp_name": name})
         config = settings(self.file, [*self.shared, *how, *changes])
         typer.secho(f"tune: {name} to step {steps}", bold=True, err=True)
         began = time.monotonic()
@@ -306,7 +315,7 @@ class Tuning:
             run["error"] = error
         else:
             columns = MetricsReader(config.run_dir / "metrics.jsonl").update()
-            chooses, _ = self._rewards(name).divided()
+            chooses = self._chooses(name)
             run |= {"loss": chooses.loss, "accuracy": chooses.accuracy}
             run |= self._limits(columns)
             timed = zip(columns["pairs"].values, columns["pairs_per_second"].values, strict=True)
@@ -346,8 +355,7 @@ class Tuning:
 
     def loss(self, name: str) -> float:
         """Return the loss of the choosing pairs; infinite if it failed or exceeds a limit."""
-        is_usable = not any(text in self.runs[name] for text in TEXTS)
-        return self._any_loss(name) if is_usable else math.inf
+        return math.inf if self.runs[name].keys() & TEXTS else self._any_loss(name)
 
     def _any_loss(self, name: str) -> float:
         """Return the loss of the choosing pairs, even if the run exceeds a limit."""
@@ -360,15 +368,18 @@ class Tuning:
         good = [name for name in sorted(losses, key=losses.__getitem__) if losses[name] < math.inf]
         if good:
             return good
-        tried = "; ".join(f"{name}: {self._reason(name)}" for name in losses)
         raise NonFiniteError(
-            f"No setting is usable: each one diverged, failed or exceeded a limit ({tried}). Lower "
-            f"{RATE}, and look at {self.folder / STATE}."
+            "No setting is usable: each one diverged, failed or exceeded a limit "
+            f"({self._reasons(losses)}). Lower {RATE}, and look at {self.folder / STATE}."
         )
 
-    def _reason(self, name: str) -> str:
-        run = self.runs[name]
-        return str(run.get("error") or run.get("problem") or "the held-out loss is not finite")
+    def _reasons(self, names: Iterable[str]) -> str:
+        """Return why none of these can be used."""
+        runs = ((name, self.runs[name]) for name in names)
+        unknown = "the held-out loss is not finite"
+        return "; ".join(
+            f"{name}: {run.get('error') or run.get('problem') or unknown}" for name, run in runs
+        )
 
     def run(self, losses: Sequence[str], total_steps: int) -> int:
         """Do what is left within the budget; return an exit code, 0 unless asked to stop."""
@@ -439,9 +450,9 @@ class Tuning:
         if losses:
             axes[LOSS] = list(losses)
         names = list(every := combinations(axes))
-        if "steps" not in self.state["rounds"]:
-            self.state["rounds"]["steps"] = self._first_steps(len(names), total_steps)
-        steps = self.state["rounds"]["steps"]
+        rounds = self.state["rounds"]
+        steps = rounds.get("steps") or self._first_steps(len(names), total_steps)
+        rounds["steps"] = steps
         while True:
             for name in names:
                 done = self.runs.get(name, {}).get("steps", 0)
@@ -458,8 +469,7 @@ class Tuning:
     @property
     def _costs(self) -> tuple[float, float]:
         """The seconds of a step, and what a run takes besides; the first ones fill caches."""
-        timed = [run for name, run in self.runs.items()
-                 if run["steps"] and not name.startswith("final-")]  # fmt: skip
+        timed = [run for name in self.searched if (run := self.runs[name])["steps"]]
         if not timed:
             raise ConfigError(f"No setting could be trained; see {self.folder / STATE}.")
         step = min(run["step_seconds"] for run in timed)
@@ -502,8 +512,8 @@ class Tuning:
             stronger = with_rate(top, GENTLER ** (best - 1))
         if stronger and not self._lost_share(rates[best]):
             return stronger
-        usable = min(rates.values(), key=self.loss)
         starts = {rates[best]: None}  # in this order
+        usable = min(rates.values(), key=self.loss)
         if self.loss(usable) < math.inf:
             starts[usable] = None
         for start in starts:
@@ -517,7 +527,7 @@ class Tuning:
         The best is the one with the lowest loss of those that kept the right answers. What moves
         the model more than a finalist beyond a limit is left out.
         """
-        usable = [name for name in self.finalists if self.loss(name) < math.inf]
+        usable = self.usable
         if not usable:
             return None
         best = min(usable, key=lambda name: (self._lost_share(name), self.loss(name)))
@@ -545,15 +555,11 @@ class Tuning:
         )
 
     def _best_of_search(self) -> JsonObject:
-        searched = [name for name in self.runs if not name.startswith("final-")]
-        ranked = self.ranked(searched)
-        longest = max(self.runs[name]["steps"] for name in ranked)
-        top = next(
-            self.runs[name]["values"] for name in ranked if self.runs[name]["steps"] == longest
-        )
-        if self._is_direct:  # the few steps of the range test favour high rates even more
-            top = with_rate(top, GENTLER)
-        return dict(top)
+        ranked = self.ranked(self.searched)
+        top = max(ranked, key=lambda name: self.runs[name]["steps"])  # the first of the longest
+        values: JsonObject = self.runs[top]["values"]
+        # The few steps of the range test favour high rates even more.
+        return with_rate(values, GENTLER) if self._is_direct else values
 
     def _trade_or_gentler(self, best: str, tried: Mapping[str, str]) -> JsonObject | None:
         """Return the next setting with a smaller rate and a larger beta than the best rate's.
@@ -562,31 +568,30 @@ class Tuning:
         finalists as good as the best lost right answers.
         """
         values: JsonObject = self.runs[best]["values"]
-        usable = [name for name in tried.values() if self.loss(name) < math.inf]
+        usable = self.usable
         trades = MOST_TRADES if self._beta else 0
         most = trades + MOST_RESCUES if usable else MOST_GRADES - 1
         for trade in range(1, most + 1):
             if trade <= trades:
                 beta = self.beta(values) / GENTLER
                 values = {**with_rate(values, GENTLER), BETA: f"{beta:.3g}"}
-            elif self._has_keeper(usable):
+            elif self._has_keeper():
                 return None
             else:
                 values = with_rate(values, GENTLER)
             name = tried.get(str(values))
             if name is None:
                 return values
-            is_usable = self.loss(name) < math.inf
-            if is_usable and self._chooses(best).gain_over(self._chooses(name)).is_certain:
+            if name in usable and self._chooses(best).gain_over(self._chooses(name)).is_certain:
                 return None
         return None
 
-    def _has_keeper(self, usable: Sequence[str]) -> bool:
-        """Return whether one of these that is as good as the best kept the right answers."""
-        keepers = [name for name in usable if not self._lost_share(name)]
+    def _has_keeper(self) -> bool:
+        """Return whether a finalist as good as the best usable one kept the right answers."""
+        keepers = [name for name in self.usable if not self._lost_share(name)]
         if not keepers:
             return False
-        best = self._chooses(min(usable, key=self.loss))
+        best = self._chooses(min(self.usable, key=self.loss))
         return any(not best.gain_over(self._chooses(name)).is_certain for name in keepers)
 
     def _rewards(self, name: str, *, first: bool = False) -> Rewards:
@@ -606,20 +611,14 @@ class Tuning:
         kept_share = float(self.runs[name].get("forgetting_kept", 1.0))
         return 0.0 if kept_share >= 1 - self.base.forgetting_limit else 1 - kept_share
 
-    def _has_gentler(self, name: str) -> bool:
-        """Return whether a gentler setting than this finalist was left out for want of time."""
-        values = self._next_finalist()
-        if values is None:
-            return False
-        return float(values[RATE]) < float(self.runs[name]["values"][RATE])
-
     def _warning(self, best: str) -> str:
         """Return what the last line adds if the best setting lost more answers than allowed."""
         if best == NOTHING or not self._lost_share(best):
             return ""
         text = f"; it {kept_answers(self.runs[best])}, and no finalist about as good "
         text += f"kept {1 - self.base.forgetting_limit:.0%}"
-        if self._has_gentler(best):
+        untried = self._next_finalist()
+        if untried and float(untried[RATE]) < float(self.runs[best]["values"][RATE]):
             text += "; a larger --budget tries gentler settings"
         return text
 
@@ -633,10 +632,9 @@ class Tuning:
             if code := self.train(name, self.runs[name]["values"], total_steps, how):
                 return code
         while values := self._next_finalist() or self._neighbour():
-            finalists = self.finalists
-            has_usable = any(self.loss(name) < math.inf for name in finalists)
-            is_late = len(finalists) >= 2 and self.left < self._full_run(total_steps)
-            if is_late or (len(finalists) >= MOST_FINALISTS and has_usable):
+            count = len(self.finalists)
+            is_late = count >= 2 and self.left < self._full_run(total_steps)
+            if is_late or (count >= MOST_FINALISTS and self.usable):
                 break
             label = next(iter(combinations({key: [setting] for key, setting in values.items()})))
             if code := self.train(f"final-{label}", values, total_steps, how):
@@ -647,11 +645,11 @@ class Tuning:
         """Return the finalists on the pairs that did not choose them, the best one, and why."""
         trained = [name for name in self.finalists if self.runs[name]["steps"]]
         if not trained:
-            tried = "; ".join(f"{name}: {self._reason(name)}" for name in self.finalists)
+            tried = self._reasons(self.finalists)
             raise NonFiniteError(f"No setting could be trained to the end ({tried}).")
         every = {name: self._rewards(name) for name in trained}
         untrained = self._rewards(trained[0], first=True)
-        usable = {name: every[name] for name in trained if self.loss(name) < math.inf}
+        usable = {name: every[name] for name in self.usable}
         best, reason = NOTHING, "every finalist exceeded a limit; see the table"
         if usable:
             best, reason = self._decide(usable, untrained)
@@ -738,6 +736,10 @@ def _gains(candidates: Mapping[str, Rewards], names: Sequence[str]) -> dict[str,
     return {name: top.gain_over(candidates[name]) for name in names}
 
 
+def overrides_of(values: JsonObject) -> list[str]:
+    return [f"{key}={setting}" for key, setting in values.items()]
+
+
 def with_rate(values: JsonObject, factor: float) -> JsonObject:
     return {**values, RATE: f"{float(values[RATE]) * factor:.3g}"}
 
@@ -794,8 +796,8 @@ def write_best(tuning: Tuning, found: JsonObject, out: Path) -> None:
         lines.append(f"{name}: {final['text']}, {facts(found, name)}")
         if "problem" in found["runs"].get(name, {}):
             lines.append(f"  cannot win: {found['runs'][name]['problem']}")
-    changes = [f"{key}={setting}" for key, setting in best["values"].items()]
-    config = settings(tuning.file, [*tuning.state["asked"]["overrides"], *changes])
+    changes = [*tuning.state["asked"]["overrides"], *overrides_of(best["values"])]
+    config = settings(tuning.file, changes)
     write_own(out, "".join(f"# {line}\n" for line in lines) + dump_yaml(config))
 
 

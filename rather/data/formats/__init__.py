@@ -492,10 +492,12 @@ def _label(row: Row, threshold: float | None) -> float:
 
 def _format_of(row: Row, layout: RowLayout) -> DataFormat:
     if layout.format != "auto":
-        require(row, *FORMATS[layout.format].needs)
-        return FORMATS[layout.format]
-    form = matching_format(row, layout)
-    if form:
+        chosen = FORMATS[layout.format]
+        require(row, *chosen.needs)
+        if not chosen.fits(_columns_with_values(row)):
+            raise DropReason("missing_key", f"the row has none of {', '.join(chosen.one_of)}")
+        return chosen
+    if form := matching_format(row, layout):
         return form
     columns = _columns_with_values(row)
     if "responses" not in columns:

@@ -224,25 +224,24 @@
   }
 
   function figureOf(metric, answers) {
-    const several = selected.length > 1, data = [];
+    const several = selected.length > 1, series = [];
     selected.forEach((id, place) => {
       for (const [column, [x, y]] of Object.entries(answers[id].lines[metric] || {})) {
         const held = column !== metric;
-        data.push({
-          type: "scatter", mode: x.length <= 24 ? "lines+markers" : "lines", x, y, name: lineName(runOf(id), column, metric, several),
-          line: { color: `var(--series-${(several ? place : held ? 1 : 0) % 8 + 1})`, dash: held ? "dash" : "solid", width: 2 },
+        series.push({
+          name: lineName(runOf(id), column, metric, several), x, y, dots: x.length <= 24,
+          colour: (several ? place : held ? 1 : 0) % 8 + 1, dashed: held,
         });
       }
     });
-    const layout = { height: 280, uirevision: metric, showlegend: data.length > 1, xaxis: { title: { text: "step" } } };
-    return { data, layout };
+    return { x: "step", series };
   }
 
   function numbersOf(metric, figure) {
-    const lines = figure.data.map((trace) => {
-      const known = trace.y.filter(is);
+    const lines = figure.series.map((line) => {
+      const known = line.y.filter(is);
       const range = known.length ? [known[0], known[known.length - 1], Math.min(...known), Math.max(...known)] : ["", "", "", ""];
-      return [trace.name, known.length, ...range];
+      return [line.name, known.length, ...range];
     });
     return table(`${metric}: summary of the points drawn`, ["line", "points", "first", "last", "lowest", "highest"], lines);
   }
@@ -266,9 +265,9 @@
     button.setAttribute("aria-label", `Remove the chart of ${metric}`);
     button.onclick = () => showCharts(charted.filter((each) => each !== metric));
     const several = selected.length > 1;  // then training lines are enough; the table has all
-    const newest = figure.data.filter((trace) => trace.x.length && !(several && trace.line.dash === "dash")).map((trace) => {
-      const known = trace.y.filter(is), value = known.length ? number(known[known.length - 1]) : "not finite";
-      return `${trace.name} ${value}${several ? "" : ` at step ${trace.x[trace.x.length - 1]}`}`;
+    const newest = figure.series.filter((line) => line.x.length && !(several && line.dashed)).map((line) => {
+      const known = line.y.filter(is), value = known.length ? number(known[known.length - 1]) : "not finite";
+      return `${line.name} ${value}${several ? "" : ` at step ${line.x[line.x.length - 1]}`}`;
     });
     caption.textContent = newest.join("; ") || "no selected run has this metric";
     chart.querySelector("summary span").textContent = ` of ${metric}`;
@@ -277,7 +276,7 @@
   }
 
   /* Each line as the running mean of its points, weighted less and less; the points themselves stay, faint. */
-  function smoothed({ data, layout }) {
+  function smoothed({ x, series }) {
     const weight = Number($("smoothing").value);
     const mean = (values) => {
       let sum = 0, norm = 0;
@@ -287,8 +286,8 @@
         return sum / norm;
       });
     };
-    const pair = (trace) => [{ ...trace, opacity: 0.25, showlegend: false, hoverinfo: "skip" }, { ...trace, mode: "lines", y: mean(trace.y) }];
-    return { data: weight ? data.flatMap(pair) : data, layout };
+    const pair = (line) => [{ ...line, faint: true }, { ...line, dots: false, y: mean(line.y) }];
+    return { x, series: weight ? series.flatMap(pair) : series };
   }
 
   function offerMetrics(answers) {

@@ -23,7 +23,7 @@ from rather.files import own, read_bytes
 from rather.run_folder.names import REPORT_PAGE
 from rather.tools.board.inspector import Inspector, PairQuestion
 from rather.tools.board.runs import FolderProblem, RunList, differences, digest, read_config
-from rather.tools.report.page import as_json, page, plotly_bundle
+from rather.tools.report.page import as_json, page
 
 log = logging.getLogger(__name__)
 
@@ -185,20 +185,18 @@ class Handler(BaseHTTPRequestHandler):
 
 @cache
 def asset(name: str) -> bytes:
-    if name == "plotly.js":
-        return plotly_bundle().encode()
     return files("rather.tools.board").joinpath(name).read_bytes()
 
 
-def _script(name: str) -> HttpReply:
-    return HttpReply(asset(name), "text/javascript", {"Cache-Control": CACHED})
+def _script() -> HttpReply:
+    return HttpReply(asset("board.js"), "text/javascript", {"Cache-Control": CACHED})
 
 
 def _page(board: Board) -> HttpReply:
-    linked = [f"/{name}?{digest(asset(name))}" for name in ("plotly.js", "board.js")]
+    script = f"/board.js?{digest(asset('board.js'))}"
     body = f"<style>{asset('board.css').decode()}</style>{BODY}"
     settings = {"folder": str(board.runs.folder), "most": MOST_RUNS, "charts": MOST_CHARTS}
-    document = page("Rather board", body, data=settings, linked=linked)
+    document = page("Rather board", body, data=settings, script=script)
     policy = document.partition('"Content-Security-Policy" content="')[2].partition('"')[0]
     headers = {"Content-Security-Policy": f"{policy}; {FRAMED}"}
     return HttpReply(document.encode(), "text/html", headers)
@@ -239,8 +237,7 @@ def _report(board: Board, query: Query) -> HttpReply:
 # What is not a Reply is sent as JSON.
 ROUTES: Mapping[str, Callable[[Board, Query], Any]] = {
     "/": lambda board, _: _page(board),
-    "/plotly.js": lambda *_: _script("plotly.js"),
-    "/board.js": lambda *_: _script("board.js"),
+    "/board.js": lambda *_: _script(),
     "/api/runs": lambda board, _: {"runs": board.runs.rows()},
     "/api/run": lambda board, query: board.runs.details(board.one(query)),
     "/api/curves": _curves,

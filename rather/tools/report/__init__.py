@@ -1,1 +1,1 @@
-"""report.html and the building blocks of every HTML page: documents, tables and plotly charts."""
+"""report.html and the building blocks of every HTML page: documents, tables and charts."""

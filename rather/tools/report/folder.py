@@ -101,10 +101,8 @@ class MetricsReader:
 class Folder:
     """Everything that the report is made of, without secrets."""
 
-    def __init__(self, path: Path, *, reads_texts: bool = False) -> None:
-        """With `reads_texts`, the data that the run was trained on is opened when needed."""
+    def __init__(self, path: Path) -> None:
         refuse_other_folder(path)
-        self.reads_texts = reads_texts
         self.path, self.finished = path, (path / FINISHED).exists()
         self.name = Path(os.path.abspath(path)).name  # the path may be "."
         self.metrics = MetricsReader(path / METRICS).update()
@@ -117,8 +115,6 @@ class Folder:
 
     def texts_of(self, digests: Sequence[int]) -> dict[int, dict[str, str]]:
         """Return the shortened texts of training pairs; empty if they are not known."""
-        if not self.reads_texts:
-            return {}
         from rather.tools.report.pair_texts import PairTexts  # slow: tokenizer and data
 
         try:

@@ -1,4 +1,4 @@
-"""HTML pages: their frame, tables and plotly charts.
+"""HTML pages: their frame, tables and charts.
 
 Styles and scripts are inside a page, it requests nothing, and data never becomes markup.
 """
@@ -10,24 +10,22 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from rather.errors import ConfigError
 from rather.files import JsonObject
 
-Line = tuple[Sequence[Any], Sequence[float | None]]  # x and y of its points
+Line = tuple[Sequence[int], Sequence[float]]  # x and y of its points; NaN is a gap
 
 NUMBER = ' class="number"'
 LEVELS = {"serious": "bad", "warning": "warn", "info": "muted"}  # severity -> class of page.css
 HEADING = re.compile(r'<h2 id="([^"]+)"[^>]*>(.*?)</h2>', re.DOTALL)
 WHOLE = 24  # most points of a chart whose table shows all of them
-NO_PLOTLY = "plotly is not installed; `pip install 'rather[report]'` adds it"
+MOST_POINTS = 500  # of a line
 DOCUMENT = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -60,38 +58,30 @@ POLICY = (
 )
 
 
-def page(
-    title: str,
-    body: str,
-    *,
-    scripts: Sequence[str] = (),
-    data: Any = None,
-    linked: Sequence[str] = (),
-) -> str:
+def page(title: str, body: str, *, data: Any = None, script: str = "") -> str:
     """Return a whole document.
 
-    `body` is HTML whose data went through `escape`; its parts begin with `<h2 id=...>`.
-    `scripts` are JavaScript sources, placed after the body; a page with charts has plotly_bundle()
-    among them, or its address on the same server in `linked`. Scripts read `data` from the element
-    with the id "data".
+    `body` is HTML whose data went through `escape`; its parts begin with `<h2 id=...>`. `script` is
+    the address of a script on the same server, which reads `data` from the element with that id.
     """
-    frame, headings, contents, tail = _asset("page.js"), HEADING.findall(body), "", []
+    frame = _asset("charts.js") + _asset("page.js")
+    digest = base64.b64encode(hashlib.sha256(frame.encode()).digest()).decode()
+    headings, contents, tail = HEADING.findall(body), "", ""
     if len(headings) > 2:
         links = "".join(f'<li><a href="#{anchor}">{text}</a></li>' for anchor, text in headings)
         contents = f'<nav class="contents" aria-label="Contents"><ul>{links}</ul></nav>\n'
     if data is not None:
-        tail = [f'<script type="application/json" id="data">{as_json(data)}</script>']
-    tail += [f'<script src="{escape(address)}"></script>' for address in linked]
-    digests = (hashlib.sha256(source.encode()).digest() for source in (frame, *scripts))
-    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+        tail = f'<script type="application/json" id="data">{as_json(data)}</script>'
+    if script:
+        tail += f'<script src="{escape(script)}"></script>'
     return DOCUMENT.format(
-        policy=POLICY.format(hashes),
+        policy=POLICY.format(f"'sha256-{digest}'"),
         title=escape(title),
         style=_asset("page.css"),
         frame=frame,
         contents=contents,
         body=body,
-        tail="\n".join([*tail, *(f"<script>{source}</script>" for source in scripts)]),
+        tail=tail,
     )
 
 
@@ -154,70 +144,51 @@ def _is_number(value: object) -> bool:
 # --- charts ---
 
 
-def has_plotly() -> bool:
-    return find_spec("plotly") is not None
-
-
-@cache
-def plotly_bundle() -> str:
-    """Return plotly's JavaScript from the installed package."""
-    if not has_plotly():
-        raise ConfigError(f"{NO_PLOTLY}.")
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
-
-
-def chart(figure: JsonObject, name: str, description: str) -> str:
+def chart(
+    name: str, about: str, series: Sequence[JsonObject], *, x: str = "step", **figure: Any
+) -> str:
     """Return a labelled chart with its numbers in a table; names are unique on a page.
 
-    A colour may be a CSS variable: var(--series-2).
+    `series` are lines, made by `line`, or bars; charts.js says what else a figure may have.
     """
     anchor = slug(name)
-    height = int(figure.get("layout", {}).get("height", 300))
+    drawn = as_json({"series": series, "x": x, **figure})
     return (
         f'<figure class="chart" aria-labelledby="{anchor}-name" aria-describedby="{anchor}-about">'
         f'<figcaption><strong id="{anchor}-name">{escape(name)}</strong> '
-        f'<span id="{anchor}-about">{escape(description)}</span></figcaption>'
-        f'<div class="plot" id="{anchor}" style="height:{height}px"></div>'
-        f'<script type="application/json" class="figure">{as_json(figure)}</script>'
+        f'<span id="{anchor}-about">{escape(about)}</span></figcaption>'
+        f'<div class="plot" id="{anchor}"></div>'
+        f'<script type="application/json" class="figure">{drawn}</script>'
         f"<details><summary>Numbers<span class='unseen'> of {escape(name)}</span></summary>"
-        f"{_numbers(figure, name)}</details></figure>"
+        f"{_numbers(name, x, series)}</details></figure>"
     )
 
 
-def _numbers(figure: JsonObject, name: str) -> str:
+def line(name: str, points: Line, *, dots: bool = False, **style: Any) -> JsonObject:
+    """Return a line of a chart over the steps; with few points each has a dot."""
+    xs, ys = downsample(*points)
+    rounded = [float(f"{y:.5g}") for y in ys]
+    return {"name": name, "x": xs, "y": rounded, "dots": dots or len(xs) <= WHOLE, **style}
+
+
+def _numbers(name: str, x: str, series: Sequence[JsonObject]) -> str:
     """Return all points if they are few and share their x values, else a summary of each line."""
-    drawn = [trace for trace in figure["data"] if len(trace.get("x", ()))]
-    traces = {str(trace.get("name", "value")): trace for trace in drawn}
-    columns = [list(trace["x"]) for trace in traces.values()]
-    if columns and len(columns[0]) <= WHOLE and columns.count(columns[0]) == len(columns):
-        heading = figure["layout"]["xaxis"]["title"]["text"]
-        rows = zip(columns[0], *(trace["y"] for trace in traces.values()), strict=True)
-        return table(f"{name}: all points", [heading, *traces], rows)
+    columns = [entry["x"] for entry in series]
+    if columns and 0 < len(columns[0]) <= WHOLE and columns.count(columns[0]) == len(columns):
+        rows = zip(columns[0], *(entry["y"] for entry in series), strict=True)
+        return table(f"{name}: all points", [x, *(entry["name"] for entry in series)], rows)
     summary = []
-    for label, trace in traces.items():
-        heights = [y for y in trace["y"] if y is not None and y == y]
+    for entry in series:
+        heights = [y for y in entry["y"] if y == y]
         ends = [heights[0], heights[-1], min(heights), max(heights)] if heights else [None] * 4
-        summary.append([label, len(heights), *ends])
+        summary.append([entry["name"], len(heights), *ends])
     headings = ["line", "points", "first", "last", "lowest", "highest"]
     return table(f"{name}: summary", headings, summary)
 
 
-def lines(series: Mapping[str, Line]) -> JsonObject:
-    """Return a figure with a line for each name over the steps; short lines have markers."""
-    traces = []
-    for name, line in series.items():
-        xs, ys = downsample(*line)
-        mode = "lines+markers" if len(xs) <= WHOLE else "lines"
-        traces.append({"type": "scatter", "mode": mode, "name": name, "x": xs, "y": ys})
-    layout = {"xaxis": {"title": {"text": "step"}}, "showlegend": len(traces) > 1}
-    return {"data": traces, "layout": layout}
-
-
 def downsample(
-    x: Sequence[Any], y: Sequence[float | None], most: int = 1000
-) -> tuple[list[Any], list[float | None]]:
+    x: Sequence[int], y: Sequence[float], most: int = MOST_POINTS
+) -> tuple[list[int], list[float]]:
     """Return at most `most` points: both ends, and lowest, highest and one gap of each stretch.
 
     No spike and no NaN is lost, as it would be in an average or in every n-th point.

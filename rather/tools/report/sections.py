@@ -18,7 +18,7 @@ from rather.files import JsonObject
 from rather.outcome.result import accuracy_of, judge_accuracy, judged_prefix, result_lines
 from rather.run_folder.names import ANSWERS, CONFIG, DATA_REPORT, REPORT_PAGE, STARTS
 from rather.tools.report.folder import Folder, MetricColumns
-from rather.tools.report.page import LEVELS, chart, escape, lines, page, plotly_bundle, slug, table
+from rather.tools.report.page import LEVELS, chart, escape, line, page, slug, table
 from rather.tools.report.pairs import MEANINGS, Doctor, PairHistory
 from rather.tracking.health import urgency
 from rather.tracking.json_lines import LEDGER, held_out_prefix
@@ -31,7 +31,6 @@ MOST_SUSPECTS = 20
 COMPUTING = ("torch", "transformers", "tokenizers", "peft", "numpy")
 MISSING = f"<p>{STARTS} is missing.</p>"
 TILES = (("rewards/accuracies", "accuracy", ".1%"), ("rewards/margins", "margin", ".3g"))
-DASHES = {"chosen": "solid", "rejected": "dash"}
 STATISTICS = {
     "tokens": ("Length of answers", "Mean tokens of the answers to eval_prompts."),
     "repetition": (
@@ -52,9 +51,8 @@ pre.tokens > * { border-right: 1px solid var(--line); }
 
 AXES: dict[str, JsonObject] = {
     "": {},
-    "share": {"range": [-0.02, 1.02], "tickformat": ".0%"},
-    "correlation": {"range": [-1.02, 1.02]},
-    "power": {"exponentformat": "e"},
+    "share": {"range": [0, 1], "percent": True},
+    "correlation": {"range": [-1, 1]},
 }
 # Name, metrics (two for chosen and rejected), description, and axis of each chart.
 CURVES = """\
@@ -78,7 +76,7 @@ Busiest expert | experts/max_load | Tokens of the expert with most of them, in a
 multiple of the mean.
 Idle experts | experts/idle | Share of the experts that got no token. | share
 Gradient norm | grad_norm | Before clipping, in the last step of a log line.
-Learning rate | lr | In the last step of a log line. | power
+Learning rate | lr | In the last step of a log line.
 Speed | pairs_per_second | In {unit} per second, with data, reference and training.
 """
 # What a curve means if rows have one answer with a label, and without log-probs.
@@ -89,6 +87,7 @@ OF_LABELS = {
     "Chosen answers less likely than under the reference": "Share of the desirable answers. Near "
     "100 %, the margin comes from pushing all answers down.",
 }
+SIDES_OF_PAIRS = {"chosen": "chosen", "rejected": "rejected"}
 SIDES_OF_LABELS = {"chosen": "desirable", "rejected": "undesirable"}
 OF_REWARD_MODELS = {"Rewards": "Mean scores of the model."}
 
@@ -153,33 +152,28 @@ def tiles(run: Folder, state: str) -> str:
 
 
 def curves(run: Folder) -> str:
-    """Return charts with training and held-out sets in their colours; rejected are dashed."""
+    """Return charts with training and held-out sets in their colours; rejected is dashed."""
     sets, charts = {"": "training", **held_out_sets(run.metrics)}, []
     is_labelled = run.data.get("rows") == "labelled"
-    sides = SIDES_OF_LABELS if is_labelled else {side: side for side in DASHES}
+    sides = SIDES_OF_LABELS if is_labelled else SIDES_OF_PAIRS
     texts = dict(OF_LABELS) if is_labelled else {}
     texts |= {} if "logps/chosen" in run.metrics else OF_REWARD_MODELS
     for row in CURVES.splitlines():
         name, metrics, text, axis = (*row.split(" | "), "")[:4]
         text = texts.get(name, text).format(unit=unit_of(run.data))
-        series, styles = {}, []
+        series = []
         for number, (prefix, label) in enumerate(sets.items()):
             for metric in metrics.split():
                 if prefix + metric not in run.metrics:
                     continue
                 side = metric.rpartition("/")[2]
                 line_name = f"{label}, {sides[side]}" if side in sides else label
-                series[line_name] = run.metrics[prefix + metric]
-                line = {"color": f"var(--series-{number % 8 + 1})", "width": 1.8}
-                line |= {"dash": DASHES.get(side, "solid")}
-                # Held-out points are few: a marker shows where one was measured.
-                styles.append({"line": line, **({"mode": "lines+markers"} if prefix else {})})
+                style = {"colour": number % 8 + 1, "dashed": side == "rejected"}
+                # Held-out points are few: a dot shows where one was measured.
+                points = run.metrics[prefix + metric]
+                series.append(line(line_name, points, dots=bool(prefix), **style))
         if series:
-            figure = lines(series)
-            figure["layout"]["yaxis"] = AXES[axis]
-            for trace, style in zip(figure["data"], styles, strict=True):
-                trace |= style
-            charts.append(chart(figure, name, text))
+            charts.append(chart(name, text, series, **AXES[axis]))
     charts += _expert_loads(run)
     return _grid(charts) if charts else "<p>No step has been logged yet.</p>"
 
@@ -190,10 +184,9 @@ def _expert_loads(run: Folder) -> list[str]:
              for name in run.metrics if name.startswith("experts/load/")}  # fmt: skip
     if not loads:
         return []
-    bars = {"type": "bar", "x": list(loads), "y": list(loads.values())}
-    layout = {"xaxis": {"title": {"text": "expert"}, "type": "category"}}
+    series = [{"name": "tokens", "x": list(loads), "y": list(loads.values())}]
     text = "Tokens of each expert over all layers, as a multiple of the mean; the last line."
-    return [chart({"data": [bars], "layout": layout}, "Load of the experts", text)]
+    return [chart("Load of the experts", text, series, x="expert", bars=True)]
 
 
 def _grid(parts: Iterable[str]) -> str:
@@ -225,8 +218,8 @@ def answers(run: Folder) -> str:
     charts = []
     for metric, (name, text) in STATISTICS.items():
         names = {who: f"eval/answers/{who}/{metric}" for who in ("policy", "reference")}
-        series = {who: run.metrics[key] for who, key in names.items() if key in run.metrics}
-        charts += [chart(lines(series), name, text)] if series else []
+        series = [line(who, run.metrics[key]) for who, key in names.items() if key in run.metrics]
+        charts += [chart(name, text, series)] if series else []
     newest = list({answer["prompt"]: answer for answer in run.answers}.values())
     cards = ""
     for answer in newest[:MOST_ANSWERS]:
@@ -269,13 +262,10 @@ def time_and_cost(run: Folder) -> str:
         rows = [(name, _time(spent), f"{spent / total:.1%}") for name, spent in phases.items()]
         caption = f"The last start took {_time(total)} from its first step"
         text += table(caption, ["part", "time", "share"], rows)
-    if series := {name: run.metrics[key] for key, name in TIMES.items() if key in run.metrics}:
-        figure = lines(series)
-        figure["layout"]["yaxis"] = {"title": {"text": "seconds per step"}}
-        for trace in figure["data"]:
-            trace |= {"stackgroup": "parts", "line": {"width": 0.5}}
+    series = [line(name, run.metrics[key]) for key, name in TIMES.items() if key in run.metrics]
+    if series:
         about = "Means of each log line. A reference on its own devices works in parallel with "
-        text += chart(figure, "Time of a step", f"{about}training.")
+        text += chart("Time of a step", f"{about}training.", series, y="seconds per step")
     return text
 
 
@@ -389,7 +379,7 @@ def _text(value: Any) -> str:
 def data_page(report: JsonObject, name: str) -> str:
     """Return a whole document."""
     body = f'<h2 id="data">What the model will see</h2>{data_section(report)}'
-    return page(f"Data of {name}", body, scripts=[plotly_bundle()])
+    return page(f"Data of {name}", body)
 
 
 def data(run: Folder) -> str:
@@ -430,17 +420,12 @@ def _data_findings(findings: Sequence[JsonObject], warnings: Sequence[str]) -> s
 
 
 def _bar_chart(unit: str, name: str, what: str, spreads: Mapping[str, JsonObject]) -> str:
-    traces = [
-        {"type": "bar", "name": trace_name, "x": bar_labels(spread), "y": spread["counts"]}
-        for trace_name, spread in spreads.items()
+    series = [
+        {"name": side, "x": bar_labels(spread), "y": spread["counts"]}
+        for side, spread in spreads.items()
     ]
-    layout = {
-        "xaxis": {"title": {"text": "tokens"}, "type": "category"},
-        "yaxis": {"title": {"text": unit}},
-        "showlegend": len(traces) > 1,
-        "barmode": "group",
-    }
-    return chart({"data": traces, "layout": layout}, name, f"Training {unit} by {what}.")
+    text = f"Training {unit} by {what}."
+    return chart(name, text, series, x="tokens", y=unit, bars=True)
 
 
 def _mark(token: str, tag: str) -> str:
@@ -500,18 +485,13 @@ def _margins_chart(history: PairHistory) -> str:
         margins["last seen"] = history.last
         about = "Pairs by their margin when first seen, and when last seen."
     edges = np.histogram_bin_edges(np.concatenate([*margins.values()]), BARS)
-    middles = [float(f"{middle:.3g}") for middle in (edges[1:] + edges[:-1]) / 2]
-    traces = [
-        {"type": "bar", "name": name, "x": middles, "y": np.histogram(values, edges)[0].tolist()}
+    middles = [f"{middle:.3g}" for middle in (edges[1:] + edges[:-1]) / 2]
+    series = [
+        {"name": name, "x": middles, "y": np.histogram(values, edges)[0].tolist()}
         for name, values in margins.items()
     ]
-    layout = {
-        "xaxis": {"title": {"text": "margin, without beta"}},
-        "yaxis": {"title": {"text": "pairs"}},
-        "barmode": "group",
-        "showlegend": len(margins) > 1,
-    }
-    return chart({"data": traces, "layout": layout}, "Margins of the pairs", about)
+    axes = {"x": "margin, without beta", "y": "pairs"}
+    return chart("Margins of the pairs", about, series, bars=True, **axes)
 
 
 def _suspects(run: Folder, rows: Sequence[JsonObject]) -> str:
@@ -565,4 +545,4 @@ def report_page(run: Folder, state: str) -> str:
             heading = f'<h2 id="{anchor}">{title}</h2>'
             text = f'<section aria-labelledby="{anchor}">{heading}{text}</section>\n'
         body += text
-    return page(run.name, body, scripts=[plotly_bundle()])
+    return page(run.name, body)

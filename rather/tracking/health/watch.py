@@ -33,24 +33,30 @@ class HealthWatch(Tracker):
         before = read_findings(run_dir) if start_step else []
         # The rules read all lines again, below: a longer run is not over where a shorter one was.
         again = {*AT_END, *RULES}
-        kept = [one for one in before if one.step <= start_step and one.name not in again]
-        self.health = Health(total_steps, unit, known={one.name for one in kept})
-        kept += [one for one in data_findings(run_dir) if one.name not in self.health.known]
+        valid = [
+            finding
+            for finding in before
+            if finding.step <= start_step and finding.name not in again
+        ]
+        self.health = Health(total_steps, unit, known={finding.name for finding in valid})
+        valid += [
+            finding for finding in data_findings(run_dir) if finding.name not in self.health.known
+        ]
         # Do not log again what the log has already: findings after the checkpoint come back, and
         # those of the data are in the data report.
-        self.logged = {one.name for one in before + kept}
+        self.logged = {finding.name for finding in before + valid}
         self.file.unlink(missing_ok=True)
-        for one in kept:
-            append_line(self.file, asdict(one))
+        for finding in valid:
+            append_line(self.file, asdict(finding))
         for record in read_lines(run_dir / "metrics.jsonl")[0]:
             self.log(0, record)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for one in self.health.look(metrics):
-            append_line(self.file, asdict(one))
-            if one.name not in self.logged:
-                log.warning("health, step %d: %s %s", one.step, one.text, one.advice)
-            self.logged.add(one.name)
+        for finding in self.health.look(metrics):
+            append_line(self.file, asdict(finding))
+            if finding.name not in self.logged:
+                log.warning("health, step %d: %s %s", finding.step, finding.text, finding.advice)
+            self.logged.add(finding.name)
 
     def close(self, *, failed: bool = False) -> None:
         """Do nothing: every line is in the file already."""
@@ -98,27 +104,29 @@ AT_END = {
 def record_end(run_dir: Path, outcome: Mapping[str, Any], error: Exception | None) -> None:
     """Append what is wrong with a run that has ended to health.jsonl; a resume removes it."""
     steps, skipped, kept = outcome["steps"], outcome["skipped_steps"], outcome.get("kept_share")
-    found: dict[str, Found] = {}
+    facts: dict[str, Found] = {}
     if error:
         code, text = getattr(error, "exit_code", 1), redact(str(error) or type(error).__name__)
-        found["run_failed"] = {"number": code, "steps": steps, "error": text}
+        facts["run_failed"] = {"number": code, "steps": steps, "error": text}
     elif is_unchanged(outcome):
-        found["weights_unchanged"] = {"number": outcome["updates"]}
+        facts["weights_unchanged"] = {"number": outcome["updates"]}
     if not error and steps and skipped / steps >= SKIPPED:
-        found["steps_skipped"] = {"number": skipped, "skipped": skipped_text(outcome)}
+        facts["steps_skipped"] = {"number": skipped, "skipped": skipped_text(outcome)}
     if kept is not None and kept < KEPT:
-        found["update_lost"] = {"number": kept, "kept": percent(kept)}
+        facts["update_lost"] = {"number": kept, "kept": percent(kept)}
     size, before = outcome.get("weight_size"), outcome.get("weight_size_before", 0.0)
     if size is not None and size < max(NOTHING, SHRUNK * before):
-        found["weights_vanished"] = {"number": size, "before": before}
-    more = "; incidents.jsonl describes NaN, Inf, spikes and lost workers"
-    more = more if (run_dir / "incidents.jsonl").exists() else ""
-    for name, values in found.items():
-        one = AT_END[name].finding(steps, name, {**values, "more": more})
+        facts["weights_vanished"] = {"number": size, "before": before}
+    has_incidents = (run_dir / "incidents.jsonl").exists()
+    incidents = (
+        "; incidents.jsonl describes NaN, Inf, spikes and lost workers" if has_incidents else ""
+    )
+    for name, values in facts.items():
+        finding = AT_END[name].finding(steps, name, {**values, "more": incidents})
         if not error:  # the command prints an error itself
-            log.warning("health, step %d: %s %s", one.step, one.text, one.advice)
+            log.warning("health, step %d: %s %s", finding.step, finding.text, finding.advice)
         try:
-            append_line(run_dir / HEALTH, asdict(one))
+            append_line(run_dir / HEALTH, asdict(finding))
         except OSError as problem:
             log.warning("%s: %s", run_dir / HEALTH, problem.strerror)
 
@@ -132,23 +140,25 @@ def read_findings(run_dir: Path) -> list[HealthFinding]:
 
 def urgency(name: str, severity: str) -> tuple[int, int]:
     """Return the key that sorts findings by harm: a failed run, a bad model, then the data."""
-    place = SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)
+    level = SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)
     first = ("run_failed", "model_wrecked", "labels_reversed")
     if name in first:
-        return place, first.index(name)
-    return place, len(first) + name.startswith("data/")
+        return level, first.index(name)
+    return level, len(first) + name.startswith("data/")
 
 
 def counts(run_dir: Path) -> dict[str, int]:
     """Return the number of findings by severity."""
-    found = [one.severity for one in read_findings(run_dir)]
-    return {severity: found.count(severity) for severity in SEVERITIES}
+    severities = [finding.severity for finding in read_findings(run_dir)]
+    return {severity: severities.count(severity) for severity in SEVERITIES}
 
 
 def data_findings(run_dir: Path) -> Iterator[HealthFinding]:
     """Yield the problems that were found in the pairs before the run, without mere information."""
-    for one in read_object(run_dir / "data_report.json").get("look", {}).get("findings", ()):
-        if one["severity"] != "info":
-            place = "data" if one["set"] == "train" else f"data/{one['set']}"
-            fields = {name: one[name] for name in ("severity", "text", "advice")}
-            yield HealthFinding(0, f"{place}/{one['name']}", number=float(one["number"]), **fields)
+    for finding in read_object(run_dir / "data_report.json").get("look", {}).get("findings", ()):
+        if finding["severity"] != "info":
+            group = "data" if finding["set"] == "train" else f"data/{finding['set']}"
+            fields = {name: finding[name] for name in ("severity", "text", "advice")}
+            yield HealthFinding(
+                0, f"{group}/{finding['name']}", number=float(finding["number"]), **fields
+            )
