@@ -1,21 +1,32 @@
-"""Compare one rank's part of a divided model with the whole model: columns and gradients."""
+"""Compare a rank's part of a divided model with the whole; what ranks refuse and write together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from rather.checkpoint.checkpoint import write_groups
+from rather.checkpoint.sharded_tensors import ShardedFiles
 from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
+from rather.errors import ConfigError
+from rather.losses.objective import configure
 from rather.model.attention import IMPLEMENTATION
 from rather.model.collectives import all_reduce_
+from rather.model.export import FileCast, export_stored
 from rather.model.layers import arrange_layers
 from rather.model.policy import PolicyModel, pair_columns
 from rather.parallel.context import spread_tokens
 from rather.parallel.mesh import Mesh
+from rather.parallel.stages import Stages
 from rather.parallel.tensor import part, split_model
+from rather.train.rank_trainer import RankTrainer
 from tests.model.test_families import VOCAB, tiny
 from tests.padded import random_pairs
 
@@ -53,6 +64,32 @@ def worst_difference(
         want[name] = want[name].narrow(dim, *own)
     assert want.keys() == got.keys()
     return max(_difference(want[name], got[name]) for name in want)
+
+
+def refusal(work: Callable[..., object], *args: Any, **options: Any) -> str:
+    """Return what a ConfigError says; nothing if there is none."""
+    try:
+        work(*args, **options)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def export_together(
+    policy: Any, mesh: Mesh, folder: Path, target: Path, cast: FileCast
+) -> ShardedFiles | None:
+    """Every rank writes the pieces it holds; the first exports a model from them, which it returns."""
+    trainer = RankTrainer(policy, configure(["sigmoid"], {}), mesh=mesh)
+    pieces = target.with_name("pieces")
+    pieces.mkdir(exist_ok=True)
+    write_groups(pieces, {"weights": trainer.weight_pieces()}, rank=dist.get_rank())
+    dist.barrier()
+    if dist.get_rank():
+        return None
+    model = policy.stages[0].causal_lm if isinstance(policy, Stages) else policy.causal_lm
+    stored = ShardedFiles(sorted(pieces.iterdir()))
+    export_stored(model, stored, AutoTokenizer.from_pretrained(folder), target, "card", cast)
+    return stored
 
 
 def columns_and_gradients(policy: PolicyModel, batches: list[PairBatch]) -> dict[str, Tensor]:

@@ -16,39 +16,27 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rather.checkpoint.sharded_tensors import Shard, ShardSpec
-from rather.config.schema import TrainingArgs
+from rather.config.schema import ActorModelArgs, TrainingArgs
+from rather.config.strategies import Layout
 from rather.data.batch import Columns, PairBatch, PairFacts, TokenPair
 from rather.data.pack import pack
 from rather.losses.metrics import Window
 from rather.losses.objective import PairLoss, configure
+from rather.model.adapters import inject
 from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
 from rather.optim.optimizer import Optimizer
-from rather.parallel.mesh import Mesh
-from rather.train.engine import Runner
-from rather.train.rank_trainer import RankTrainer
+from rather.parallel.apply import divide
+from rather.parallel.mesh import Mesh, build_mesh
+from rather.parallel.shard import STAGES
+from rather.parallel.stages import Stages
+from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.model.test_experts import DEEPSEEK
 from tests.padded import random_pairs
 
 VOCAB = 64
 BUDGET = 72  # tokens of a micro-batch
 PAIRS = 14  # of a step; the last one is smaller
-# What differs from the Setup of the canonical run. Each layout runs the loss that needs a whole
-# step (aot), and all layouts together run all of them.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "ipo": {"losses": ("ipo",)},
-    "orpo": {"losses": ("orpo",)},
-    "simpo": {"losses": ("simpo",)},
-    "aot": {"losses": ("aot",)},
-    "sigmoid and sft": {"losses": ("sigmoid", "sft")},
-    "untied": {"tied": False},
-    "qwen2": {"family": "qwen2"},
-    "qwen3": {"family": "qwen3"},
-}
-STEPS = 2  # a full one, a ragged one
-MANY_STEPS = 10
-
-
 # Mixtures of experts: a router loss that matters, and one layer of DeepSeek-V3 without experts.
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32},
@@ -70,6 +58,7 @@ class Setup:
     longest: int = 24  # tokens of a prompt or answer
     layers: int = 8
     router_loss: float | None = None
+    adapted: tuple[str, ...] = ()  # modules with a LoRA adapter; the others are frozen
 
 
 @dataclass(frozen=True)
@@ -114,14 +103,21 @@ def make_policy(setup: Setup) -> PolicyModel:
                 parameter.normal_(0, 0.15)
             elif setup.family == "qwen2":  # biases start at zero, and would hide a mistake
                 parameter.add_(torch.randn_like(parameter) * 0.02)
-    return PolicyModel(model.eval())
+    policy = PolicyModel(model.eval())
+    if setup.adapted:
+        torch.manual_seed(1)
+        inject(model, ActorModelArgs(lora_rank=2, lora_target=list(setup.adapted)))
+        for name, parameter in policy.named_parameters():
+            if ".lora_" in name:  # PEFT's adapters have no effect when they start
+                parameter.data.normal_(0, 0.1)
+    return policy
 
 
 def make_loss(setup: Setup) -> PairLoss:
     return configure(setup.losses, {}, [1.0, 0.2][: len(setup.losses)])
 
 
-def make_optimizer(policy: PolicyModel, setup: Setup) -> Optimizer:
+def make_optimizer(policy: PolicyModel | Stages, setup: Setup) -> Optimizer:
     # Gradients of 1e-9 are noise from the order of sums; with an epsilon below them Adam makes
     # whole steps of it.
     args = TrainingArgs(learning_rate=setup.lr, weight_decay=0.1, adam_epsilon=1e-6)
@@ -169,16 +165,24 @@ def train(trainer: RankTrainer, setup: Setup, first: int = 0, last: int | None =
 def make_trainer(
     setup: Setup,
     mesh: Mesh | None = None,
-    policy: PolicyModel | None = None,
-    runner: Runner | None = None,
+    policy: PolicyModel | Stages | None = None,
+    stage: int = 0,
 ) -> RankTrainer:
     """A trainer of `policy`, which is already laid out on the mesh (by default a whole one, in this
-    process)."""
+    process); `stage` says what is sharded."""
     policy = policy or make_policy(setup)
+    runner = WholeModelRunner(policy, STAGES[stage]) if isinstance(policy, PolicyModel) else None
     return RankTrainer(
         policy, make_loss(setup), make_optimizer(policy, setup), mesh=mesh, runner=runner,
         router_loss=setup.router_loss,
     )  # fmt: skip
+
+
+def trainer_on(layout: Layout, setup: Setup, compute: torch.dtype = torch.float32) -> RankTrainer:
+    """This rank's trainer of the setup, divided as the layout says."""
+    mesh = build_mesh(layout, "cpu")
+    policy = divide(make_policy(setup), mesh, layout, compute=compute)
+    return make_trainer(setup, mesh, policy, layout.stage)
 
 
 @cache

@@ -39,7 +39,7 @@ class Pool:
         self.world = world
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(self, function: str | Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, function: str | Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """`function` is "package.module:name", or a function at the top of a module."""
         path = (
             function
@@ -49,7 +49,7 @@ class Pool:
         if not self._workers:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
-            job = pickle.dumps((path, args, str(Path(folder) / "store")))
+            job = pickle.dumps((path, args, options, str(Path(folder) / "store")))
             for _, pipe in self._workers:
                 pipe.send_bytes(job)
             return self._collect()
@@ -108,14 +108,14 @@ def _serve(rank: int, world: int, pipe: Connection) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     while True:
         try:
-            path, args, store = pickle.loads(pipe.recv_bytes())
+            job = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        pipe.send_bytes(pickle.dumps(_attempt(rank, world, path, args, store)))
+        pipe.send_bytes(pickle.dumps(_attempt(rank, world, *job)))
 
 
 def _attempt(
-    rank: int, world: int, path: str, args: tuple[Any, ...], store: str
+    rank: int, world: int, path: str, args: tuple[Any, ...], options: dict[str, Any], store: str
 ) -> tuple[bool, Any]:
     try:
         module, name = path.split(":")
@@ -123,7 +123,7 @@ def _attempt(
         torch.manual_seed(0)
         files = dist.FileStore(store, world)
         dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=PATIENCE)
-        result = function(*args)
+        result = function(*args, **options)
         dist.barrier()
         dist.destroy_process_group()
         gc.collect()  # models in cycles keep their groups, whose threads wake 100 times a second

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rather.checkpoint import checkpoint
 from rather.cluster.worker import RankInfo, make_worker
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorModelArgs
@@ -22,14 +21,11 @@ from rather.config.strategies import Layout
 from rather.data.pack import pack
 from rather.data.template import load_tokenizer
 from rather.model.adapters import as_reference
-from rather.model.policy import PolicyModel
 from rather.parallel.load import Start, load_divided, load_policy, stored_dtype
 from rather.parallel.mesh import build_mesh
-from rather.parallel.shard import STAGES
-from rather.train.rank_trainer import RankTrainer, WholeModelRunner
+from rather.train.rank_trainer import RankTrainer
 from tests.cells import cells
 from tests.padded import random_pairs
-from tests.same import test_elastic as elastic
 from tests.same.canonical import (
     Outcome,
     Setup,
@@ -41,6 +37,7 @@ from tests.same.canonical import (
     pairs_of,
     train,
 )
+from tests.same.cases import layout_of
 from tests.same.pool import pool
 from tests.tiny import make_config
 
@@ -51,28 +48,27 @@ SETUP = Setup(steps=3, lr=3e-4, layers=4, family="qwen2")  # with biases
 class Case:
     """How the model lies on its ranks, and which adapter it has."""
 
-    layout: dict[str, Any]
+    layout: str
     args: dict[str, Any] = field(default_factory=dict)
-    kept: bool = False
-    world: int = 2
+    copies: int = 0  # of the optimizer's state on all ranks together, where it is counted
+
+    @property
+    def start(self) -> Start:
+        """PiSSA begins away from the base, so its start is kept as the reference."""
+        return Start(5, kept=self.args.get("init_lora_weights") == "pissa")
 
 
-CASES = {
-    "ddp": Case({"dp": 2}),
-    "fsdp2": Case({"dp": 2, "shard": 2, "stage": 3}),
-    "fsdp2 pissa": Case(
-        {"dp": 2, "shard": 2, "stage": 3}, {"init_lora_weights": "pissa"}, kept=True
-    ),
-    "fsdp2 dora": Case({"dp": 2, "shard": 2, "stage": 3}, {"use_dora": True}),
-    "fsdp2 modules, recomputed": Case(
-        {"dp": 2, "shard": 2, "stage": 3, "recompute": "full"}, {"modules_to_save": "norm"}
-    ),
-    "tp": Case({"dp": 1, "tp": 2}),
-    "tp rslora": Case({"dp": 1, "tp": 2, "sequence_parallel": True}, {"use_rslora": True}),
-    "pp zero bubble": Case({"dp": 1, "pp": 2, "schedule": "zero_bubble", "virtual": 2}),
-    "cp": Case({"dp": 1, "cp": 2}),
-    "tp and fsdp2": Case({"dp": 2, "shard": 2, "stage": 3, "tp": 2}, world=4),
-}
+FAST = [Case("dp2 zero3", copies=1), Case("tp2")]
+WIDE = [
+    Case("dp2", copies=2),
+    Case("dp2 zero3", {"init_lora_weights": "pissa"}),
+    Case("dp2 zero3", {"use_dora": True}),
+    Case("dp2 zero3 recomputed", {"modules_to_save": "norm"}),
+    Case("tp2 sequence", {"use_rslora": True}),
+    Case("pp2 zero_bubble virtual2"),
+    Case("cp2", copies=2),
+    Case("dp2 zero3 tp2"),
+]
 
 
 def args_of(case: Case) -> ActorModelArgs:
@@ -86,22 +82,21 @@ def reference(trainer: RankTrainer) -> Tensor:
         return trainer.log_probs(step.dealt[trainer.mesh.rank("dp")], len(step.facts.weight))["sum"]
 
 
-def divided(folder: str, case: Case) -> tuple[Outcome, Tensor, int]:
-    layout = Layout(**case.layout)
-    mesh = build_mesh(layout, "cpu")
-    policy = load_divided(
-        folder, args_of(case), "cpu", mesh, layout, trains=True, start=Start(5, case.kept)
-    )
-    runner = (
-        WholeModelRunner(policy, STAGES[layout.stage]) if isinstance(policy, PolicyModel) else None
-    )
-    trainer = make_trainer(SETUP, mesh, policy, runner)  # type: ignore[arg-type]
+def outcome_of(trainer: RankTrainer) -> tuple[Outcome, Tensor]:
+    """Train; return what came of the adapter, and what the reference says afterwards."""
     outcome = train(trainer, SETUP)
-    outcome.weights = {
-        name: piece for name, piece in outcome.weights.items() if ".default." in name
-    }
+    adapters = {name: piece for name, piece in outcome.weights.items() if ".default." in name}
+    return replace(outcome, weights=adapters), reference(trainer)
+
+
+def divided(folder: str, case: Case) -> tuple[Outcome, Tensor, int]:
+    layout = layout_of(case.layout)
+    mesh = build_mesh(layout, "cpu")
+    policy = load_divided(folder, args_of(case), "cpu", mesh, layout, trains=True, start=case.start)
+    trainer = make_trainer(SETUP, mesh, policy, layout.stage)
+    found = outcome_of(trainer)
     assert trainer.optimizer is not None
-    return outcome, reference(trainer), sum(m.numel() for m in trainer.optimizer.moments().values())
+    return *found, sum(m.numel() for m in trainer.optimizer.moments().values())
 
 
 @pytest.fixture(scope="module")
@@ -112,62 +107,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @cache
-def alone(folder: str, args: tuple[tuple[str, Any], ...], kept: bool) -> tuple[Outcome, Tensor]:
-    policy = load_policy(folder, args_of(Case({}, dict(args))), "cpu", start=Start(5, kept))
-    trainer = make_trainer(SETUP, policy=policy)
-    outcome = train(trainer, SETUP)
-    outcome.weights = {
-        name: weight for name, weight in outcome.weights.items() if ".default." in name
-    }
-    return outcome, reference(trainer)
+def alone(folder: str, **args: Any) -> tuple[Outcome, Tensor]:
+    case = Case("dp1", args)
+    policy = load_policy(folder, args_of(case), "cpu", start=case.start)
+    return outcome_of(make_trainer(SETUP, policy=policy))
 
 
 @pytest.mark.parametrize(
-    "name",
-    cells(
-        ["fsdp2", "tp"],
-        [
-            "ddp",
-            "fsdp2 pissa",
-            "fsdp2 dora",
-            "fsdp2 modules, recomputed",
-            "tp rslora",
-            "pp zero bubble",
-            "cp",
-            "tp and fsdp2",
-        ],
-    ),
+    "case",
+    cells(FAST, WIDE),
+    ids=[f"{case.layout} {' '.join(case.args)}".strip() for case in FAST + WIDE],
 )
-def test_the_layout_does_not_matter(folder: str, name: str) -> None:
-    case = CASES[name]
-    expected, began = alone(folder, tuple(case.args.items()), case.kept)
-    results = pool(case.world).run(divided, folder, case)
+def test_the_layout_does_not_matter(folder: str, case: Case) -> None:
+    expected, began = alone(folder, **case.args)
+    results = pool(layout_of(case.layout).devices).run(divided, folder, case)
     assert_same(joined([outcome for outcome, _, _ in results]), expected)
     base = make_trainer(SETUP, policy=load_policy(folder, ActorModelArgs(), "cpu"))
     step = make_step(pairs_of(SETUP)[0], 1)
-    close = 1e-6 if not case.kept else 1e-4
+    close = 1e-4 if case.start.kept else 1e-6
     assert torch.allclose(began, base.log_probs(step.dealt[0])["sum"], rtol=close)
     for _, columns, _ in results:
         assert torch.allclose(columns, began, rtol=1e-6)
-    copies = {"ddp": 2, "cp": 2, "fsdp2": 1}
-    if (
-        name in copies
-    ):  # moments on all ranks together: two for each trained weight, and none for a frozen one
+    if case.copies:  # two moments for each trained weight, and none for a frozen one
         trained = sum(weight.numel() for weight in expected.weights.values())
-        assert sum(moments for _, _, moments in results) == 2 * trained * copies[name]
+        assert sum(moments for _, _, moments in results) == 2 * trained * case.copies
 
 
-def in_half(folder: str, layout: dict[str, Any]) -> tuple[set[Any], set[Any], list[float]]:
+def in_half(folder: str, layout: Layout) -> tuple[set[Any], set[Any], list[float]]:
     """The dtypes in which frozen and trained weights are held, and the losses."""
-    wanted = Layout(**layout)
-    mesh = build_mesh(wanted, "cpu")
+    mesh = build_mesh(layout, "cpu")
     args = ActorModelArgs(lora_rank=3, dtype="bf16")
-    policy: Any = load_divided(folder, args, "cpu", mesh, wanted, trains=True, start=Start(5))
+    policy = load_divided(folder, args, "cpu", mesh, layout, trains=True, start=Start(5))
     held = {
         wide: {p.dtype for p in policy.parameters() if p.requires_grad == wide}
         for wide in (False, True)
     }
-    trainer = make_trainer(SETUP, mesh, policy, WholeModelRunner(policy, STAGES[wanted.stage]))
+    trainer = make_trainer(SETUP, mesh, policy, layout.stage)
     return held[False], held[True], train(trainer, SETUP).losses
 
 
@@ -177,51 +152,12 @@ def test_frozen_shards_stay_in_the_precision_they_are_computed_in(folder: str) -
     expected = train(make_trainer(SETUP, policy=policy), SETUP).losses
     dtype = stored_dtype(args, "cpu")
     close = 2e-5 if dtype == torch.float32 else 3e-4  # a CPU without bfloat16 only rounds weights
-    assert alone(folder, (), False)[0].losses[0] != pytest.approx(expected[0], rel=3 * close)
-    for frozen, trained, losses in pool(2).run(in_half, folder, {"dp": 2, "shard": 2, "stage": 3}):
+    assert alone(folder)[0].losses[0] != pytest.approx(expected[0], rel=3 * close)
+    for frozen, trained, losses in pool(2).run(in_half, folder, layout_of("dp2 zero3")):
         assert frozen == {dtype}
         assert trained == {torch.float32}
         assert losses[0] == pytest.approx(expected[0], rel=close)
         assert losses == pytest.approx(expected, rel=2e-3)
-
-
-# --- saved under one layout, resumed under another ---
-
-
-def adapted(folder: str, kind: str, layout: Layout) -> RankTrainer:
-    args = ActorModelArgs(lora_rank=3, init_lora_weights="pissa" if kind == "pissa" else True)
-    start = Start(5, kind == "pissa")
-    mesh = build_mesh(layout, "cpu")
-    policy: Any
-    if layout.devices == 1:
-        policy = load_policy(folder, args, "cpu", start=start)
-    else:
-        policy = load_divided(folder, args, "cpu", mesh, layout, trains=True, start=start)
-    runner = (
-        WholeModelRunner(policy, STAGES[layout.stage]) if isinstance(policy, PolicyModel) else None
-    )
-    return make_trainer(elastic.SETUP, mesh, policy, runner)
-
-
-@pytest.mark.parametrize(
-    ("kind", "before", "after"),
-    [("lora", "1", "dp2"), ("lora", "tp2", "pp2"), ("pissa", "zero3", "1")],
-)
-def test_a_checkpoint_resumes_under_another_layout(
-    tmp_path: Path, kind: str, before: str, after: str
-) -> None:
-    make_policy(elastic.SETUP).causal_lm.save_pretrained(tmp_path / "base")
-    make = partial(adapted, str(tmp_path / "base"), kind)
-    alone = make(elastic.LAYOUTS["1"])
-    expected = train(alone, elastic.SETUP, 0, elastic.SAVED_AFTER + elastic.MORE).losses[
-        elastic.SAVED_AFTER :
-    ]
-    elastic.on(elastic.LAYOUTS[before], elastic.save, tmp_path / "run", make)
-    path = tmp_path / "run" / f"checkpoint-{elastic.SAVED_AFTER}"
-    assert not any(
-        "base_layer" in name for name in checkpoint.open_checkpoint(path).tensors("model")
-    )
-    elastic.assert_goes_on(path, elastic.LAYOUTS[after], expected, make)
 
 
 # --- both roles of a run ---
@@ -255,10 +191,7 @@ def roles(config: DPOConfig) -> tuple[list[float], Tensor, bool]:
 
 @pytest.mark.parametrize("kind", ["tp", "pissa"])
 def test_roles_share_one_model_and_leave_one_adapter(tmp_path: Path, kind: str) -> None:
-    args: dict[str, Any] = {
-        "lora_rank": 3,
-        **({"init_lora_weights": "pissa"} if kind == "pissa" else {}),
-    }
+    args = {"lora_rank": 3, "init_lora_weights": "pissa" if kind == "pissa" else True}
     strategy = {"tp_size": 2} if kind == "tp" else {"strategy_name": "fsdp2_train"}
 
     def config_of(name: str, **changes: Any) -> DPOConfig:

@@ -1,9 +1,7 @@
-"""Context parallel: whatever the ranks' shares cut through, log-probs, gradients and runs are those
-of one process."""
+"""Context parallel: whatever the ranks' shares cut through, log-probs and gradients are those of one
+process."""
 
 from __future__ import annotations
-
-from math import prod
 
 import numpy as np
 import pytest
@@ -12,27 +10,12 @@ import torch
 from rather.data.batch import PairBatch, TokenPair
 from rather.data.pack import pack
 from rather.parallel.context import filled_up, share_of
-from rather.parallel.shard import Stage
-from tests.cells import cells
 from tests.model.test_families import FAMILIES, VOCAB
 from tests.padded import random_pairs, ranked_pairs
 from tests.same.against_whole import worst_difference
-from tests.same.canonical import (
-    MANY_STEPS,
-    STEPS,
-    VARIANTS,
-    Setup,
-    alone,
-    assert_same,
-    joined,
-    make_step,
-    pairs_of,
-)
+from tests.same.canonical import make_step, pairs_of
+from tests.same.cases import TASKS
 from tests.same.pool import pool
-from tests.same.test_tensor import FEW_STEPS, run
-
-Sizes = dict[str, int]
-
 
 # --- shares, without any process ---
 
@@ -133,7 +116,7 @@ def test_ranks_get_about_the_same_attention_of_a_long_sequence() -> None:
 # --- on ranks ---
 
 
-def differences(axes: Sizes) -> dict[str, float]:
+def differences(axes: dict[str, int]) -> dict[str, float]:
     long, ranked = one_long_sequence(), ranked_pairs(VOCAB)
     return {
         **{name: worst_difference(name, axes) for name in FAMILIES},
@@ -144,34 +127,12 @@ def differences(axes: Sizes) -> dict[str, float]:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("ranks", [4])
-def test_every_family(ranks: int) -> None:
-    for each in pool(ranks).run(differences, {"cp": ranks}):
+def test_every_family() -> None:
+    for each in pool(4).run(differences, {"cp": 4}):
         assert max(each.values()) < 1e-4, each
 
 
-@pytest.mark.parametrize(("ranks", "steps"), cells([(2, STEPS)], [(4, MANY_STEPS)]))
-def test_the_canonical_run(ranks: int, steps: int) -> None:
-    """Some sequences are longer than a rank's share of their micro-batch."""
-    setup = Setup(steps=steps)
-    batches = [batch for pairs in pairs_of(setup) for batch in make_step(pairs, 1).dealt[0]]
-    assert any(max(batch.segments.k_lens) > -(-len(batch.ids_N) // ranks) for batch in batches)
-    assert_same(joined(pool(ranks).run(run, {"cp": ranks}, setup)), alone(setup))
-
-
-@pytest.mark.parametrize("variant", ["aot", "ipo", "untied", "qwen3"])
-def test_losses_and_families(variant: str) -> None:
-    setup = Setup(**VARIANTS[variant], steps=FEW_STEPS)
-    assert_same(joined(pool(2).run(run, {"cp": 2}, setup)), alone(setup))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "stage"),
-    [({"replicate": 2, "cp": 2}, "ddp"), ({"shard": 2, "cp": 2}, "zero3")],
-    ids=["dp", "zero3"],
-)
-def test_together_with_other_axes(sizes: Sizes, stage: Stage) -> None:
-    setup = Setup(steps=FEW_STEPS)
-    assert_same(
-        joined(pool(prod(sizes.values())).run(run, sizes, setup, False, stage)), alone(setup)
-    )
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sequences_of_the_compared_runs_are_longer_than_a_share(ranks: int) -> None:
+    batches = [b for pairs in pairs_of(TASKS["many steps"]) for b in make_step(pairs, 1).dealt[0]]
+    assert any(max(b.segments.k_lens) > -(-len(b.ids_N) // ranks) for b in batches)

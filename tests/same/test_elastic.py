@@ -3,8 +3,8 @@ afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +15,45 @@ from torch import Tensor
 
 from rather.checkpoint import checkpoint
 from rather.checkpoint.sharded_tensors import Shard
+from rather.config.schema import ActorModelArgs
 from rather.config.strategies import Layout
-from rather.parallel.apply import divide
+from rather.parallel.load import Start, load_divided, load_policy
 from rather.parallel.mesh import build_mesh
-from rather.parallel.shard import STAGES
-from rather.train.rank_trainer import RankTrainer, WholeModelRunner
+from rather.train.rank_trainer import RankTrainer
 from tests.cells import cells
 from tests.checkpoint.saving import save_checkpoint
-from tests.same.canonical import Setup, make_policy, make_trainer, train, whole
+from tests.same.canonical import Setup, make_policy, make_trainer, train, trainer_on, whole
+from tests.same.cases import layout_of
 from tests.same.pool import pool
 
 SAVED_AFTER, MORE = 2, 3  # steps
 SETUP = Setup(steps=SAVED_AFTER + MORE, lr=1e-4, layers=4)
-LAYOUTS: dict[str, Layout] = {
-    "1": Layout(1),
-    "dp2": Layout(2, stage=0),
-    "zero1": Layout(2, stage=1, shard=2),
-    "zero2": Layout(2, stage=2, shard=2),
-    "zero3": Layout(2, stage=3, shard=2),
-    "tp2": Layout(1, tp=2),
-    "pp2": Layout(1, pp=2),
-    "cp2": Layout(1, cp=2),
-    "hsdp": Layout(4, stage=3, shard=2),
-    "zero3 x tp2": Layout(2, tp=2, stage=3, shard=2),
-}
+EXPERTS = replace(SETUP, family="qwen3_moe", tied=False, layers=2, router_loss=0.3)
 
 
-def trainer_on(layout: Layout) -> RankTrainer:
-    mesh = build_mesh(layout, "cpu")
-    policy = divide(make_policy(SETUP), mesh, layout, compute=torch.float32)
-    runner = None if layout.pp > 1 else WholeModelRunner(policy, STAGES[layout.stage])  # type: ignore[arg-type]
-    return make_trainer(SETUP, mesh, policy, runner)  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Model:
+    """What is trained: a model, or an adapter of the one in `base`."""
+
+    setup: Setup = SETUP
+    base: str = ""
+    init: Any = True  # of the adapter
+
+    def trainer_on(self, layout: Layout) -> RankTrainer:
+        if not self.base:
+            return trainer_on(layout, self.setup)
+        args = ActorModelArgs(lora_rank=3, init_lora_weights=self.init)
+        start = Start(5, kept=self.init == "pissa")
+        if layout.devices == 1:
+            return make_trainer(self.setup, policy=load_policy(self.base, args, "cpu", start=start))
+        mesh = build_mesh(layout, "cpu")
+        policy = load_divided(self.base, args, "cpu", mesh, layout, trains=True, start=start)
+        return make_trainer(self.setup, mesh, policy, layout.stage)
 
 
-Make = Callable[[Layout], RankTrainer]
-
-
-def save(layout: Layout, run_dir: Path, make: Make = trainer_on) -> None:
+def save(layout: Layout, run_dir: Path, model: Model) -> None:
     """A few steps, then a checkpoint by all ranks."""
-    trainer = make(layout)
+    trainer = model.trainer_on(layout)
     train(trainer, SETUP, 0, SAVED_AFTER)
     groups, numbers = trainer.state()
     if layout.devices == 1:
@@ -81,9 +81,9 @@ def written_by_all(groups: Any, folder: Path | None = None) -> dict[str, tuple[i
 Resumed = tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[float]]
 
 
-def resume(layout: Layout, path: Path, make: Make = trainer_on) -> Resumed:
+def resume(layout: Layout, path: Path, model: Model) -> Resumed:
     """(pieces of model and optimizer as loaded, numbers, losses of the next steps)."""
-    trainer, found = make(layout), checkpoint.reopen(path)
+    trainer, found = model.trainer_on(layout), checkpoint.reopen(path)
     stored = {group: found.stored(group) for group in ("model", "optimizer", "rng")}
     trainer.load_state(stored, found.state["numbers"])
     groups, numbers = trainer.state()
@@ -99,73 +99,62 @@ def _copied(piece: Tensor | Shard) -> Tensor | Shard:
     return Shard(piece.tensor.clone(), piece.spec) if isinstance(piece, Shard) else piece.clone()
 
 
-def on(layout: Layout, work: Any, path: Path, make: Make = trainer_on) -> list[Any]:
-    return (
-        [work(layout, path, make)]
-        if layout.devices == 1
-        else pool(layout.devices).run(work, layout, path, make)
-    )
+def on(layout: Layout, work: Any, path: Path, model: Model) -> list[Any]:
+    if layout.devices == 1:
+        return [work(layout, path, model)]
+    return pool(layout.devices).run(work, layout, path, model)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The path of a checkpoint from each layout, made when it is asked for."""
-    root = tmp_path_factory.mktemp("elastic")
-
-    class Saved(dict[str, Path]):
-        def __missing__(self, name: str) -> Path:
-            run_dir = root / name.replace(" ", "-")
-            on(LAYOUTS[name], save, run_dir)
-            self[name] = run_dir / f"checkpoint-{SAVED_AFTER}"
-            return self[name]
-
-    return Saved()
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    base = tmp_path_factory.mktemp("elastic")
+    make_policy(SETUP).causal_lm.save_pretrained(base)
+    adapted = {"lora": Model(base=str(base)), "pissa": Model(base=str(base), init="pissa")}
+    return {"dense": Model(), "experts": Model(EXPERTS), **adapted}
 
 
-def assert_goes_on(
-    path: Path, layout: Layout, expected: list[float], make: Make = trainer_on
+@cache
+def uninterrupted(model: Model) -> list[float]:
+    """Losses of a run that was never interrupted, after the step of the checkpoint."""
+    trainer = model.trainer_on(Layout(1))
+    losses = train(trainer, SETUP, 0, SAVED_AFTER + MORE).losses
+    return losses[SAVED_AFTER * len(losses) // (SAVED_AFTER + MORE) :]
+
+
+# Each layout is read once and written once, by make test or by the wide cells.
+FAST = [("dense", "dp1", "dp2 zero3"), ("dense", "pp2", "cp2")]
+WIDE = [
+    ("dense", "dp2 zero3", "tp2"),
+    ("dense", "tp2", "pp2"),
+    ("dense", "cp2", "dp2"),
+    ("dense", "dp2", "dp1"),
+    ("dense", "dp2 zero2", "dp2 zero1"),
+    ("dense", "dp2 zero1", "dp2 zero2"),
+    ("dense", "dp4 zero3 shard2", "dp2 zero3 tp2"),
+    ("dense", "dp2 zero3 tp2", "dp4 zero3 shard2"),
+    ("experts", "dp4 zero3 shard2 ep4", "dp2 zero1 ep2 pp2"),
+    ("experts", "dp2 zero3 ep2 tp2", "dp4 zero1 ep2"),
+    ("experts", "dp2 ep2", "dp1"),
+    ("lora", "dp1", "dp2"),
+    ("lora", "tp2", "pp2"),
+    ("pissa", "dp2 zero3", "dp1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "before", "after"), cells(FAST, WIDE))
+def test_any_layout_resumes_under_any_other(
+    models: dict[str, Model], tmp_path: Path, kind: str, before: str, after: str
 ) -> None:
+    model = models[kind]
+    on(layout_of(before), save, tmp_path, model)
+    path = tmp_path / f"checkpoint-{SAVED_AFTER}"
     found = checkpoint.open_checkpoint(path)
-    results: list[Resumed] = on(layout, resume, path, make)
+    assert not model.base or not any("base_layer" in name for name in found.tensors("model"))
+    results: list[Resumed] = on(layout_of(after), resume, path, model)
     for place, group in enumerate(("model", "optimizer")):
         loaded, stored = whole([each[place] for each in results]), found.tensors(group)
         assert loaded.keys() == stored.keys()
         assert all(torch.equal(loaded[name], stored[name]) for name in stored)
     for _, _, numbers, losses in results:
         assert numbers == found.state["numbers"]
-        assert losses == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[float]:
-    """Losses of more steps of a run that was never interrupted."""
-    return train(make_trainer(SETUP), SETUP, 0, SAVED_AFTER + MORE).losses[SAVED_AFTER:]
-
-
-# Each layout is read once and written once, by make test or by the wide cells.
-FAST = [("1", "zero3"), ("pp2", "cp2")]
-WIDE = [
-    ("zero3", "tp2"),
-    ("tp2", "pp2"),
-    ("cp2", "dp2"),
-    ("dp2", "1"),
-    ("zero2", "zero1"),
-    ("zero1", "zero2"),
-]
-
-
-@pytest.mark.parametrize(("before", "after"), cells(FAST, WIDE))
-def test_any_layout_resumes_under_any_other(
-    saved: dict[str, Path], expected: list[float], before: str, after: str
-) -> None:
-    assert_goes_on(saved[before], LAYOUTS[after], expected)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("hsdp", "zero3 x tp2"), ("zero3 x tp2", "hsdp")],
-)
-def test_layouts_of_four(
-    saved: dict[str, Path], expected: list[float], before: str, after: str
-) -> None:
-    assert_goes_on(saved[before], LAYOUTS[after], expected)
+        assert losses == pytest.approx(uninterrupted(model), rel=1e-5)

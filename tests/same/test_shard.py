@@ -1,8 +1,7 @@
-"""ddp, zero1, zero2, zero3 and hsdp give what one process gives."""
+"""Sharded models between their steps: log-probs, moving references, groups of one, half precision."""
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,76 +16,33 @@ from rather.data.pack import pack
 from rather.losses.objective import configure
 from rather.optim.optimizer import Optimizer
 from rather.parallel import load
-from rather.parallel.mesh import Mesh, build_mesh
-from rather.parallel.shard import Stage, shard
+from rather.parallel.mesh import build_mesh
 from rather.train import rank_trainer
-from rather.train.rank_trainer import RankTrainer, WholeModelRunner
+from rather.train.rank_trainer import RankTrainer
 from tests.cells import cells
 from tests.padded import random_pairs
 from tests.same.canonical import (
-    MANY_STEPS,
-    STEPS,
-    VARIANTS,
     Outcome,
     Setup,
-    alone,
-    assert_same,
     joined,
     make_policy,
     make_trainer,
     pairs_of,
     train,
+    trainer_on,
     whole,
 )
+from tests.same.cases import layout_of
 from tests.same.pool import pool
 from tests.tiny import CalledCuda, make_model
 
-Sizes = dict[str, int]
+SHORT = Setup(steps=2)
 
 
-def sharded(sizes: Sizes, stage: Stage, setup: Setup, **changes: Any) -> RankTrainer:
-    mesh, policy = Mesh.build(**sizes), make_policy(setup)
-    shard(policy, mesh, stage, **changes)
-    return make_trainer(setup, mesh, policy, WholeModelRunner(policy, stage))
-
-
-def run(sizes: Sizes, stage: Stage, setup: Setup, changes: dict[str, Any] | None = None) -> Outcome:
-    return train(sharded(sizes, stage, setup, **changes or {}), setup)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "stage", "steps"),
-    cells(
-        [
-            ({"replicate": 2}, "ddp", STEPS),
-            ({"shard": 2}, "zero2", STEPS),
-            ({"shard": 2}, "zero3", STEPS),
-            ({"replicate": 2, "shard": 2}, "zero3", STEPS),
-        ],
-        [
-            ({"replicate": 4}, "ddp", STEPS),
-            ({"shard": 2}, "zero1", STEPS),
-            ({"replicate": 2, "shard": 2}, "zero3", MANY_STEPS),
-        ],
-    ),
-    ids=["dp2", "zero2", "zero3", "hsdp", "dp4", "zero1", "hsdp, many steps"],
-)
-def test_the_canonical_run(sizes: Sizes, stage: Stage, steps: int) -> None:
-    setup = Setup(steps=steps)
-    assert_same(joined(pool(prod(sizes.values())).run(run, sizes, stage, setup)), alone(setup))
-
-
-@pytest.mark.parametrize("variant", ["aot", "simpo", "untied", "qwen3"])
-def test_losses_and_families_on_zero3(variant: str) -> None:
-    setup = Setup(steps=2, **VARIANTS[variant])
-    assert_same(joined(pool(2).run(run, {"shard": 2}, "zero3", setup)), alone(setup))
-
-
-def log_probs(stage: Stage, count_is_known: bool) -> tuple[Tensor, dict[str, float]]:
+def log_probs(layout: str, count_is_known: bool) -> tuple[Tensor, dict[str, float]]:
     """Return the log-probs of one step's pairs after the step, and their metrics."""
-    setup = Setup(steps=2)
-    trainer = sharded({"replicate" if stage == "ddp" else "shard": 2}, stage, setup)
-    batches = pack(pairs_of(setup)[0], 80, ranks=2)
+    trainer = trainer_on(layout_of(layout), SHORT)
+    batches = pack(pairs_of(SHORT)[0], 80, ranks=2)
     facts, own = PairFacts.of_step(batches), batches[trainer.mesh.rank("dp") :: 2]
     reference = {"sum": facts.length * -4.0}
     trainer.train_step(own, reference, facts)
@@ -95,19 +51,17 @@ def log_probs(stage: Stage, count_is_known: bool) -> tuple[Tensor, dict[str, flo
 
 
 @pytest.mark.parametrize(
-    ("stage", "count_is_known"),
-    cells([("zero2", False)], [("zero3", True)]),
+    ("layout", "count_is_known"), cells([("dp2 zero2", False)], [("dp2 zero3", True)])
 )
-def test_log_probs_of_all_ranks_follow_a_step(stage: Stage, count_is_known: bool) -> None:
-    setup = Setup(steps=2)
-    trainer, batches = make_trainer(setup), pack(pairs_of(setup)[0], 80)
+def test_log_probs_of_all_ranks_follow_a_step(layout: str, count_is_known: bool) -> None:
+    trainer, batches = make_trainer(SHORT), pack(pairs_of(SHORT)[0], 80)
     facts = PairFacts.of_step(batches)
     reference = {"sum": facts.length * -4.0}
     before = trainer.log_probs(batches)["sum"]
     trainer.train_step(batches, reference)
     after = trainer.log_probs(batches)["sum"]
     assert not torch.allclose(before, after, rtol=1e-5)
-    for sums, metrics in pool(2).run(log_probs, stage, count_is_known):
+    for sums, metrics in pool(2).run(log_probs, layout, count_is_known):
         assert torch.allclose(sums, after, rtol=1e-6)
         assert metrics == pytest.approx(
             trainer.score(facts, {"sum": after}, reference), rel=1e-5, abs=1e-6
@@ -127,7 +81,7 @@ def moving_reference(setup: Setup, trainer: RankTrainer) -> tuple[list[Tensor], 
 
 
 def sharded_reference(setup: Setup) -> tuple[list[Tensor], dict[str, Any]]:
-    return moving_reference(setup, sharded({"shard": 2}, "zero2", setup))
+    return moving_reference(setup, trainer_on(layout_of("dp2 zero2"), setup))
 
 
 def test_a_moving_reference_keeps_no_gathered_weights() -> None:
@@ -144,18 +98,6 @@ def test_a_moving_reference_keeps_no_gathered_weights() -> None:
     assert stored.keys() == weights.keys()
     for name, weight in weights.items():
         assert torch.equal(stored[name], weight), name
-
-
-def test_shards_on_the_host() -> None:
-    setup = Setup(steps=4)
-    assert_same(
-        joined(pool(2).run(run, {"shard": 2}, "zero2", setup, {"offload": True})), alone(setup)
-    )
-
-
-def test_a_mesh_of_one_rank_uses_the_multi_rank_path() -> None:
-    setup = Setup(steps=4)
-    assert_same(joined(pool(1).run(run, {}, "zero3", setup)), alone(setup))
 
 
 def frozen_on_one_rank(folder: Path, stage: int) -> Tensor:
@@ -185,12 +127,12 @@ def test_a_frozen_model_in_a_group_of_one_gpu(tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
 
 
-def rounded(setup: Setup, dtype: torch.dtype) -> RankTrainer:
-    """In one process: parameters in half precision, with exact masters."""
+def rounded(setup: Setup) -> RankTrainer:
+    """In one process: parameters in bfloat16, with exact masters."""
     policy = make_policy(setup)
     exact = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     for parameter in policy.parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.bfloat16()
     trainer = make_trainer(setup, policy=policy)
     trainer.optimizer = Optimizer(
         policy.named_parameters(),
@@ -202,12 +144,16 @@ def rounded(setup: Setup, dtype: torch.dtype) -> RankTrainer:
     return trainer
 
 
+def in_bfloat16(setup: Setup) -> Outcome:
+    return train(trainer_on(layout_of("dp2 zero3"), setup, torch.bfloat16), setup)
+
+
 def test_half_precision_keeps_exact_shards() -> None:
     """The first step is that of one process in bfloat16, which float32 misses by 1e-3. Later steps
     and weights are close to it: their masters are exact."""
     setup = Setup(steps=2, lr=1e-4, layers=2)
-    expected = train(rounded(setup, torch.bfloat16), setup)
-    got = joined(pool(2).run(run, {"shard": 2}, "zero3", setup, {"compute": torch.bfloat16}))
+    expected = train(rounded(setup), setup)
+    got = joined(pool(2).run(in_bfloat16, setup))
     assert got.losses[0] == pytest.approx(expected.losses[0], rel=3e-4)
     assert got.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=5e-4)
     assert got.losses[1] == pytest.approx(expected.losses[1], rel=0.01)

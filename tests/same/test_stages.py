@@ -1,9 +1,7 @@
-"""Pipelines: the canonical run, cut into stages, gives the same losses, norms and weights under
-every schedule."""
+"""Pipelines: log-probs, files and gradients of a model that is cut, and which models can be."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,161 +13,69 @@ from transformers import CONFIG_MAPPING
 from rather.config.schema import ModelArgs
 from rather.config.strategies import Layout, Pipeline
 from rather.data.pack import empty_batch, pack
-from rather.errors import ConfigError
-from rather.model.layers import Recompute
 from rather.model.policy import pair_columns
 from rather.parallel import stages
-from rather.parallel.apply import divide
 from rather.parallel.context import filled_to
 from rather.parallel.load import load_divided
 from rather.parallel.mesh import Mesh, build_mesh
 from rather.parallel.stages import Stages, check_cut, cut
 from tests.cells import cells
+from tests.same.against_whole import refusal
 from tests.same.canonical import (
-    MANY_STEPS,
-    STEPS,
-    VARIANTS,
-    Outcome,
     Setup,
     alone,
-    assert_same,
-    joined,
     make_optimizer,
     make_policy,
     make_trainer,
     pairs_of,
     train,
+    trainer_on,
 )
+from tests.same.cases import layout_of
 from tests.same.pool import pool
 
-SHORT = 2  # steps, where the twenty of the canonical run would show nothing more
-
-
-def piped(setup: Setup, layout: Layout, recompute: Recompute = "none") -> Outcome:
-    """The run on all ranks of a layout."""
-    return joined(pool(layout.devices).run(run, setup, layout, recompute))
-
-
-def run(setup: Setup, layout: Layout, recompute: Recompute) -> Outcome:
-    mesh = build_mesh(layout, "cpu")
-    layout = replace(layout, recompute=recompute)
-    divided: Any = divide(make_policy(setup), mesh, layout, compute=torch.float32)
-    return train(make_trainer(setup, mesh, divided, divided), setup)
-
-
-def layout_of(pipeline: Pipeline, *, dp: int = 1, **others: Any) -> Layout:
-    return Layout(
-        dp, pp=pipeline.ranks, schedule=pipeline.schedule, virtual=pipeline.virtual, **others
-    )
-
-
-@pytest.mark.parametrize(
-    ("schedule", "steps"),
-    cells(
-        [("1f1b", STEPS), ("interleaved", STEPS), ("zbv", STEPS)],
-        [("gpipe", STEPS), ("zero_bubble", MANY_STEPS), ("dualpipev", MANY_STEPS)],
-    ),
-)
-def test_two_ranks_by_every_schedule(schedule: str, steps: int) -> None:
-    setup = Setup(steps=steps)
-    assert_same(piped(setup, layout_of(Pipeline.of(2, schedule, None))), alone(setup))
-
-
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zbv"])
-def test_four_ranks_with_virtual_stages(schedule: str) -> None:
-    setup = Setup(steps=SHORT)
-    assert_same(piped(setup, layout_of(Pipeline(4, schedule, 2))), alone(setup))
-
-
-@pytest.mark.parametrize(
-    ("variant", "schedule"),
-    [("aot", "1f1b"), ("sigmoid and sft", "1f1b"), ("untied", "zbv"), ("qwen3", "zbv")],
-)
-def test_models_and_losses(variant: str, schedule: str) -> None:
-    setup = Setup(steps=SHORT, **VARIANTS[variant])
-    assert_same(piped(setup, layout_of(Pipeline.of(2, schedule, None))), alone(setup))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "others"),
-    cells(
-        [("1f1b", {"cp": 2})],
-        [
-            ("interleaved", {"dp": 2, "shard": 2, "stage": 1}),
-            ("zero_bubble", {"dp": 2, "shard": 2, "stage": 3}),
-            ("interleaved", {"tp": 2, "sequence_parallel": True}),
-            ("zbv", {"tp": 2}),
-        ],
-    ),
-    ids=str,
-)
-def test_with_other_axes(schedule: str, others: dict[str, Any]) -> None:
-    setup = Setup(steps=SHORT)
-    assert_same(piped(setup, layout_of(Pipeline.of(2, schedule, None), **others)), alone(setup))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_layers_that_compute_their_activations_again(schedule: str) -> None:
-    setup = Setup(steps=SHORT)
-    assert_same(piped(setup, layout_of(Pipeline.of(2, schedule, None)), "full"), alone(setup))
+SHORT = Setup(steps=2)
 
 
 def test_both_ends_on_one_rank_cannot_be_sharded() -> None:
-    with pytest.raises(
-        AssertionError, match="the embedding that they share cannot be sharded twice"
-    ):
-        piped(Setup(steps=1), layout_of(Pipeline(2, "zbv", 2), dp=2))
-    setup = Setup(steps=SHORT, tied=False)
-    assert_same(piped(setup, layout_of(Pipeline(2, "zbv", 2), dp=2)), alone(setup))
+    text = "the embedding that they share cannot be sharded twice"
+    with pytest.raises(AssertionError, match=text):
+        pool(4).run(trainer_on, layout_of("dp2 pp2 zbv"), SHORT)
 
 
 # --- weights that change, and weights from files ---
 
 
-def before_and_after(setup: Setup, layout: Layout) -> list[Tensor]:
+def before_and_after(layout: Layout) -> list[Tensor]:
     """Log-probs of more micro-batches than run at a time, then with all weights halved."""
-    mesh = build_mesh(layout, "cpu")
-    policy: Any = make_policy(setup)
-    whole = {name: torch.zeros_like(parameter) for name, parameter in policy.named_parameters()}
-    if layout.devices > 1:
-        policy = divide(policy, mesh, layout, compute=torch.float32)
-    trainer = make_trainer(setup, mesh, policy)
-    batches = pack([pair for pairs in pairs_of(setup) for pair in pairs], 72, ranks=layout.dp)
-    own = batches[mesh.rank("dp") :: layout.dp]
+    trainer = trainer_on(layout, SHORT)
+    zeros = {name: torch.zeros_like(p) for name, p in make_policy(SHORT).named_parameters()}
+    batches = pack([pair for pairs in pairs_of(SHORT) for pair in pairs], 72, ranks=layout.dp)
+    own = batches[trainer.mesh.rank("dp") :: layout.dp]
     first = trainer.log_probs(own)["sum"]
-    trainer.mix_weights(whole, 0.5)
+    trainer.mix_weights(zeros, 0.5)
     return [first, trainer.log_probs(own)["sum"]]
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "others"),
-    [
-        (Pipeline(2), {"dp": 2, "shard": 2, "stage": 2}),
-        (Pipeline(2, "zbv", 2), {}),
-    ],
-    ids=str,
-)
-def test_log_probs_follow_the_weights(pipeline: Pipeline, others: dict[str, Any]) -> None:
-    setup, layout = Setup(steps=SHORT), layout_of(pipeline, **others)
-    expected = before_and_after(setup, Layout(1))
-    for found in pool(layout.devices).run(before_and_after, setup, layout):
+@pytest.mark.parametrize("layout", ["dp2 zero2 pp2", "pp2 zbv"])
+def test_log_probs_follow_the_weights(layout: str) -> None:
+    expected = before_and_after(Layout(1))
+    for found in pool(layout_of(layout).devices).run(before_and_after, layout_of(layout)):
         for mine, theirs in zip(found, expected, strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-5)
 
 
 def loaded(folder: str, layout: Layout) -> list[float]:
     """Losses of a model of which each rank reads its stages."""
-    setup, mesh = Setup(steps=SHORT), build_mesh(layout, "cpu")
-    divided: Any = load_divided(folder, ModelArgs(), "cpu", mesh, layout, trains=True)
-    return train(make_trainer(setup, mesh, divided), setup).losses
+    mesh = build_mesh(layout, "cpu")
+    divided = load_divided(folder, ModelArgs(), "cpu", mesh, layout, trains=True)
+    return train(make_trainer(SHORT, mesh, divided), SHORT).losses
 
 
-@pytest.mark.parametrize("schedule", ["zbv"])
-def test_ranks_read_their_stages_from_files(schedule: str, tmp_path: Path) -> None:
-    make_policy(Setup()).causal_lm.save_pretrained(tmp_path)
-    layout = layout_of(Pipeline.of(2, schedule, None))
-    for losses in pool(2).run(loaded, str(tmp_path), layout):
-        assert losses == pytest.approx(alone(Setup(steps=SHORT)).losses, rel=1e-5)
+def test_ranks_read_their_stages_from_files(tmp_path: Path) -> None:
+    make_policy(SHORT).causal_lm.save_pretrained(tmp_path)
+    for losses in pool(2).run(loaded, str(tmp_path), layout_of("pp2 zbv")):
+        assert losses == pytest.approx(alone(SHORT).losses, rel=1e-5)
 
 
 # --- gradients in half precision ---
@@ -239,44 +145,32 @@ def test_families_that_can_be_cut(family: str) -> None:
     check_cut(CONFIG_MAPPING[family]())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "falcon"])
-def test_families_without_a_plan_are_refused_by_name(family: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"model family '{family}' cannot be cut .* no plan of its stages"
-    ):
-        check_cut(CONFIG_MAPPING[family]())
+@pytest.mark.parametrize(
+    ("family", "change", "text"),
+    [
+        *((family, None, "no plan of its stages") for family in ("gpt2", "opt", "falcon")),
+        ("llama", lambda hidden: 1.1 * hidden, "its stages differ from the whole by"),
+        ("llama", lambda hidden: hidden[:, :, 1:], ""),
+    ],
+)
+def test_families_that_cannot_be_cut_are_named(
+    monkeypatch: pytest.MonkeyPatch, family: str, change: Any, text: str
+) -> None:
+    if change:
+        monkeypatch.setattr(
+            stages._PassThrough, "forward", lambda _self, hidden_states, **_: change(hidden_states)
+        )
+    said = refusal(check_cut, CONFIG_MAPPING[family]())
+    assert f"model family '{family}' cannot be cut" in said
+    assert text in said
 
 
-def test_a_family_that_differs_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        stages._PassThrough, "forward", lambda _self, hidden_states, **_: 1.1 * hidden_states
-    )
-    with pytest.raises(
-        ConfigError, match=r"model family 'llama' .* its stages differ from the whole by"
-    ):
-        check_cut(CONFIG_MAPPING["llama"]())
-
-
-def test_a_family_that_fails_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        stages._PassThrough, "forward", lambda _self, hidden_states, **_: hidden_states[:, :, 1:]
-    )
-    with pytest.raises(ConfigError, match="model family 'llama' cannot be cut"):
-        check_cut(CONFIG_MAPPING["llama"]())
-
-
-def test_parameters_of_no_stage_are_refused() -> None:
+def test_parameters_of_no_stage_and_more_stages_than_layers_are_refused() -> None:
     policy = make_policy(Setup())
+    said = refusal(cut, policy, Pipeline(3, "interleaved", 3), 0)
+    assert "pp_size: 3 ranks x 3 = 9 stages, but the model has only 8 layers" in said
     policy.causal_lm.model.soul = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"model\.soul\.weight belongs to no stage"):
-        cut(policy, Pipeline(2), 0)
-
-
-def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="pp_size: 3 ranks x 3 = 9 stages, but the model has only 8 layers"
-    ):
-        cut(make_policy(Setup()), Pipeline(3, "interleaved", 3), 0)
+    assert "model.soul.weight belongs to no stage" in refusal(cut, policy, Pipeline(2), 0)
 
 
 def test_filled_up_micro_batches_have_the_same_log_probs() -> None:

@@ -1,89 +1,23 @@
-"""Tensor parallel: log-probs, gradients and whole runs are those of one process."""
+"""Tensor parallel: log-probs and gradients of every family are those of one process."""
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rather.errors import ConfigError
-from rather.model.layers import arrange_layers
 from rather.model.policy import PolicyModel
-from rather.parallel.context import spread_tokens
 from rather.parallel.mesh import Mesh
-from rather.parallel.shard import Stage, shard
 from rather.parallel.tensor import check_split, split_model
-from rather.train.rank_trainer import WholeModelRunner
 from tests.cells import cells
 from tests.model.test_families import FAMILIES, SMALL
-from tests.same.against_whole import worst_difference
-from tests.same.canonical import (
-    MANY_STEPS,
-    STEPS,
-    VARIANTS,
-    Outcome,
-    Setup,
-    alone,
-    assert_same,
-    joined,
-    make_policy,
-    make_trainer,
-    train,
-)
+from tests.same.against_whole import refusal, worst_difference
 from tests.same.pool import pool
 from tests.tiny import tiny_policy
 
-Sizes = dict[str, int]
 DIVISIBLE = sorted(FAMILIES.keys() - {"gpt2"})  # which has no plan
-FEW_STEPS = 2
-
-
-def run(
-    sizes: Sizes, setup: Setup, sequence_parallel: bool = False, stage: Stage = "ddp"
-) -> Outcome:
-    """One rank of the canonical run."""
-    mesh, policy = Mesh.build(**sizes), make_policy(setup)
-    split_model(policy, mesh, sequence_parallel=sequence_parallel)
-    spread_tokens(policy, mesh)
-    arrange_layers(policy)
-    if mesh.size("dp") * mesh.size("cp") > 1:
-        shard(policy, mesh, stage)
-    return train(make_trainer(setup, mesh, policy, WholeModelRunner(policy, stage)), setup)
-
-
-@pytest.mark.parametrize(
-    ("sequence_parallel", "steps"), cells([(False, STEPS), (True, STEPS)], [(True, MANY_STEPS)])
-)
-def test_the_canonical_run(sequence_parallel: bool, steps: int) -> None:
-    setup = Setup(steps=steps)
-    assert_same(joined(pool(2).run(run, {"tp": 2}, setup, sequence_parallel)), alone(setup))
-
-
-@pytest.mark.parametrize(
-    ("variant", "sequence_parallel"),
-    [("aot", False), ("untied", False), ("orpo", True), ("qwen2", True)],
-)
-def test_losses_and_families(variant: str, sequence_parallel: bool) -> None:
-    setup = Setup(**VARIANTS[variant], steps=FEW_STEPS)
-    assert_same(joined(pool(2).run(run, {"tp": 2}, setup, sequence_parallel)), alone(setup))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "stage", "sequence_parallel"),
-    [
-        ({"shard": 2, "tp": 2}, "zero3", True),
-        ({"replicate": 2, "tp": 2}, "ddp", False),
-        ({"cp": 2, "tp": 2}, "ddp", True),
-    ],
-    ids=["zero3", "dp", "cp"],
-)
-def test_together_with_other_axes(sizes: Sizes, stage: Stage, sequence_parallel: bool) -> None:
-    setup = Setup(steps=FEW_STEPS)
-    got = joined(pool(prod(sizes.values())).run(run, sizes, setup, sequence_parallel, stage))
-    assert_same(got, alone(setup))
 
 
 def differences(sequence_parallel: bool) -> dict[str, float]:
@@ -99,39 +33,36 @@ def test_every_family(sequence_parallel: bool) -> None:
         assert max(each.values()) < 1e-4, each
 
 
-def with_options(name: str, sizes: Sizes, options: dict[str, Any]) -> float:
-    return worst_difference(name, sizes, sequence_parallel=True, **options)
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}  # on four ranks: two take each
+MODELS = [
+    ("llama", 2, {"arranged": {"recompute": "full"}}),
+    ("llama", 2, {"model": {"attention_bias": True, "mlp_bias": True}}),  # counted once
+    # 97 words and 50 columns of the MLP do not divide.
+    ("llama", 4, {"model": {"num_key_value_heads": 4, "intermediate_size": 50}}),
+    ("qwen3", 4, {"model": HEADS, "sequence_parallel": False}),
+]
+FURTHER = [
+    ("llama", 2, {"arranged": {"compiled": True}}),
+    ("llama", 4, {"model": HEADS}),
+]
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"arranged": {"recompute": "full"}},
-        pytest.param({"arranged": {"compiled": True}}, marks=[pytest.mark.slow, pytest.mark.wide]),
-        {"model": {"attention_bias": True, "mlp_bias": True}},  # a row's bias counts once
-    ],
-    ids=["recomputed", "compiled", "biases"],
+    ("family", "ranks", "options"),
+    cells(MODELS, FURTHER),
+    ids=["recomputed", "biases", "widths", "fewer heads", "compiled", "fewer heads by sequence"],
 )
-def test_layers_however_arranged(options: dict[str, Any]) -> None:
-    assert max(pool(2).run(with_options, "llama", {"tp": 2}, options)) < 1e-4
-
-
-def test_four_ranks_with_widths_that_do_not_divide() -> None:
-    """97 words and 50 columns of the MLP over four ranks."""
-    options = {"model": {"num_key_value_heads": 4, "intermediate_size": 50}}
-    assert max(pool(4).run(with_options, "llama", {"tp": 4}, options)) < 1e-4
+def test_layers_however_arranged(family: str, ranks: int, options: dict[str, Any]) -> None:
+    options = {"sequence_parallel": True, **options}
+    assert max(pool(ranks).run(worst_difference, family, {"tp": ranks}, **options)) < 1e-4
 
 
 # --- what is refused ---
 
 
-def refusal(family: str, tp: int, changes: dict[str, Any]) -> str:
+def split_refusal(family: str, tp: int, changes: dict[str, Any]) -> str:
     config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES.get(family, {}), **changes})
-    try:
-        check_split(config, Mesh.build(tp=tp))
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return refusal(check_split, config, Mesh.build(tp=tp))
 
 
 @pytest.mark.parametrize(
@@ -150,23 +81,9 @@ def refusal(family: str, tp: int, changes: dict[str, Any]) -> str:
 def test_families_that_cannot_be_divided_are_named(
     family: str, changes: dict[str, Any], told: str
 ) -> None:
-    for message in pool(2).run(refusal, family, 2, changes):
+    for message in pool(2).run(split_refusal, family, 2, changes):
         assert told in message
         assert bool(told) == bool(message)
-
-
-@pytest.mark.parametrize(
-    ("family", "sequence_parallel"), cells([("qwen3", False)], [("llama", True)])
-)
-def test_fewer_heads_of_keys_than_ranks(family: str, sequence_parallel: bool) -> None:
-    """Two heads of keys and values on four ranks: each is whole on all, and taken by two."""
-    options = {"model": {"num_attention_heads": 8, "num_key_value_heads": 2}}
-    run_it = with_options if sequence_parallel else plain_options
-    assert max(pool(4).run(run_it, family, {"tp": 4}, options)) < 1e-4
-
-
-def plain_options(name: str, sizes: Sizes, options: dict[str, Any]) -> float:
-    return worst_difference(name, sizes, sequence_parallel=False, **options)
 
 
 def heads_refusal() -> str:
@@ -174,9 +91,8 @@ def heads_refusal() -> str:
         "llama", **{**SMALL, "num_attention_heads": 12, "hidden_size": 96}
     )
     config.num_key_value_heads = 3
-    with pytest.raises(ConfigError) as refused:
-        split_model(PolicyModel(AutoModelForCausalLM.from_config(config)), Mesh.build(tp=4))
-    return str(refused.value)
+    policy = PolicyModel(AutoModelForCausalLM.from_config(config))
+    return refusal(split_model, policy, Mesh.build(tp=4))
 
 
 def test_heads_that_do_not_divide_are_reported() -> None:
