@@ -102,6 +102,7 @@ fuzz: $(DEV)
 
 check: $(DEV)
 	@$(VENV)/bin/python -m ruff check .
+	@$(VENV)/bin/python -m ruff format --check -q .
 	@$(VENV)/bin/python -m mypy
 	@$(VENV)/bin/python -m bandit -q -r rather -c pyproject.toml
 	@$(VENV)/bin/python .ci/audit
@@ -123,7 +124,6 @@ notebook: $(BASE)
 
 screenshots: $(DEV)
 	@$(VENV)/bin/python -m docs.screenshots
-	@RATHER_SCREENSHOTS=1 $(PYTEST) tests/report/test_report.py
 
 sbom: $(DEV)
 	@$(VENV)/bin/python -m cyclonedx_py environment $(VENV) --pyproject pyproject.toml --of JSON -o sbom.json
@@ -182,7 +182,7 @@ $(BASE): pyproject.toml constraints.txt
 	@grep -v $(if $(TORCH),'^torch==','^$$') constraints.txt > $(VENV)/constraints.txt
 	@$(PIP) install --no-compile -c $(VENV)/constraints.txt $(if $(TORCH),$(TORCH),$(PINNED_TORCH))
 	@echo "Installing the other packages"
-	@$(PIP) install -q --no-compile -c $(VENV)/constraints.txt -e ".[report]"
+	@$(PIP) install -q --no-compile -c $(VENV)/constraints.txt -e .
 	@$(COMPILE)
 	@printf '%s\n' '$(CURDIR)' '$(if $(TORCH),$(TORCH),$(PINNED_TORCH))' > $@
 

@@ -87,10 +87,8 @@ def stays_here(url: str) -> bool:
 
 
 def figures(text: str) -> dict[str, dict[str, Any]]:
-    """The charts of a page by their ids, as they are handed to plotly."""
-    found = re.findall(
-        r'id="([^"]+)" style="[^"]*"></div><script [^>]*class="figure">(.*?)</script>', text
-    )
+    """The charts of a page by their ids, as charts.js gets them."""
+    found = re.findall(r'id="([^"]+)"></div><script [^>]*class="figure">(.*?)</script>', text)
     return {anchor: json.loads(figure) for anchor, figure in found}
 
 
@@ -112,8 +110,8 @@ def overflow(page: Page) -> int:
 def drawn_points(page: Page) -> list[int]:
     """Of each drawn line of each chart, how many points its path has."""
     found: list[int] = page.evaluate(
-        "[...document.querySelectorAll('.plot .scatterlayer path.js-line')]"
-        ".map(path => (path.getAttribute('d').match(/[MLHV]/g) || []).length)"
+        "[...document.querySelectorAll('.plot path.line')]"
+        ".map(path => (path.getAttribute('d').match(/[ML]/g) || []).length)"
     )
     return found
 
@@ -128,15 +126,3 @@ def accessibility_findings(page: Page) -> list[str]:
         for each in found
         if each["impact"] in SERIOUS
     ]
-
-
-def screenshot(page: Page, name: str, at: str = "body") -> None:
-    """From that element on, into docs/images where RATHER_SCREENSHOTS is set; `make screenshots` sets it."""
-    if os.environ.get("RATHER_SCREENSHOTS"):
-        file = Path(__file__).resolve().parents[1] / "docs" / "images" / f"{name}.png"
-        file.parent.mkdir(exist_ok=True)
-        page.locator(at).first.evaluate(
-            "found => found.scrollIntoView({block: 'start', behavior: 'instant'})"
-        )
-        page.screenshot(path=file)
-        assert file.stat().st_size < 200_000, f"{file.name} is too large for the repository"

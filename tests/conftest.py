@@ -6,6 +6,7 @@ import gc
 import os
 import platform
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ if not os.environ.get("RATHER_TEST_GPU"):
 import pytest
 import torch
 
-from tests.browser import MISSING
 from tests.browser import browser as browser
 from tests.browser import open_page as open_page
 from tests.sharing import GROUPS, group_of
@@ -57,6 +57,13 @@ def same_numbers() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load models without their check: half the time of a tiny run, with tests of its own."""
+    for name in ("check_family", "check_model"):
+        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
+
+
 @pytest.fixture(scope="session")
 def team_data() -> Path:
     """The folder of real models, pairs and tokenizers that RATHER_TEST_DATA names; tests skip without it."""
@@ -87,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip GPU tests without a CUDA device; leave wide cells to --all."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device and make test-gpu"))
+            item.add_marker(pytest.mark.skip(reason="a CUDA device is needed: make test-gpu"))
     if not config.option.all:
         sides: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
@@ -124,14 +131,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return BySharing(config, log)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Report how many page tests were skipped without a Chromium, and how to install one."""
-    missed = [
-        report
-        for report in terminalreporter.stats.get("skipped", [])
-        if MISSING in str(report.longrepr)
-    ]
-    if missed:
-        terminalreporter.write_line(
-            f"{len(missed)} tests of pages were not run: {MISSING}", yellow=True
-        )
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print what did not run, in groups: how many tests, why, and how to run them."""
+    skips = terminalreporter.stats.get("skipped", [])
+    groups = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skips)
+    if groups:
+        terminalreporter.section("not run")
+    for reason, count in groups.most_common():
+        terminalreporter.write_line(f"{count:5} {reason}", yellow=True)
+    if not config.option.all and not config.option.wide_only:
+        terminalreporter.write_line("Further cells of the matrices: make test-wide")

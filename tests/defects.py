@@ -36,7 +36,7 @@ MOVED = {
     "rather/tools/commands.py": "from rather.commands.runs import *\n",
 }
 ROOMS = {"migrate": "rather.migrate", "board": "rather.board", "report": "rather.report"}
-COMMANDS = ("sweep", "tune", "compare", "pairs", "demo")
+COMMANDS = ("sweep", "tune", "pairs", "demo")
 SAME_MODULE = "import sys, {old}\nsys.modules[__name__] = sys.modules['{old}']\n"
 PATIENCE = 900  # seconds for the tests of one file
 # U5, U9 and U16 were defects of parts of `rather migrate` that are removed.

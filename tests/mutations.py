@@ -88,7 +88,7 @@ MUTATIONS = (
         "rather/optim/optimizer.py",
         "return peak * updates / warmup",
         "return peak * (updates + 1) / warmup",
-        ("tests/train/test_optim.py::test_constant_warms_up_when_asked",),
+        ("tests/train/test_optim.py::test_rates_by_hand",),
     ),
     Mutation(
         "clipping: a gradient below the limit is scaled up to it",
@@ -289,14 +289,14 @@ MUTATIONS = (
         "rather/model/collectives.py",
         "return _Collective.apply(x, _same, _sum, 0, group)",
         "return _Collective.apply(x, _same, _same, 0, group)",
-        ("tests/same/test_tensor.py::test_the_canonical_run",),
+        ("tests/same/test_layouts.py::test_the_run_is_that_of_one_process[tp2-sigmoid]",),
     ),
     Mutation(
         "tensor parallel: replicated weights keep one rank's part of their gradient",
         "rather/train/rank_trainer.py",
         'if partial_gradients and (group := self.mesh.group("tp")):',
         'if not partial_gradients and (group := self.mesh.group("tp")):',
-        ("tests/same/test_tensor.py::test_the_canonical_run",),
+        ("tests/same/test_layouts.py::test_the_run_is_that_of_one_process[tp2 sequence-sigmoid]",),
     ),
     Mutation(
         "context parallel: a cut segment sees keys after its own end",
@@ -310,7 +310,7 @@ MUTATIONS = (
         "rather/parallel/stages.py",
         "gradient.add_(received)",
         "gradient.add_(received * 0)",
-        ("tests/same/test_stages.py::test_two_ranks_by_every_schedule",),
+        ("tests/same/test_layouts.py::test_the_run_is_that_of_one_process[pp2-sigmoid]",),
     ),
     Mutation(
         "checkpoint: files are not synced before they are named",
@@ -324,7 +324,7 @@ MUTATIONS = (
         "rather/checkpoint/manifest.py",
         "if digest != files[name][1]:",
         "if digest != digest:",
-        ("tests/checkpoint/test_checkpoint.py::test_damage_is_named_and_the_older_one_used",),
+        ("tests/checkpoint/test_damage.py::test_a_damaged_checkpoint_is_named_and_an_older_one_used",),
     ),
     Mutation(
         "checkpoint: later checkpoints come before the one in LATEST",
@@ -455,7 +455,7 @@ MUTATIONS = (
     Mutation(
         "tune: a finalist beyond a limit may win",
         "rather/tools/tune.py",
-        "usable = {name: every[name] for name in trained if self.loss(name) < math.inf}",
+        "usable = {name: every[name] for name in self.usable}",
         "usable = dict(every)",
         ("tests/pairs/test_tune.py::test_a_finalist_beyond_a_limit_does_not_win",),
     ),

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from rather.data.batch import PairBatch, Span, TokenPair
+from rather.data.pack import pack
+from rather.model.attention import IMPLEMENTATION
+from rather.model.policy import PolicyModel, pair_columns
 
 
 def random_pairs(count: int, vocab: int, *, seed: int = 0, longest: int = 24) -> list[TokenPair]:
@@ -83,6 +86,36 @@ def padded_logps(causal_lm: Any, pairs: Sequence[TokenPair]) -> Tensor:
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logps = torch.log_softmax(logits.to(wide), dim=-1).gather(2, ids[:, 1:, None])[..., 0].double()
     return torch.where(scored[:, 1:], logps, 0.0).sum(1).view(len(pairs), 2)
+
+
+def packed_logps(policy: PolicyModel, pairs: Sequence[TokenPair], budget: int = 10**6) -> Tensor:
+    """[P, 2] summed log-probs in float64 of packed micro-batches, by default of one."""
+    sums = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    for batch in pack(pairs, budget):
+        sums = sums.index_add(0, batch.pair_P, pair_columns(policy, batch)["sum"])
+    return sums
+
+
+def assert_packed_equals_padded(
+    model: Any, pairs: Sequence[TokenPair], budgets: Sequence[int], tolerance: float = 1e-5
+) -> None:
+    """Log-probs and every gradient of packed micro-batches are those of padded rows."""
+    want = padded_logps(model, pairs)
+    wanted = _gradients(model, want)
+    model.set_attn_implementation(IMPLEMENTATION)
+    for budget in budgets:
+        got = packed_logps(PolicyModel(model), pairs, budget)
+        assert torch.allclose(got, want, rtol=tolerance, atol=tolerance)
+        found = _gradients(model, got)
+        assert found.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
+
+
+def _gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    (logps[:, 0] - logps[:, 1]).tanh().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def plain_columns(causal_lm: Any, pairs: Sequence[TokenPair]) -> dict[str, Tensor]:

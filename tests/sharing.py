@@ -10,7 +10,7 @@ import re
 SHARING = {
     "ray": r"cluster/(?!test_hang.py::test_one)|faults/.*(on_ray|\[ray)",
     "children": r"same/|house/|cluster/test_hang|adapters/test_run|api/test_(ranks|resume)"
-    r"|checkpoint/test_(background|control|disk|store)|docs/test_(pages|size)"
+    r"|checkpoint/test_(background|control|disk|kill|store)|docs/test_(pages|size)"
     r"|health/test_answers_at_end|model/test_(export|head|towers|vision_layouts)"
     r"|reference/test_resume|security/test_(page|readers|secrets|terminal)|train/test_(nonfinite|resume|signals)",
     "fork_server": r"faults/",

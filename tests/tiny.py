@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -48,6 +48,15 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+TEXT: dict[str, Any] = {  # the same for any family, and for the language model of one with a tower
+    **{name: size for name, size in SIZES.items() if name != "tie_word_embeddings"},
+    "vocab_size": 63,
+    "head_dim": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
 
 def make_model(
     folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
@@ -83,7 +92,12 @@ def make_pairs(file: Path, count: int, *, seed: int = 0) -> Path:
         }
         for _ in range(count)
     ]
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    return write_rows(file, rows)
+
+
+def write_rows(file: Path, rows: Iterable[Any]) -> Path:
+    """Write a file of JSON lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file
 
 
@@ -150,17 +164,22 @@ def metrics(config: DPOConfig) -> list[dict[str, Any]]:
 
 
 def tiny_policy(*, dtype: torch.dtype = torch.float32, **changes: Any) -> PolicyModel:
-    """A random Llama in memory, wide enough that attention and head really matter."""
+    """A random Llama in memory."""
     torch.manual_seed(0)
     config = LlamaConfig(**{**SIZES, "vocab_size": 61, **changes})
     model: Any = AutoModelForCausalLM.from_config(
         config, attn_implementation=IMPLEMENTATION, dtype=dtype
     )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.15)
-    return PolicyModel(model.eval())
+    return PolicyModel(widen(model.eval()))
+
+
+@torch.no_grad()
+def widen(model: Any) -> Any:
+    """Draw the weights of a model so wide that attention and head really matter."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, 0.15)
+    return model
 
 
 def fork_context() -> ForkServerContext:

@@ -1,8 +1,8 @@
 """Tests that `make test` leaves to `make test-all`, and what still proves each claim in `make test`.
 
 Cells of a matrix are marked in their files (tests/cells.py). This table holds whole tests whose
-cost is process start or real training. A key is `file::function[cell]`; the last two may be left
-out, and are regular expressions.
+cost is process start or real training. A key is a folder, or `file::function[cell]`; the last two
+may be left out, and are regular expressions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WIDE = {
     "fuzz/test_fuzz.py::test_thirty_seconds_find_nothing": (
         "security/: damaged files of each kind, one by one; make fuzz"
     ),
-    "model/test_towers.py::test_divided_it_is_the_same": "test_towers.py on one rank; same/test_shard.py",
+    "model/test_towers.py::test_divided_it_is_the_same": "test_towers.py on one rank; same/test_layouts.py",
     "faults/test_tasks.py::test_killed_and_resumed": (
         "faults/test_kill.py: a killed rank of two; the cell kto of losses/test_resume.py; kto on zero3 in the same file"
     ),
@@ -38,28 +38,14 @@ WIDE = {
         "the README's, in the same file; every YAML and Python block"
     ),
     "report/test_report.py::test_in_a_browser": "page/test_page.py in a browser; the report's figures here",
-    "same/test_adapters.py::test_a_checkpoint_resumes_under_another_layout": "same/test_elastic.py",
     "same/test_adapters.py::test_roles_share_one_model_and_leave_one_adapter": "adapters/test_run.py",
-    "same/test_context.py::test_together_with_other_axes": (
-        "the canonical run on cp 2; same/test_stages.py: stages with cp"
-    ),
-    "same/test_context.py::test_losses_and_families": "the canonical run",
-    "same/test_elastic.py::test_layouts_of_four": "two ranks in the same file",
-    "same/test_shard.py::test_losses_and_families_on_zero3": "the canonical run; losses/ on one rank",
-    "same/test_stages.py::test_a_divided_backward_pass_adds_up_in_float32": "every schedule, same file",
-    "same/test_stages.py::test_layers_that_compute_their_activations_again": "every schedule",
-    "same/test_stages.py::test_models_and_losses": "every schedule, same file",
-    "same/test_stages.py::test_four_ranks_with_virtual_stages": "interleaved on two ranks",
-    "same/test_tensor.py::test_together_with_other_axes": (
-        "the canonical run on tp 2, plain and sequence parallel; same/test_experts.py: ep with tp"
-    ),
-    "same/test_tensor.py::test_losses_and_families": "the canonical run",
+    "same/test_stages.py::test_a_divided_backward_pass_adds_up_in_float32": "test_layouts.py: schedules",
     "sweep/test_sweep.py::test_a_signal_is_passed_on_to_the_children": "train/test_signals.py",
     "sweep/test_sweep.py::test_the_children_of_a_killed_sweep_are_asked_to_end": "test_signals.py",
-    "tracking/test_trackers.py::test_wandb_offline": "api/test_wandb.py; tracking/test_run.py: TensorBoard",
+    "tracking/test_trackers.py::test_wandb_offline": "api/test_coati.py; tracking/test_run.py: TensorBoard",
     "tracking/test_trackers.py::test_(trackio|mlflow).*": "records, ids and extras, by function, in the same file",
     "tracking/test_trackers.py::test_no_secret_reaches_a_tracker": "security/test_secrets.py: all files of a run",
-    "tracking/test_trackers.py::test_wandb_without_a_server_is_kept_in_local_files": "api/test_wandb.py",
+    "tracking/test_trackers.py::test_wandb_without_a_server_is_kept_in_local_files": "api/test_coati.py",
     "train/test_pack.py::test_bins_of_real_pairs_are_nearly_full": "bins of drawn lengths, in the same file",
     "train/test_signals.py::test_a_signal_before_loading_keeps_the_prepared_data": (
         "test_a_signal_ends_in_a_checkpoint"
@@ -72,7 +58,6 @@ WIDE = {
     ),
     "board/test_page.py::test_both_themes_and_widths": "page/test_page.py: both themes; the board's tests here",
     "board/test_page.py::test_new_lines_appear": "board/test_serve.py: new lines of a run",
-    "board/test_page.py::test_the_panel_of_a_run_stays_while_it_writes_metrics": "test_serve.py",
     "board/test_page.py::test_the_keyboard_is_enough": "test_pairs_token_by_token",
     "board/test_page.py::test_the_report_opens_and_cannot_ask_the_board": "test_serve.py: origin",
     "board/test_page.py::test_a_run_without_weights_says_so": "board/test_inspector.py",
@@ -90,23 +75,24 @@ WIDE = {
     ),
     "config/test_roll.py::test_dense_files_run[older]": "its cell dense",
     "data/test_real.py": "data/test_tokens.py, on tokenizers made by the tests",
-    "health/test_health.py::test_findings_follow_from_the_metrics_alone[(?!few).*]": "its first cell",
+    "health/test_health.py::test_findings_follow_from_the_metrics_alone[(?!steps).*]": "its first cell",
     "page/test_page.py::test_the_theme_is_kept_and_colours_the_charts": "test_in_a_browser",
     "train/test_outcome.py": "train/test_trainer.py and demo/test_demo.py train and judge a model",
     "docs/test_newcomer.py": "docs/test_snippets.py runs the README's commands in their order",
     "api/test_script.py": "api/test_coati.py runs the same trainer in this process",
-    "bench/test_merge.py": "adapters/test_merge.py: merged files compute what was trained",
-    "bench/test_layouts.py": "same/test_load.py: no rank holds more than its shards",
-    "adapters/test_run.py::test_killed_and_resumed_to_the_bit[pissa]": "its cell lora",
+    "bench/": "measures, not promises: what they measure is tested in the rooms of the package",
+    "engines/": "train/: the engine of the package; config/test_strategies.py: names of strategies",
+    "release/test_container.py": "release/test_habits.py; make release",
+    "release/test_install.py": "house/test_packaging.py: versions and pins; make release",
+    "release/test_release.py": "house/test_packaging.py: versions and pins; make release",
+    "adapters/test_run.py::test_killed_and_resumed_to_the_bit": (
+        "adapters/test_experts.py: an adapter resumed to the bit; train/test_resume.py: kills"
+    ),
     "adapters/test_run.py::test_the_cache_distinguishes_adapters": "reference/test_cache.py: keys",
     "board/test_page.py::test_a_browser_enters_by_the_private_page": "board/test_serve.py: token",
-    "checkpoint/test_background_saves.py::test_a_kill_during_a_save_loses_only_that_save": (
-        "checkpoint/test_kill.py kills at every operation of a save"
-    ),
     "checkpoint/test_disk_space.py::test_a_whole_run_whose_disk_is_full_for_a_while": (
         "checkpoint/test_disk_space.py: missed saves one by one, and a real full disk"
     ),
-    "checkpoint/test_disk_space.py::test_files_that_may_not_grow": "the full disk in the same file",
     "checkpoint/test_unreachable.py::test_training_continues_without_its_copies[13|116]": "cell 5",
     "cluster/test_adapters.py": "same/test_adapters.py: adapters on ranks without Ray",
     "cluster/test_cluster.py::test_a_reference_that_moves_is_asked_after_each_move": (
@@ -185,25 +171,18 @@ WIDE = {
     "same/test_tasks.py::test_kto_does_not_depend_on_the_number_of_ranks[(1-dtype0|4-dtype1).*]": (
         "the other two cells"
     ),
-    "train/test_nonfinite.py::test_all_ranks_skip_together[dp2-forward|zero3-forward|tp2-backward]": (
+    "train/test_nonfinite.py::test_all_ranks_skip_together[dp2-forward|dp2 zero3-forward|tp2-backward]": (
         "a backward pass on dp2 and zero3, a forward pass on pp2"
     ),
     "train/test_resume.py::test_a_signal_ends_in_a_complete_checkpoint[2-130]": "its cell SIGTERM",
     "train/test_signals.py::test_a_signal_ends_in_a_checkpoint[last evaluation-15|reference-15"
     "|last save-15|evaluation-2]": "the other phases; SIGINT while training",
     "train/test_signals.py::test_a_second_signal_quits_immediately[15-15|2-2]": "15-2 and 2-15",
-    "same/test_experts.py::test_a_checkpoint_resumes_on_another_ep": (
-        "same/test_elastic.py: any layout resumes under any other; ranks read and write the files "
-        "of one process, in the same file"
-    ),
     "same/test_experts.py::test_half_precision": (
-        "every axis in the same file; same/test_rounding.py: bfloat16 in every layout"
-    ),
-    "same/test_shard.py::test_shards_on_the_host": (
-        "the canonical run on zero3; optim/test_host.py: the state on the host"
+        "same/test_layouts.py: ep with every axis; same/test_rounding.py: bfloat16 in every layout"
     ),
     "same/test_stages.py::test_log_probs_follow_the_weights": (
-        "every schedule, same file; same/test_shard.py: log-probs of all ranks follow a step"
+        "same/test_layouts.py: schedules; same/test_shard.py: log-probs of all ranks follow a step"
     ),
     "train/test_vision_run.py::test_a_full_cache_computes_the_rest": (
         "hits in the second epoch, in the same file"
@@ -232,6 +211,9 @@ WIDE = {
         "pairs/test_tune.py: choice, finalists, limits and a damaged state, by function and on "
         "stored runs"
     ),
+    "commands/test_mlx.py": (
+        "commands/test_servers.py: a server that adds a BOS and returns ids by log-probs, and others"
+    ),
     "commands/test_score.py::test_real_pairs_score_as_in_a_padded_forward": (
         "test_a_run_scores_as_it_evaluated; board/test_inspector.py: a padded computation"
     ),
@@ -240,7 +222,41 @@ WIDE = {
         "train/test_resume.py; same/test_hybrids.py: files of one are read by ranks"
     ),
     "train/test_rounding.py::test_a_moving_reference_resumes_with_its_low_bits": (
-        "same/test_rounding.py: a moving reference keeps its low bits; losses/test_resume.py: TR-DPO"
+        "same/test_rounding.py: a reference in bfloat16 moves; losses/test_resume.py: TR-DPO"
+    ),
+    "cluster/test_cluster.py::test_the_first_cause_is_reported[die.*]": (
+        "its other cells; cluster/test_supervision.py: lost workers; faults/test_kill.py: a killed rank"
+    ),
+    "faults/test_kill.py::test_one_of_two_ranks[.*follow.*]": "its cell backward",
+    "faults/test_commands.py": "commands/test_generate.py: killed and run again; files.py: written whole or not at all",
+    "rounds/test_rounds.py::test_killed_in_every_stage_the_same_command_ends_in_the_same_files": (
+        "what each stage leaves and reads, in the same file; commands that are killed: commands/"
+    ),
+    "same/test_load.py::test_no_process_holds_more_than_two_shards": (
+        "ranks read together what one process reads, in the same file; bench/gpu_parallel.py"
+    ),
+    "same/test_adapters.py::test_frozen_shards_stay_in_the_precision_they_are_computed_in": (
+        "its layouts, in the same file; same/test_rounding.py: precisions in every layout"
+    ),
+    "same/test_adapters.py::test_the_layout_does_not_matter[tp]": "its cell fsdp2",
+    "same/test_layouts.py::test_the_run_is_that_of_one_process[dp4 zero3 shard2-sigmoid]": (
+        "its cells dp2 zero2 and dp2 zero3"
+    ),
+    "same/test_tensor.py::test_every_family": "the canonical run on tp 2; model/test_layers.py",
+    "model/test_released_names.py::test_a_trained_model_has_the_names_of_its_source_and_opens"
+    "[mistral_large4-saved]": "its cell qwen3_5_moe",
+    "data/test_prepare.py::test_children_end_with_their_parent": (
+        "train/test_signals.py: a stopped run leaves no process; cluster/test_orphans.py"
+    ),
+    "health/test_answers_at_end.py::test_the_loss_on_texts_is_that_of_one_process": (
+        "health/test_answers.py: answers at evaluations; same/test_shard.py: log-probs of all ranks"
+    ),
+    "security/test_strangers.py::test_nothing_of_a_stranger_runs_or_writes_outside[sweep|plan|tune]": (
+        "its other cells: train, score, data and more read the same config by the same loader"
+    ),
+    "pairs/test_tune.py::test_settings_that_change_nothing_are_rarely_written[0.3]": "its cell 2.0",
+    "api/test_resume.py::test_a_killed_training_resumes_to_the_same_bits[fit-rows.*]": (
+        "its cell coati-loader; train/test_resume.py"
     ),
     "trl/test_numbers.py::test_log_history_is_trls[orpo]": "its other cells; golden/test_trl.py: ORPO",
 }
@@ -252,6 +268,8 @@ def _patterns() -> list[re.Pattern[str]]:
 
 
 def _pattern(key: str) -> re.Pattern[str]:
+    if key.endswith("/"):
+        return re.compile(f"tests/{re.escape(key)}")
     file, _, rest = key.partition("::")
     function, _, cell = rest.partition("[")
     named = f"::{function or '[^[]*'}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.schema import ActorModelArgs, ModelArgs
 from rather.data.pack import pack
 from rather.errors import ConfigError
@@ -26,6 +24,7 @@ from rather.parallel.load import load_policy
 from rather.pipeline.pipeline import DPOPipeline
 from tests.model.test_experts import tiny
 from tests.padded import padded_logps, random_pairs
+from tests.runs import assert_resumes, saved, steps
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
 LN_2 = math.log(2)
@@ -131,10 +130,8 @@ def of_run(folder: Path, name: str, args: dict[str, Any]) -> set[str]:
     """Train, compare the adapter and the merged model, and return the kinds of changed weights."""
     config = config_of(folder, name, args)
     assert DPOPipeline(config).run() == 0
-    lines = metrics(config)
-    first = next(line for line in lines if "loss" in line)
-    assert first["loss"] == pytest.approx(LN_2, abs=1e-6)  # the reference is the start
-    assert lines[-1]["eval/loss"] < LN_2 - 1e-3
+    assert steps(config)[0]["loss"] == pytest.approx(LN_2, abs=1e-6)  # the reference is the start
+    assert metrics(config)[-1]["eval/loss"] < LN_2 - 1e-3
     model, adapter = config.run_dir / "model", config.run_dir / "adapter"
     expected = padded_logps(by_peft(folder, adapter), PAIRS)
     merged = padded_logps(AutoModelForCausalLM.from_pretrained(model), PAIRS)
@@ -147,31 +144,16 @@ def of_run(folder: Path, name: str, args: dict[str, Any]) -> set[str]:
     return {name.split(".")[-2] for name in changed if ".experts." in name}
 
 
-def test_from_the_base_to_the_merged_model(folder: Path) -> None:
-    assert of_run(folder, "new", NEW) == {"gate_proj", "up_proj", "down_proj"}
-
-
-def test_one_stack_alone(folder: Path) -> None:
-    args = {"lora_rank": 4, "lora_target": "mlp.experts.gate_up_proj"}
-    assert of_run(folder, "one", args) == {"gate_proj", "up_proj"}
-
-
-def test_an_adapter_of_peft_is_trained_further(folder: Path) -> None:
-    """Its start is kept as a second adapter, which is the reference."""
-    args = {"adapter_name_or_path": str(folder / "tuned")}
-    assert of_run(folder, "continued", args) == {"gate_proj", "up_proj", "down_proj"}
+def test_from_the_base_or_an_adapter_of_peft_to_the_merged_model(folder: Path) -> None:
+    """The start of an adapter that is trained further is kept as a second one, the reference."""
+    one_stack = {"lora_rank": 4, "lora_target": "mlp.experts.gate_up_proj"}
+    continued = {"adapter_name_or_path": str(folder / "tuned")}
+    assert of_run(folder, "one", one_stack) == {"gate_proj", "up_proj"}
+    for name, args in (("new", NEW), ("continued", continued)):
+        assert of_run(folder, name, args) == {"gate_proj", "up_proj", "down_proj"}
 
 
 def test_resumed_to_the_bit(folder: Path) -> None:
     once = config_of(folder, "once", NEW, max_steps=3, save_steps=2)
-    assert DPOPipeline(once).run() == 0
-    last = once.run_dir / "checkpoint-3"
-    expected = {
-        key: tensor.clone() for key, tensor in open_checkpoint(last).tensors("model").items()
-    }
-    assert sum(".experts." in key for key in expected) == 8
-    shutil.rmtree(last)
-    assert DPOPipeline(once).run() == 0
-    found = open_checkpoint(last).tensors("model")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert_resumes(once, 2)
+    assert sum(".experts." in key for key in saved(once, 3, "model")) == 8

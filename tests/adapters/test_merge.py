@@ -13,12 +13,11 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from rather.cli import app
 from rather.commands.export import merge
 from rather.model import adapters
 from rather.model.adapters import saved_config
+from tests.commands.conftest import rather
 from tests.tiny import make_model
 
 
@@ -32,9 +31,20 @@ def difference_in(result: str) -> float:
     return float(result.partition("differ by ")[2].partition(" ")[0])
 
 
+def refusal(adapter: Path, out: Path, *more: object) -> str:
+    """What `rather merge` says when it writes nothing."""
+    done = rather("merge", adapter, "--out", out, *more)
+    assert done.exit_code == 2
+    return done.output
+
+
+def copied(adapter: Path, folder: Path) -> Path:
+    return shutil.copytree(adapter, folder / "adapter")
+
+
 def test_by_the_command(shared: Path, tuned: Path, tmp_path: Path) -> None:
     """The adapter knows its base; here its folder has no tokenizer, so that of the base comes along."""
-    done = CliRunner().invoke(app, ["merge", str(tuned), "--out", str(tmp_path / "merged")])
+    done = rather("merge", tuned, "--out", tmp_path / "merged")
     assert done.exit_code == 0, done.output
     assert "log-probs before and after differ by" in done.output
     assert "(allowed: 0.0001)" in done.output
@@ -44,9 +54,7 @@ def test_by_the_command(shared: Path, tuned: Path, tmp_path: Path) -> None:
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected, atol=1e-5
     )
     assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == 63
-    again = CliRunner().invoke(app, ["merge", str(tuned), "--out", str(tmp_path / "merged")])
-    assert again.exit_code == 2
-    assert "already exists" in again.output
+    assert "already exists" in refusal(tuned, tmp_path / "merged")
 
 
 def test_half_precision_is_allowed_its_rounding(tuned: Path, tmp_path: Path) -> None:
@@ -68,11 +76,7 @@ def test_a_foreign_base_is_refused(
     tuned: Path, tmp_path: Path, changes: dict[str, int], sentence: str
 ) -> None:
     base = make_model(tmp_path / "base", **changes)
-    done = CliRunner().invoke(
-        app, ["merge", str(tuned), "--out", str(tmp_path / "merged"), "--base", str(base)]
-    )
-    assert done.exit_code == 2
-    assert sentence in done.output
+    assert sentence in refusal(tuned, tmp_path / "merged", "--base", base)
     assert not (tmp_path / "merged").exists()
 
 
@@ -91,25 +95,17 @@ def test_a_merge_that_changes_the_model_is_not_written(
 
     really = adapters.merge
     monkeypatch.setattr(adapters, "merge", wrong)
-    done = CliRunner().invoke(app, ["merge", str(tuned), "--out", str(tmp_path / "merged")])
-    assert done.exit_code == 2
-    assert "not written: log-probs before and after differ" in done.output
+    said = refusal(tuned, tmp_path / "merged")
+    assert "not written: log-probs before and after differ" in said
     assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_base_is_reported(tuned: Path, tmp_path: Path) -> None:
-    shutil.copytree(tuned, tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_config.json"
-    file.write_text(
-        json.dumps(
-            json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}
-        )
-    )
-    done = CliRunner().invoke(
-        app, ["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")]
-    )
-    assert done.exit_code == 2
-    assert "is not here; pass it with --base" in done.output
+    adapter = copied(tuned, tmp_path)
+    file = adapter / "adapter_config.json"
+    values = json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}
+    file.write_text(json.dumps(values))
+    assert "is not here; pass it with --base" in refusal(adapter, tmp_path / "merged")
 
 
 def test_a_base_quantised_in_training_is_reported(
@@ -120,21 +116,17 @@ def test_a_base_quantised_in_training_is_reported(
 ) -> None:
     """Without bitsandbytes the adapter is compared on the base as it is, and the log says so."""
     monkeypatch.setattr("rather.commands.export.takes_4_bits", lambda: False)
-    shutil.copytree(tuned, tmp_path / "adapter")
-    (tmp_path / "adapter" / "rather.json").write_text('{"quantization": "4bit"}')
-    found = merge(str(tmp_path / "adapter"), tmp_path / "merged")
+    adapter = copied(tuned, tmp_path)
+    (adapter / "rather.json").write_text('{"quantization": "4bit"}')
+    found = merge(str(adapter), tmp_path / "merged")
     assert "allowed" in found
     assert "bitsandbytes is missing" in caplog.text
 
 
 def test_nonfinite_weights_are_refused(tuned: Path, tmp_path: Path) -> None:
-    shutil.copytree(tuned, tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    adapter = copied(tuned, tmp_path)
+    file = adapter / "adapter_model.safetensors"
     weights = load_file(file)
     weights[min(weights)].fill_(float("nan"))
     save_file(weights, file)
-    done = CliRunner().invoke(
-        app, ["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")]
-    )
-    assert done.exit_code == 2
-    assert "not finite numbers" in done.output
+    assert "not finite numbers" in refusal(adapter, tmp_path / "merged")

@@ -37,7 +37,9 @@ from rather.parallel.load import load_policy
 from rather.pipeline.checks import identity_of, refuse_other_run
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.model_source import Weights, weights_of
+from tests.runs import assert_equal, saved, steps
 from tests.tiny import in_child, make_config, metrics
+from tests.train.test_resume import KILLED, train_killed
 
 STEPS = 3
 LN_2 = math.log(2)
@@ -100,6 +102,22 @@ def logits(model: Any) -> Tensor:
     return found
 
 
+def first_loss(pipeline: DPOPipeline) -> float:
+    loss: float = steps(pipeline.config)[0]["loss"]
+    return loss
+
+
+def assert_merged(pipeline: DPOPipeline, close: float = 1e-5) -> Tensor:
+    """The exported model is the policy. Return its logits."""
+    policy = policy_of(pipeline).causal_lm
+    policy.set_attn_implementation("eager")
+    merged = logits(
+        AutoModelForCausalLM.from_pretrained(pipeline.config.run_dir / "model", dtype=torch.float32)
+    )
+    assert torch.allclose(merged, logits(policy), atol=close)
+    return merged
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_from_the_base_to_the_merged_model(shared: Path, name: str) -> None:
     config = config_of(shared, name, VARIANTS[name])
@@ -109,10 +127,8 @@ def test_from_the_base_to_the_merged_model(shared: Path, name: str) -> None:
     rounding = Rounding(config.rounding)
     base = load_policy(config.actor_train.model_path, args, "cpu", rounding=rounding)
     # Before any training the policy is the reference, and the reference is the base, also after training.
-    lines = metrics(config)
-    first = next(line for line in lines if "loss" in line)
-    assert first["loss"] == pytest.approx(LN_2, abs=1e-12 if exact else 1e-3)
-    assert lines[-1]["eval/loss"] < LN_2
+    assert first_loss(pipeline) == pytest.approx(LN_2, abs=1e-12 if exact else 1e-3)
+    assert metrics(config)[-1]["eval/loss"] < LN_2
     close = {"rtol": 0, "atol": 1e-12 if "pissa" not in name else 1e-4}
     assert torch.allclose(reference_of(pipeline), log_probs(base), **close)
     assert not torch.allclose(log_probs(policy_of(pipeline)), log_probs(base), atol=1e-2)
@@ -129,15 +145,13 @@ def test_from_the_base_to_the_merged_model(shared: Path, name: str) -> None:
     assert {key.rpartition(".")[0] for key in saved.tensors("optimizer")} == held
     assert all(parameter.grad is None for parameter in policy.parameters())
     # The merged model, and PEFT's on the original base, are the policy.
-    tolerance = 1e-5 if exact else 0.05
     source = AutoModelForCausalLM.from_pretrained(
         config.actor_train.model_path, dtype=torch.float32
     )
-    merged = AutoModelForCausalLM.from_pretrained(config.run_dir / "model", dtype=torch.float32)
     opened = PeftModel.from_pretrained(source, config.run_dir / "adapter")
-    assert torch.allclose(logits(merged), logits(opened), atol=1e-5)
-    policy.causal_lm.set_attn_implementation("eager")
-    assert torch.allclose(logits(merged), logits(policy.causal_lm), atol=tolerance)
+    assert torch.allclose(
+        assert_merged(pipeline, 1e-5 if exact else 0.05), logits(opened), atol=1e-5
+    )
     assert opened.peft_config["default"].base_model_name_or_path == str(
         Path(config.actor_train.model_path).absolute()
     )
@@ -148,10 +162,7 @@ def test_pissa_with_a_separate_reference_is_exported_on_the_original_base(
 ) -> None:
     config = config_of(shared, "apart", VARIANTS["pissa"], reference__model_args__dtype="fp32")
     assert not config.reference_is_policy
-    policy = policy_of(trained(config))
-    policy.causal_lm.set_attn_implementation("eager")
-    merged = AutoModelForCausalLM.from_pretrained(config.run_dir / "model", dtype=torch.float32)
-    assert torch.allclose(logits(merged), logits(policy.causal_lm), atol=1e-5)
+    assert_merged(trained(config))
 
 
 def test_sizes_are_those_of_the_adapter(shared: Path) -> None:
@@ -186,9 +197,7 @@ def test_sizes_are_those_of_the_adapter(shared: Path) -> None:
 def test_an_existing_adapter_is_trained_on_and_is_the_reference(shared: Path, tuned: Path) -> None:
     args = {"lora_rank": None, "adapter_name_or_path": str(tuned)}
     pipeline = trained(config_of(shared, "existing", args))
-    assert next(line for line in metrics(pipeline.config) if "loss" in line)[
-        "loss"
-    ] == pytest.approx(LN_2, abs=1e-12)
+    assert first_loss(pipeline) == pytest.approx(LN_2, abs=1e-12)
     began = load_policy(str(shared / "base"), ModelArgs(adapter_name_or_path=str(tuned)), "cpu")
     base = load_policy(str(shared / "base"), ModelArgs(), "cpu")
     assert torch.equal(reference_of(pipeline), log_probs(began))
@@ -199,9 +208,7 @@ def test_an_existing_adapter_is_trained_on_and_is_the_reference(shared: Path, tu
     ).eval()
     began.causal_lm.set_attn_implementation("eager")
     assert torch.allclose(logits(began.causal_lm), logits(peft), atol=1e-5)
-    merged = AutoModelForCausalLM.from_pretrained(pipeline.config.run_dir / "model")
-    policy_of(pipeline).causal_lm.set_attn_implementation("eager")
-    assert torch.allclose(logits(merged), logits(policy_of(pipeline).causal_lm), atol=1e-5)
+    assert_merged(pipeline)
 
 
 @pytest.mark.parametrize("name", ["dora", "pissa-rslora", "modules"])
@@ -214,16 +221,12 @@ def test_what_a_run_left_is_trained_on(shared: Path, name: str) -> None:
         **base,
     }
     pipeline = trained(config_of(shared, f"second-{name}", left))
-    assert next(line for line in metrics(pipeline.config) if "loss" in line)[
-        "loss"
-    ] == pytest.approx(LN_2, abs=1e-12)
+    assert first_loss(pipeline) == pytest.approx(LN_2, abs=1e-12)
     assert torch.allclose(reference_of(pipeline), log_probs(policy_of(first)), atol=1e-3)
     assert not torch.allclose(
         log_probs(policy_of(pipeline)), log_probs(policy_of(first)), atol=1e-2
     )
-    merged = AutoModelForCausalLM.from_pretrained(pipeline.config.run_dir / "model")
-    policy_of(pipeline).causal_lm.set_attn_implementation("eager")
-    assert torch.allclose(logits(merged), logits(policy_of(pipeline).causal_lm), atol=1e-5)
+    assert_merged(pipeline)
 
 
 def test_the_base_can_be_the_reference_of_an_existing_adapter(shared: Path, tuned: Path) -> None:
@@ -233,9 +236,7 @@ def test_the_base_can_be_the_reference_of_an_existing_adapter(shared: Path, tune
     )
     base = load_policy(str(shared / "base"), ModelArgs(), "cpu")
     assert torch.equal(reference_of(pipeline), log_probs(base))
-    assert next(line for line in metrics(pipeline.config) if "loss" in line)[
-        "loss"
-    ] != pytest.approx(LN_2, abs=1e-6)
+    assert first_loss(pipeline) != pytest.approx(LN_2, abs=1e-6)
 
 
 def test_another_model_as_reference_is_a_second_model(shared: Path) -> None:
@@ -312,40 +313,18 @@ def test_roles_in_one_process_of_a_cluster_are_neighbours(
 # --- killed and resumed ---
 
 
-class Killed(ActorWorker):
-    """Dies without a word when as many steps are done as the environment says."""
-
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().train_step(*args, **kwargs)
-        self.done = getattr(self, "done", 0) + 1
-        if str(self.done) == os.environ.get("TEST_KILL_AFTER"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-
-def train(folder: Path, name: str, changes: dict[str, Any], kill_after: str) -> int:
-    os.environ["TEST_KILL_AFTER"] = kill_after
-    options = {
-        "actor_train__worker_cls": "tests.adapters.test_run.Killed",
-        "save_steps": 2,
-        "max_steps": 5,
-    }
-    return DPOPipeline(config_of(folder, name, changes, **options)).run()
-
-
 @pytest.mark.parametrize("variant", ["lora", "pissa"])
 def test_killed_and_resumed_to_the_bit(shared: Path, variant: str) -> None:
-    changes, killed = VARIANTS[variant], f"killed-{variant}"
-    assert in_child(train, shared, killed, changes, "3") == -signal.SIGKILL
-    assert in_child(train, shared, killed, changes, "") == 0
-    assert train(shared, f"whole-{variant}", changes, "") == 0
-    one, other = (shared / "output" / name for name in (killed, f"whole-{variant}"))
-    for group in ("model", "optimizer"):
-        tensors = [open_checkpoint(run / "checkpoint-5").tensors(group) for run in (one, other)]
-        assert tensors[0].keys() == tensors[1].keys()
-        assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
+    def config(name: str) -> DPOConfig:
+        return config_of(shared, name, VARIANTS[variant], max_steps=5, save_steps=2, **KILLED)
+
+    killed, whole = config(f"killed-{variant}"), config(f"whole-{variant}")
+    assert in_child(train_killed, killed, "3") == -signal.SIGKILL
+    assert in_child(train_killed, killed) == 0
+    trained(whole)
+    assert_equal(saved(killed, 5), saved(whole, 5))
     for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (one / file).read_bytes() == (other / file).read_bytes()
+        assert (killed.run_dir / file).read_bytes() == (whole.run_dir / file).read_bytes()
 
 
 def test_an_adapter_on_other_base_weights_is_refused(

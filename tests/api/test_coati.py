@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.api.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
 from rather.coati import Booster, DPOTrainer, Plugin
+from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
-from tests.api.test_trainer import rows
+from tests.api import test_trainer
+from tests.api.conftest import TOKENS, rows
+from tests.commands.conftest import json_of, rows_of
 from tests.padded import random_pairs
-from tests.tiny import make_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("base"))
+from tests.tracking.test_trackers import finish_writing, needs, wandb_records
 
 
 def loader(folder: Path, count: int, seed: int) -> DataLoader[Any]:
@@ -53,8 +52,7 @@ def trainer_of(folder: Path, model: Any, **changes: Any) -> DPOTrainer:
     return DPOTrainer(**{**options, **changes})
 
 
-def test_seed_003_the_usage_example(folder: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def test_seed_003_the_usage_example(folder: Path, model: Any, tmp_path: Path) -> None:
     trainer = trainer_of(
         folder, model, save_interval=2, save_dir=tmp_path / "saved", coordinator=None
     )
@@ -65,17 +63,11 @@ def test_seed_003_the_usage_example(folder: Path, tmp_path: Path) -> None:
         use_wandb=False,
     )
     assert len(history) == 6
-    assert set(history[0]) == {
-        "loss",
-        "chosen_rewards",
-        "rejected_rewards",
-        "accuracy",
-        "margin",
-        "lr",
-    }
+    names = {"loss", "chosen_rewards", "rejected_rewards", "accuracy", "margin", "lr"}
+    assert set(history[0]) == names
     saved = sorted(path.name for path in (tmp_path / "saved").glob("epoch-*"))
     assert saved == ["epoch-0_step-2", "epoch-1_step-2", "epoch-1_step-6"]
-    assert json.loads((tmp_path / "saved" / saved[-1] / "running_states.json").read_text()) == {
+    assert json_of(tmp_path / "saved" / saved[-1] / "running_states.json") == {
         "epoch": 1,
         "step": 6,
     }
@@ -86,7 +78,7 @@ def test_seed_003_the_usage_example(folder: Path, tmp_path: Path) -> None:
     assert "accuracy: " in (tmp_path / "saved" / "eval_result_epoch1.txt").read_text()
     assert list((tmp_path / "logs" / "DPO").glob("*/events.out.tfevents*"))
     [file] = (tmp_path / "logs" / "DPO").glob("*/metrics.jsonl")
-    told = [json.loads(line) for line in file.read_text().splitlines()]
+    told = rows_of(file)
     assert [line["train/loss"] for line in told if "train/loss" in line] == [
         record["loss"] for record in history
     ]
@@ -111,14 +103,14 @@ def test_start_epoch_continues_with_the_order_of_that_epoch(folder: Path) -> Non
     )
 
 
-def test_only_the_end_is_exported_with_an_interval_of_0(folder: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def test_only_the_end_is_exported_with_an_interval_of_0(
+    folder: Path, model: Any, tmp_path: Path
+) -> None:
     trainer_of(folder, model, max_epochs=1, save_dir=tmp_path).fit(loader(folder, 8, 1))
     assert [path.name for path in tmp_path.glob("epoch-*")] == ["epoch-0_step-2"]
 
 
-def test_without_a_reference_it_is_simpo(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def test_without_a_reference_it_is_simpo(folder: Path, model: Any) -> None:
     simpo = trainer_of(folder, model, ref_model=None, length_normalization=True, gamma=0.5)
     assert simpo.trainer.config.loss_names == ["simpo"]
     assert len(simpo.fit(loader(folder, 4, 1))) == 2
@@ -142,29 +134,51 @@ def test_without_the_loss_mask_every_token_counts(folder: Path) -> None:
     assert without_mask != pytest.approx(first_loss(loader(folder, 4, 1), masked=True), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("plugin", "said"),
-    [(Plugin("zero9"), "is not one of"), (Plugin("zero2", tp_size=2), "has no degrees of its own")],
-)
-def test_unknown_plugins_are_refused(folder: Path, plugin: Plugin, said: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(ConfigError, match=said):
-        trainer_of(folder, model, plugin=plugin, booster=None)
+def test_zero2_cpu_keeps_its_strategy() -> None:
+    assert Plugin("zero2_cpu").strategy().strategy_name == "zero2_cpu"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "named"),
     [
+        ({"plugin": Plugin("zero9"), "booster": None}, "zero9"),
+        ({"plugin": Plugin("zero2", tp_size=2), "booster": None}, "has no degrees of its own"),
         ({"save_interval": 2}, "give save_dir too"),
         ({"save_dir": "saved", "tokenizer": None}, "give the tokenizer too"),
     ],
 )
-def test_missing_save_arguments_are_refused_before_training(
-    folder: Path, changes: dict[str, Any], said: str
+def test_arguments_without_effect_are_refused(
+    folder: Path, model: Any, changes: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
-        trainer_of(folder, AutoModelForCausalLM.from_pretrained(folder), **changes)
+    with pytest.raises(ConfigError, match=named):
+        trainer_of(folder, model, **changes)
 
 
-def test_zero2_cpu_keeps_its_strategy() -> None:
-    assert Plugin("zero2_cpu").strategy().strategy_name == "zero2_cpu"
+# --- W&B's real package, and nothing sent ---
+
+
+def wandb_losses(folder: Path, name: str) -> list[float]:
+    """Of the only run in a folder, as W&B's own file has them."""
+    [file] = folder.glob("**/offline-run-*/*.wandb")
+    rows: list[dict[str, Any]] = [
+        {"/".join(item.nested_key): json.loads(item.value_json) for item in row.item}
+        for row in wandb_records(file, "history")
+    ]
+    return [row[name] for row in rows if name in row]
+
+
+@needs("wandb")
+def test_the_runs_of_both_trainers_reach_wandb(
+    folder: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "settings"))
+    args = TrainingArgs(per_device_train_batch_size=2)
+    own = test_trainer.trainer_of(AutoModelForCausalLM.from_pretrained(folder), args=args)
+    first = own.fit(TOKENS[:6], log_dir=tmp_path / "own", use_wandb=True)
+    coordinator = SimpleNamespace(is_master=lambda: True)
+    coati = trainer_of(folder, model, max_epochs=1, coordinator=coordinator)
+    second = coati.fit(loader(folder, 8, 1), log_dir=tmp_path / "coati", use_wandb=True)
+    finish_writing()
+    assert wandb_losses(tmp_path / "own", "loss") == [record["loss"] for record in first]
+    assert wandb_losses(tmp_path / "coati", "train/loss") == [record["loss"] for record in second]

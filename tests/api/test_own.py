@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from rather import DPOConfig, DPOPipeline, DPOTrainer
 from rather.config import plugins
-from rather.config.load import load_config
 from rather.data.trial import try_own_formats
 from rather.errors import ConfigError, DataError
 from rather.losses.objective import from_config
 from rather.losses.trial import try_own_losses, try_own_metrics
 from rather.pipeline.callbacks import Callback, RunView, callback
-from tests.api.test_trainer import rows
-from tests.padded import random_pairs
-from tests.tiny import make_model, make_pairs, tiny_policy
+from tests.api.conftest import TOKENS
+from tests.commands.conftest import rows_of
+from tests.tiny import make_config, make_pairs, tiny_policy
 
-ROWS = [rows(pair) for pair in random_pairs(6, 60, seed=5)]
+ROWS = TOKENS[:6]
 OWN = """
 import torch
 from rather.data.formats import data_format
@@ -81,6 +78,7 @@ class StopsEarly(Callback):
 @pytest.fixture
 def imported(tmp_path: Path) -> Iterator[Path]:
     """Import OWN as --import does; the registries forget it afterwards."""
+    make_config(tmp_path)  # tokenised before OWN has formats for the same columns
     before = [
         (registry, dict(registry), dict(registry._modules)) for registry in plugins.REGISTRIES
     ]
@@ -92,29 +90,6 @@ def imported(tmp_path: Path) -> Iterator[Path]:
     for registry, entries, modules in before:
         registry._entries, registry._modules = entries, modules
     plugins._loaded[:] = loaded
-
-
-def config_in(folder: Path, **changes: Any) -> DPOConfig:
-    values = {
-        "exp_name": "own",
-        "pretrain": str(make_model(folder / "base")),
-        "sequence_length": 64,
-        "output_dir": str(folder / "output"),
-        "logging_dir": str(folder / "logs"),
-        "report_html": False,
-        "logging_steps": 1,
-        "eval_steps": 1,
-        "max_steps": 4,
-        "actor_train": {
-            "data_args": {
-                "file_name": str(make_pairs(folder / "pairs.jsonl", 32)),
-                "format": "prompt",
-            },
-        },
-        "validation": {"data_args": {"split": 8}},
-    }
-    (folder / "own.yaml").write_text(yaml.safe_dump(values | changes), encoding="utf-8")
-    return load_config(folder / "own.yaml")
 
 
 @pytest.mark.defect("U13")
@@ -169,23 +144,17 @@ def test_a_metric_is_tried_too(metric: Any, text: str) -> None:
 
 @pytest.mark.defect("U15")
 def test_metrics_and_callbacks_of_a_run(imported: Path, tmp_path: Path) -> None:
-    config = config_in(tmp_path)
+    own = {f"{part}__data_args__format": "prompt" for part in ("actor_train", "validation")}
+    config = make_config(tmp_path, max_steps=4, logging_steps=1, eval_steps=1, **own)
     DPOPipeline(config).run()
     folder = config.run_dir
     calls = (folder / "calls.txt").read_text("utf-8").splitlines()
     values = {line.split()[2] for line in calls if line.startswith("evaluate")}
-    assert [line.rpartition(" ")[0] for line in calls if "evaluate" in line] == [
-        "evaluate 0",
-        "evaluate 1",
-        "evaluate 2",
-    ]
-    assert [line for line in calls if "evaluate" not in line] == [
-        "log 1 1",
-        "log 2 2",
-        "save 2",
-        "end 2",
-    ]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line.rpartition(" ")[0] for line in calls if "evaluate" in line]
+    assert evaluations == ["evaluate 0", "evaluate 1", "evaluate 2"]
+    others = [line for line in calls if "evaluate" not in line]
+    assert others == ["log 1 1", "log 2 2", "save 2", "end 2"]
+    lines = rows_of(folder / "metrics.jsonl")
     logged = {str(line["eval/longer_chosen"]) for line in lines if "eval/loss" in line}
     assert logged == values
     assert 0 < float(values.pop()) < 1

@@ -9,22 +9,15 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rather import DPOConfig, DPOTrainer
 from rather.config.schema import TrainingArgs
 from rather.errors import ConfigError
-from tests.api.test_trainer import rows
-from tests.padded import random_pairs
-from tests.tiny import make_model
+from tests.api.conftest import TOKENS
 
-ROWS = [rows(pair) for pair in random_pairs(6, 60, seed=5)]
+ROWS = TOKENS[:6]
 ARGS = TrainingArgs(learning_rate=3e-2, per_device_train_batch_size=2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("peft") / "base")
 
 
 def adapted(folder: Path) -> Any:
@@ -39,10 +32,9 @@ def adapted(folder: Path) -> Any:
 
 
 @pytest.mark.defect("U14")
-def test_the_reference_is_the_model_with_its_adapter_off(folder: Path) -> None:
-    base = AutoModelForCausalLM.from_pretrained(folder)
+def test_the_reference_is_the_model_with_its_adapter_off(folder: Path, model: Any) -> None:
     without = DPOTrainer(adapted(folder), DPOConfig(), args=ARGS).fit(ROWS)
-    with_copy = DPOTrainer(adapted(folder), DPOConfig(), base, args=ARGS).fit(ROWS)
+    with_copy = DPOTrainer(adapted(folder), DPOConfig(), model, args=ARGS).fit(ROWS)
     assert without == with_copy
     assert without[0]["rewards/margins"] != 0  # the adapter is on in the policy alone
 
@@ -58,8 +50,8 @@ def test_single_steps_compare_with_the_base_too(folder: Path) -> None:
 
 
 @pytest.mark.defect("U14")
-def test_the_adapter_is_saved_alone(folder: Path, tmp_path: Path) -> None:
-    model, tokenizer = adapted(folder), AutoTokenizer.from_pretrained(folder)
+def test_the_adapter_is_saved_alone(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    model = adapted(folder)
     trainer = DPOTrainer(model, DPOConfig(), args=ARGS, tokenizer=tokenizer)
     trainer.fit(ROWS)
     trainer.save_model(tmp_path / "adapter")
@@ -80,8 +72,7 @@ def test_a_config_cannot_add_an_adapter(folder: Path) -> None:
         DPOTrainer(adapted(folder), config)
 
 
-def test_a_model_without_an_adapter_cannot_be_merged(folder: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def test_a_model_without_an_adapter_cannot_be_merged(model: Any, tmp_path: Path) -> None:
     trainer = DPOTrainer(model, DPOConfig(), copy.deepcopy(model))
     with pytest.raises(ConfigError, match="no adapter"):
         trainer.save_model(tmp_path / "merged", merge=True)

@@ -18,10 +18,9 @@ from rather.coati import Plugin
 from rather.config.schema import StrategyArgs, TrainingArgs
 from rather.data.batch import TokenPair
 from rather.errors import ConfigError, DataError
-from tests.api.test_trainer import rows
+from tests.api.conftest import rows
 from tests.padded import random_pairs
 from tests.same.pool import pool
-from tests.tiny import make_model
 
 STEPS, LENGTH = 3, 128
 
@@ -131,11 +130,6 @@ def test_float16_has_a_loss_scale_on_ranks_too(folder: Path) -> None:
     for ours, norm, given, other in pool(2).run(scales, folder):
         assert ours == given == 2.0**16
         assert norm == pytest.approx(other, rel=1e-2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("ranks") / "base")
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,10 @@ from rather.checkpoint.checkpoint import newest_good
 from rather.coati import DPOTrainer as CoatiTrainer
 from rather.config.schema import TrainingArgs
 from rather.errors import CheckpointError, ConfigError, DataError
-from tests.api.test_trainer import rows
-from tests.padded import random_pairs
-from tests.tiny import in_child, make_model
+from tests.api.conftest import TOKENS
+from tests.commands.conftest import json_of
+from tests.tiny import in_child
 
-TOKENS = [rows(pair) for pair in random_pairs(14, 60, seed=5)]
 STEPS = 8  # two epochs of 14 pairs, two micro-batches of two pairs each
 SEED = 15
 
@@ -50,15 +49,15 @@ def kill_after(steps: int, trainer: DPOTrainer) -> None:
     optimizer.step = counted  # type: ignore[method-assign]
 
 
-def loader(base: Path) -> DataLoader[Any]:
-    collate = DataCollatorForPreferenceDataset(AutoTokenizer.from_pretrained(base))
+def loader(folder: Path) -> DataLoader[Any]:
+    collate = DataCollatorForPreferenceDataset(AutoTokenizer.from_pretrained(folder))
     sampler: Any = StatefulDistributedSampler(TOKENS, seed=3)
     return DataLoader(TOKENS, batch_size=2, sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
 
 
 SOURCES: dict[str, Callable[[Path], Any]] = {
-    "rows": lambda base: TOKENS,
-    "dataset": lambda base: import_module("datasets").Dataset.from_list(TOKENS),
+    "rows": lambda folder: TOKENS,
+    "dataset": lambda folder: import_module("datasets").Dataset.from_list(TOKENS),
     "loader": loader,
 }
 
@@ -73,8 +72,8 @@ def torch_optimizer(model: Any, kind: str) -> dict[str, Any]:
     return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-def fit(base: Path, output: Path, source: str, optimizer: str = "", kill: int = 0) -> int:
-    model = AutoModelForCausalLM.from_pretrained(base)
+def fit(folder: Path, output: Path, source: str, optimizer: str = "", kill: int = 0) -> int:
+    model = AutoModelForCausalLM.from_pretrained(folder)
     args = TrainingArgs(
         learning_rate=1e-3,
         per_device_train_batch_size=2,
@@ -84,27 +83,27 @@ def fit(base: Path, output: Path, source: str, optimizer: str = "", kill: int = 
     given = torch_optimizer(model, optimizer) if optimizer else {}
     trainer = DPOTrainer(
         model, DPOConfig(save_steps=2), copy.deepcopy(model), args, **given,
-        tokenizer=AutoTokenizer.from_pretrained(base),
+        tokenizer=AutoTokenizer.from_pretrained(folder),
     )  # fmt: skip
     if kill:
         kill_after(kill, trainer)
-    history = trainer.fit(SOURCES[source](base), TOKENS[:3], output_dir=output)
+    history = trainer.fit(SOURCES[source](folder), TOKENS[:3], output_dir=output)
     trainer.save_model(output / "exported")
     (output / "history.json").write_text(json.dumps(history))
     return 0
 
 
-def coati(base: Path, output: Path, source: str, optimizer: str = "", kill: int = 0) -> int:
-    model = AutoModelForCausalLM.from_pretrained(base)
+def coati(folder: Path, output: Path, source: str, optimizer: str = "", kill: int = 0) -> int:
+    model = AutoModelForCausalLM.from_pretrained(folder)
     given = torch_optimizer(model, optimizer)
     trainer = CoatiTrainer(
         actor=model, ref_model=copy.deepcopy(model), actor_optim=given["optimizer"],
-        actor_lr_scheduler=given["lr_scheduler"], tokenizer=AutoTokenizer.from_pretrained(base),
+        actor_lr_scheduler=given["lr_scheduler"], tokenizer=AutoTokenizer.from_pretrained(folder),
         max_epochs=2, accumulation_steps=2, save_interval=2, save_dir=output,
     )  # fmt: skip
     if kill:
         kill_after(kill, trainer.trainer)
-    history = trainer.fit(SOURCES[source](base), SOURCES[source](base))
+    history = trainer.fit(SOURCES[source](folder), SOURCES[source](folder))
     trainer.trainer.save_model(output / "exported")
     (output / "history.json").write_text(json.dumps(history))
     return 0
@@ -118,13 +117,8 @@ def outcome(output: Path) -> tuple[Any, dict[str, torch.Tensor], Any, bytes]:
     names = ("model", "optimizer", "rng")
     tensors = {f"{name}/{key}": x for name in names for key, x in last.tensors(name).items()}
     exported = (output / "exported" / "model.safetensors").read_bytes()
-    history = json.loads((output / "history.json").read_text())
+    history = json_of(output / "history.json")
     return history, tensors, (last.state["trainer"], last.state["position"]), exported
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("base"))
 
 
 CASES = [
@@ -137,14 +131,14 @@ CASES = [
 
 @pytest.mark.parametrize(("train", "source", "optimizer"), CASES)
 def test_a_killed_training_resumes_to_the_same_bits(
-    base: Path, tmp_path: Path, train: Callable[..., int], source: str, optimizer: str
+    folder: Path, tmp_path: Path, train: Callable[..., int], source: str, optimizer: str
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert in_child(train, base, whole, source, optimizer) == 0
+    assert in_child(train, folder, whole, source, optimizer) == 0
     step = random.Random(f"{SEED} {train.__name__} {source}").randint(1, STEPS - 1)
-    assert in_child(train, base, killed, source, optimizer, step) == -signal.SIGKILL
+    assert in_child(train, folder, killed, source, optimizer, step) == -signal.SIGKILL
     assert not (killed / "history.json").exists()
-    assert in_child(train, base, killed, source, optimizer) == 0
+    assert in_child(train, folder, killed, source, optimizer) == 0
     one, other = outcome(whole), outcome(killed)
     assert len(one[0]) == STEPS
     assert one[0] == other[0]
@@ -157,8 +151,8 @@ def test_a_killed_training_resumes_to_the_same_bits(
 # --- in one process ---
 
 
-def trainer_of(base: Path, **given: Any) -> DPOTrainer:
-    model = AutoModelForCausalLM.from_pretrained(base)
+def trainer_of(folder: Path, **given: Any) -> DPOTrainer:
+    model = AutoModelForCausalLM.from_pretrained(folder)
     args = TrainingArgs(per_device_train_batch_size=4, num_train_epochs=1)
     if "make" in given:
         given["optimizer"] = given.pop("make")(model.parameters())
@@ -168,10 +162,10 @@ def trainer_of(base: Path, **given: Any) -> DPOTrainer:
 
 @pytest.mark.defect("U10")
 def test_a_finished_training_is_loaded(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = DPOConfig(max_steps=50)
-    first, again = (trainer_of(base, config=config) for _ in range(2))
+    first, again = (trainer_of(folder, config=config) for _ in range(2))
     with caplog.at_level(logging.INFO, "rather"):
         history = first.fit(TOKENS, output_dir=tmp_path)
         assert "max_steps: 50 cannot be reached: num_train_epochs (1) ends the run" in caplog.text
@@ -182,31 +176,31 @@ def test_a_finished_training_is_loaded(
 
 
 def test_no_folder_is_made_without_an_output_folder(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer_of(base).fit(TOKENS)
+    trainer_of(folder).fit(TOKENS)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_pairs_or_another_loss_are_refused(base: Path, tmp_path: Path) -> None:
-    trainer_of(base).fit(TOKENS, output_dir=tmp_path)
+def test_other_pairs_or_another_loss_are_refused(folder: Path, tmp_path: Path) -> None:
+    trainer_of(folder).fit(TOKENS, output_dir=tmp_path)
     with pytest.raises(CheckpointError, match="belongs to another run"):
-        trainer_of(base).fit(TOKENS[1:], output_dir=tmp_path)
+        trainer_of(folder).fit(TOKENS[1:], output_dir=tmp_path)
     changed = DPOConfig(max_steps=2, beta=0.5)
     with pytest.raises(CheckpointError, match="belongs to another run"):
-        trainer_of(base, config=changed).fit(TOKENS, output_dir=tmp_path)
+        trainer_of(folder, config=changed).fit(TOKENS, output_dir=tmp_path)
 
 
 @pytest.mark.parametrize("changed", ["model", "reference"])
 def test_other_weights_that_no_checkpoint_contains_are_refused(
-    base: Path, tmp_path: Path, changed: str
+    folder: Path, tmp_path: Path, changed: str
 ) -> None:
     """The base under an adapter, and the reference."""
 
     def trainer(*, change: bool) -> DPOTrainer:
         models = {
-            name: AutoModelForCausalLM.from_pretrained(base) for name in ("model", "reference")
+            name: AutoModelForCausalLM.from_pretrained(folder) for name in ("model", "reference")
         }
         if change:
             with torch.no_grad():
@@ -232,12 +226,12 @@ def generated() -> Iterator[Any]:
     ids=["generator", "DataLoader"],
 )
 def test_other_iterators_cannot_be_resumed(
-    base: Path, tmp_path: Path, source: Callable[[], Any], name: str
+    folder: Path, tmp_path: Path, source: Callable[[], Any], name: str
 ) -> None:
-    trainer_of(base).fit(source(), output_dir=tmp_path)
+    trainer_of(folder).fit(source(), output_dir=tmp_path)
     longer = DPOConfig(save_steps=1, max_steps=3)
     with pytest.raises(DataError, match=f"a {name} cannot be resumed at step 2: give rows"):
-        trainer_of(base, config=longer).fit(source(), output_dir=tmp_path)
+        trainer_of(folder, config=longer).fit(source(), output_dir=tmp_path)
 
 
 class Odd(torch.optim.SGD):
@@ -249,8 +243,8 @@ class Odd(torch.optim.SGD):
             self.state[p]["secret"] = object()
 
 
-def test_state_that_is_not_json_is_refused_by_name(base: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(base, make=lambda parameters: Odd(parameters, lr=1e-3))
+def test_state_that_is_not_json_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(folder, make=lambda parameters: Odd(parameters, lr=1e-3))
     with pytest.raises(ConfigError, match=r"Odd: 'secret' of its state \(object\) is neither"):
         trainer.fit(TOKENS, output_dir=tmp_path)
     assert len(trainer.fit(TOKENS)) == 2, "without an output folder it trains"

@@ -21,23 +21,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rather import DPOConfig, DPOTrainer
 from rather.api.collate import DataCollatorForPreferenceDataset, StatefulDistributedSampler
 from rather.cluster.worker import ActorWorker, RankInfo, make_worker
-from rather.coati import NAMES, Booster, Plugin
+from rather.coati import NAMES
 from rather.coati import DPOTrainer as CoatiTrainer
 from rather.config.load import config_from_dict, load
 from rather.errors import ConfigError, DataError
-from tests.api.test_trainer import LENGTH, padded, trainer_of
+from tests.api import test_coati
+from tests.api.conftest import padded
+from tests.api.test_trainer import LENGTH, trainer_of
 from tests.commands.conftest import rather
 from tests.config.conftest import smallest
 from tests.house.source import ROOT
 from tests.padded import random_pairs
-from tests.tiny import make_model, make_pairs
+from tests.tiny import make_pairs
 
 TABLE = re.compile(r"^\| `((?:roll|mcore_adapter|coati|colossalai)\.[\w.]+)` \| `([\w.]+)`", re.M)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("base"))
 
 
 class Same(DPOTrainer):
@@ -104,16 +101,16 @@ def test_seed_001_dpo_loss_is_called_where_it_is_overridden(folder: Path) -> Non
     _, losses, _ = steps(Doubled, folder, count=1)
     assert losses == pytest.approx([2 * loss for loss in expected], abs=1e-5)
     held_out = [padded(random_pairs(3, 60, seed=9), folder)]
-    plain = trainer_of(AutoModelForCausalLM.from_pretrained(folder))
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    doubled = trainer_of(model, own=Doubled)
+    plain, doubled = (
+        trainer_of(AutoModelForCausalLM.from_pretrained(folder), own=own)
+        for own in (DPOTrainer, Doubled)
+    )
     expected_metrics, found = plain.evaluate(held_out), doubled.evaluate(held_out)
     assert found["loss"] == pytest.approx(2 * expected_metrics["loss"], abs=1e-5)
     assert found["logps/chosen"] == pytest.approx(expected_metrics["logps/chosen"], abs=1e-4)
 
 
-def test_seed_001_an_override_without_effect_is_refused(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def test_seed_001_an_override_without_effect_is_refused(model: Any, folder: Path) -> None:
     for config in (DPOConfig(pref_loss="ipo"), DPOConfig(rpo_alpha=0.5)):
         with pytest.raises(ConfigError, match="would not call dpo_loss"):
             trainer_of(model, own=Doubled, train_config=config)
@@ -216,19 +213,11 @@ def test_seed_004_the_workflow(folder: Path, tmp_path: Path) -> None:
         for part in (rows[:8], rows[8:])
     )
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
-    trainer = CoatiTrainer(
-        actor=adapted,
-        ref_model=reference,
-        booster=Booster(Plugin("zero2")),
-        actor_optim=optimizer,
-        plugin=Plugin("zero2"),
-        actor_lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        tokenizer=tokenizer,
-        max_epochs=2,
-        accumulation_steps=2,
-        save_interval=2,
-        save_dir=tmp_path / "saved",
-    )
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    trainer = test_coati.trainer_of(
+        folder, adapted, ref_model=reference, actor_optim=optimizer, actor_lr_scheduler=schedule,
+        tokenizer=tokenizer, save_interval=2, save_dir=tmp_path / "saved",
+    )  # fmt: skip
     history = trainer.fit(train, held_out, log_dir=tmp_path / "logs")
     assert history[-1]["loss"] < history[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert (tmp_path / "saved" / "eval_result_epoch1.txt").is_file()

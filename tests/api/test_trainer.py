@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from rather import DPOConfig, DPOPipeline, DPOTrainer
 from rather.api.collate import (
@@ -22,42 +20,15 @@ from rather.api.collate import (
     pairs_of,
 )
 from rather.config.schema import TrainingArgs
-from rather.data.batch import TokenPair
 from rather.errors import ConfigError, DataError
 from rather.model import check
 from rather.train import rank_trainer
+from tests.api.conftest import TOKENS, padded, rows
+from tests.commands.conftest import rows_of
 from tests.padded import random_pairs
-from tests.tiny import CalledCuda, make_model, make_pairs, tiny_policy
+from tests.tiny import CalledCuda, make_pairs, tiny_policy
 
 LENGTH = 128
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture
-def model(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder)
-
-
-def rows(pair: TokenPair) -> dict[str, list[int]]:
-    """A pair as a tokenised row."""
-    found: dict[str, list[int]] = {}
-    for side in ("chosen", "rejected"):
-        ids = [*pair.prompt.tolist(), *getattr(pair, side).tolist()]
-        mask = [0] * len(ids)
-        for first, last in getattr(pair, f"{side}_scored"):
-            mask[first:last] = [1] * (last - first)
-        found |= {f"{side}_input_ids": ids, f"{side}_loss_mask": mask}
-    return found
-
-
-def padded(pairs: list[TokenPair], folder: Path) -> dict[str, torch.Tensor]:
-    return DataCollatorForPreferenceDataset(AutoTokenizer.from_pretrained(folder))(
-        [rows(pair) for pair in pairs]
-    )
 
 
 def stacked(batch: dict[str, torch.Tensor], *, shifted: bool = False) -> dict[str, torch.Tensor]:
@@ -77,23 +48,13 @@ def stacked(batch: dict[str, torch.Tensor], *, shifted: bool = False) -> dict[st
     return {"input_ids": ids, "attention_mask": shown, "labels": labels}
 
 
-def same(one: TokenPair, other: TokenPair) -> bool:
-    def parts(pair: TokenPair) -> list[Any]:
-        ids = [
-            np.concatenate([pair.prompt, side]).tolist() for side in (pair.chosen, pair.rejected)
-        ]
-        return [*ids, pair.chosen_scored, pair.rejected_scored]
-
-    return parts(one) == parts(other)
-
-
 def test_both_forms_of_a_batch_are_the_same_pairs(folder: Path) -> None:
     pairs = random_pairs(6, 60, seed=3)
     batch = padded(pairs, folder)
     forms = [batch, stacked(batch), stacked(batch, shifted=True)]
     forms.append({name.replace("rejected", "reject"): value for name, value in batch.items()})
     for form in forms:
-        assert all(same(*each) for each in zip(pairs_of(form), pairs, strict=True))
+        assert list(map(rows, pairs_of(form))) == list(map(rows, pairs))
 
 
 def test_labels_that_are_not_tokens_are_refused(folder: Path) -> None:
@@ -110,13 +71,8 @@ def trainer_of(model: Any, /, own: type[DPOTrainer] = DPOTrainer, **changes: Any
     args = TrainingArgs(
         learning_rate=1e-3, lr_scheduler_type="constant", gradient_accumulation_steps=2
     )
-    options = {
-        "model": model,
-        "train_config": config,
-        "ref_model": copy.deepcopy(model),
-        "args": args,
-    }
-    return own(**{**options, **changes})
+    options = {"model": model, "train_config": config, "args": args}
+    return own(**{"ref_model": copy.deepcopy(model), **options, **changes})
 
 
 def test_seed_001_the_usage_example(model: Any, folder: Path) -> None:
@@ -186,14 +142,13 @@ def test_the_losses_are_those_of_the_papers(model: Any) -> None:
     assert torch.allclose(good, 0.3 * c)
 
 
-def test_fit_takes_rows_datasets_and_loaders_alike(folder: Path, tmp_path: Path) -> None:
+def test_fit_takes_rows_datasets_and_loaders_alike(
+    folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
     """The same pairs in the same order give the same losses, whatever they come in."""
     from datasets import Dataset  # a second, which children of test_resume.py need not spend
 
-    text = [
-        json.loads(line) for line in make_pairs(tmp_path / "p.jsonl", 12).read_text().splitlines()
-    ]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = rows_of(make_pairs(tmp_path / "p.jsonl", 12))
     losses = []
     for source in (text, Dataset.from_list(text)):
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -216,90 +171,54 @@ def test_fit_takes_rows_datasets_and_loaders_alike(folder: Path, tmp_path: Path)
     )
 
 
-def test_each_step_is_logged_once_and_each_epoch_is_evaluated(
-    model: Any, folder: Path, tmp_path: Path
-) -> None:
-    data = [rows(pair) for pair in random_pairs(8, 60, seed=5)]
+def test_each_step_is_logged_once_and_each_epoch_is_evaluated(model: Any, tmp_path: Path) -> None:
+    data = TOKENS[:8]
     args = TrainingArgs(
         per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=9
     )
     config = DPOConfig(max_steps=3, track_with=None)
     trainer = trainer_of(model, args=args, train_config=config)
     history = trainer.fit(data, data[:2], log_dir=tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = rows_of(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
     assert [line["step"] for line in lines if "eval/loss" in line] == [2, 3]
     assert ["eval/loss" in record for record in history] == [False, True, True]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_an_adapter_is_trained_and_merged(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_trained_and_merged(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     settings = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), settings)
+    model = get_peft_model(model, settings)
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     args = TrainingArgs(learning_rate=3e-2, lr_scheduler_type="constant", num_train_epochs=3)
-    trainer = trainer_of(model, args=args, tokenizer=AutoTokenizer.from_pretrained(folder))
-    history = trainer.fit([rows(pair) for pair in random_pairs(2, 60, seed=5)])
+    trainer = trainer_of(model, args=args, tokenizer=tokenizer)
+    history = trainer.fit(TOKENS[:2])
     assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert history[-1]["loss"] < math.log(2) - 1e-3
     assert all(
         torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen
     )
     trainer.save_model(tmp_path / "merged", merge=True)
-    again, ids = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
-        torch.tensor([[1, 5, 9, 11]]),
-    )
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.tensor([[1, 5, 9, 11]])
     with torch.no_grad():
         assert torch.allclose(again(ids).logits, model.eval()(ids).logits, atol=1e-5)
     with pytest.raises(ConfigError, match="give the PEFT model around it"):
         trainer_of(model.get_base_model())
 
 
-def test_orpo_has_no_reference(model: Any, folder: Path) -> None:
-    config = DPOConfig(
-        pref_loss="orpo", beta=0.1, label_smoothing=0.0, use_ref_model=False, max_steps=4
-    )
-    trainer = trainer_of(model, train_config=config, ref_model=None)
-    batches = iter([padded(random_pairs(4, 60, seed=seed), folder) for seed in range(2)])
-    loss, metrics, skipped, *_ = trainer.training_step(
-        models=[model], data_iterator=batches, seq_length=LENGTH
-    )
-    assert (skipped, len(metrics)) == (0, 2)
-    assert float(loss) > float(metrics[0]["sft_loss"]) * 0.5
-
-
-def test_a_loader_of_batches(model: Any, folder: Path) -> None:
-    data = [rows(pair) for pair in random_pairs(10, 60, seed=5)]
-    collate = DataCollatorForPreferenceDataset(
-        AutoTokenizer.from_pretrained(folder), max_length=LENGTH
-    )
-    loader = DataLoader(
-        data, batch_size=2, sampler=StatefulDistributedSampler(data), collate_fn=collate
-    )
-    history = trainer_of(model).fit(loader)
-    assert len(history) == 3, "five batches, two a step"
+def test_a_loader_of_batches(model: Any, tokenizer: Any) -> None:
+    collate = DataCollatorForPreferenceDataset(tokenizer, max_length=LENGTH)
+    loader = DataLoader(TOKENS[:10], batch_size=2, collate_fn=collate)
+    assert len(trainer_of(model).fit(loader)) == 3, "five batches, two a step"
 
 
 def test_arguments_of_transformers(model: Any, tmp_path: Path) -> None:
     args = TrainingArguments(
         output_dir=str(tmp_path), learning_rate=2e-5, weight_decay=0.1, max_grad_norm=0.3
     )
-    trainer = trainer_of(model, args=args)
-    assert (trainer.args.learning_rate, trainer.args.weight_decay, trainer.args.max_grad_norm) == (
-        2e-5,
-        0.1,
-        0.3,
-    )
-    with pytest.raises(ConfigError, match="label_smoothing_factor: not a setting of this trainer"):
-        trainer_of(
-            model, args=TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=0.1)
-        )
-    with pytest.raises(
-        ConfigError,
-        match=r"max_steps and seed belong in train_config, as DPOConfig\(max_steps=...\)",
-    ):
-        trainer_of(model, args=TrainingArguments(output_dir=str(tmp_path), max_steps=3))
+    read = trainer_of(model, args=args).args
+    assert (read.learning_rate, read.weight_decay, read.max_grad_norm) == (2e-5, 0.1, 0.3)
 
 
 def test_the_numbers_of_a_step_are_of_its_pairs_however_they_are_batched(folder: Path) -> None:

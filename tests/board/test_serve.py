@@ -15,7 +15,6 @@ from array import array
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from time import monotonic
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -28,7 +27,6 @@ from rather.run_folder import control
 from rather.tools.board import runs as board_runs
 from rather.tools.board.serve import ROUTES, Board
 from rather.tools.report.folder import MetricColumn, MetricsReader
-from rather.tools.report.page import plotly_bundle
 from rather.tracking.json_lines import JsonLines
 from tests.board.conftest import FINDING, INCIDENT, add_line, asked, get, rows
 from tests.house.source import ROOT
@@ -91,41 +89,33 @@ def test_cookies_of_other_programs_on_this_host_do_no_harm(
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "localhost.evil:{port}"],
-)
-def test_a_foreign_host_is_refused(board: Board, host: str) -> None:
+    ("host", "status"),
+    [("evil.example", 421), ("evil.example:{port}", 421), ("127.0.0.1", 421), ("127.0.0.1:1", 421),
+     ("localhost.evil:{port}", 421), ("localhost:{port}", 200)],
+)  # fmt: skip
+def test_a_foreign_host_is_refused(board: Board, host: str, status: int) -> None:
     """DNS rebinding: the page of a stranger, whose name leads here, and even with the token."""
-    answer, _ = get(
-        board,
-        "/api/runs",
-        Host=host.format(port=board.server_port),
-        Authorization=f"Bearer {board.token}",
-    )
-    assert answer.status == 421
+    headers = {
+        "Host": host.format(port=board.server_port),
+        "Authorization": f"Bearer {board.token}",
+    }
+    assert get(board, "/api/runs", **headers)[0].status == status
 
 
-def test_localhost_is_this_host(board: Board) -> None:
-    name = f"localhost:{board.server_port}"
-    assert (
-        get(board, "/api/runs", Host=name, Authorization=f"Bearer {board.token}")[0].status == 200
-    )
-
-
-@pytest.mark.parametrize("lines", ["", "Host: {host}\r\nHost: {host}\r\n"])
-def test_no_host_and_two_hosts_are_refused(board: Board, lines: str) -> None:
+@pytest.mark.parametrize(
+    ("request_lines", "status"),
+    [
+        ("GET /?token={token} HTTP/1.1\r\n", 421),
+        ("GET /?token={token} HTTP/1.1\r\nHost: {host}\r\nHost: {host}\r\n", 421),
+        ("GET http://[ HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {token}\r\n", 404),
+    ],
+    ids=["no host", "two hosts", "an invalid address"],
+)
+def test_strange_requests_are_refused(board: Board, request_lines: str, status: int) -> None:
     with socket.create_connection(("127.0.0.1", board.server_port), timeout=30) as connection:
-        host = lines.format(host=f"127.0.0.1:{board.server_port}")
-        connection.sendall(f"GET /?token={board.token} HTTP/1.1\r\n{host}\r\n".encode())
-        assert b" 421 " in connection.recv(1 << 16).split(b"\r\n")[0]
-
-
-def test_an_invalid_address(serve: Serve, tmp_path: Path) -> None:
-    board = serve(tmp_path)
-    with socket.create_connection(("127.0.0.1", board.server_port), timeout=30) as connection:
-        headers = f"Host: 127.0.0.1:{board.server_port}\r\nAuthorization: Bearer {board.token}\r\n"
-        connection.sendall(f"GET http://[ HTTP/1.1\r\n{headers}\r\n".encode())
-        assert b" 404 " in connection.recv(1 << 16).split(b"\r\n")[0]
+        host = f"127.0.0.1:{board.server_port}"
+        connection.sendall(f"{request_lines}\r\n".format(host=host, token=board.token).encode())
+        assert f" {status} ".encode() in connection.recv(1 << 16).split(b"\r\n")[0]
 
 
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
@@ -165,7 +155,7 @@ def test_security_headers(board: Board) -> None:
     assert answer.getheader("Referrer-Policy") == "no-referrer"
     assert answer.getheader("Cache-Control") == "no-store"
     assert b"https://" not in body
-    script = get(board, "/plotly.js")[0]
+    script = get(board, "/board.js")[0]
     assert "immutable" in (script.getheader("Cache-Control") or "")
     report, text = get(board, f"/report?run={rows(board)['first']['id']}")
     assert b"<title>first</title>" in text
@@ -427,18 +417,14 @@ def test_a_linked_report_and_a_gigantic_file_are_not_read(
 # --- while a run writes ---
 
 
-def test_only_whole_lines_count(tmp_path: Path) -> None:
+def test_only_new_whole_lines_are_read(tmp_path: Path) -> None:
     file = write_run(tmp_path / "run") / "metrics.jsonl"
-    curves = MetricsReader(file)
-    curves.update()
-    assert list(curves.columns["loss"].steps) == [1, 2, 3]
-    with file.open("a") as out:
-        out.write('{"step": 4, "lo')
-    curves.update()
-    assert len(curves.columns["loss"].steps) == 3
-    with file.open("a") as out:
-        out.write('ss": 0.125}\n')
-    curves.update()
+    curves, lines = MetricsReader(file), JsonLines(file)
+    assert [list(curves.update()["loss"].steps), len(list(lines.new()))] == [[1, 2, 3], 3]
+    for text, steps, new in (('{"step": 4, "lo', [1, 2, 3], 0), ('ss": 0.125}\n', [1, 2, 3, 4], 1)):
+        with file.open("a") as out:
+            out.write(text)
+        assert [list(curves.update()["loss"].steps), len(list(lines.new()))] == [steps, new]
     assert curves.columns["loss"].values[-1] == 0.125
     assert curves.file.damaged == 0
 
@@ -462,46 +448,21 @@ def test_a_file_that_was_cut_back_is_read_again(tmp_path: Path) -> None:
     assert not curves.columns
 
 
-def test_only_new_bytes_are_read(tmp_path: Path) -> None:
-    file = JsonLines(write_run(tmp_path / "run") / "metrics.jsonl")
-    assert len(list(file.new())) == 3
-    place = file.position
-    add_line(file.path, {"step": 4, "loss": 1.0})
-    assert [record["step"] for record in file.new()] == [4]
-    assert file.position > place
-    assert list(file.new()) == []
-
-
-# --- speed ---
-
-
-def test_200_runs_and_100_000_points(serve: Serve, tmp_path: Path) -> None:
-    """On a quiet core 0.3 s for the list, 1.5 s for the long curve, 0.1 s to look at both again;
-    here with room.
-    """
-    for number in range(199):
-        write_run(tmp_path / f"run-{number}", lines=20, beta=number)
-    long = write_run(tmp_path / "long", lines=100_000)
+def test_many_runs_and_a_long_curve(serve: Serve, tmp_path: Path) -> None:
+    for number in range(29):
+        write_run(tmp_path / f"run-{number}", lines=2, beta=number)
+    long = write_run(tmp_path / "long", lines=10_000)
     board = serve(tmp_path)
-    began = monotonic()
     found = rows(board)
-    listed = monotonic() - began
-    assert len(found) == 200
-    assert found["long"]["step"] == 100_000
-    began = monotonic()
+    assert len(found) == 30
+    assert found["long"]["step"] == 10_000
     path = f"/api/curves?run={found['long']['id']}&metric=loss&metric=rewards/margins"
     steps, values = asked(board, path)[found["long"]["id"]]["lines"]["loss"]["loss"]
-    drawn = monotonic() - began
     assert len(steps) <= board_runs.POINTS
-    assert (steps[0], steps[-1], values[0]) == (1, 100_000, 1.0)
-    add_line(long / "metrics.jsonl", {"step": 100_001, "loss": 99.0})
-    began = monotonic()
+    assert (steps[0], steps[-1], values[0]) == (1, 10_000, 1.0)
+    add_line(long / "metrics.jsonl", {"step": 10_001, "loss": 99.0})
     assert rows(board)["long"]["version"] != found["long"]["version"]
     assert asked(board, path)[found["long"]["id"]]["lines"]["loss"]["loss"][1][-1] == 99.0
-    again = monotonic() - began
-    assert listed < 3
-    assert drawn < 15
-    assert again < 3
 
 
 def test_the_least_recently_used_curves_are_dropped(
@@ -534,7 +495,9 @@ def test_points_are_counted_while_another_thread_adds_a_metric(tmp_path: Path) -
 
 
 def test_the_server_needs_no_torch() -> None:
-    probe = "import sys, rather.tools.board.serve; print(*{'torch', 'transformers', 'plotly'} & set(sys.modules))"
+    probe = (
+        "import sys, rather.tools.board.serve; print(*{'torch', 'transformers'} & set(sys.modules))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -569,11 +532,6 @@ def test_command(board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     taken = runner.invoke(app, ["board", str(tmp_path), "--port", str(board.server_port)])
     assert taken.exit_code == 2
     assert "omit it for a free one" in taken.output
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    plotly_bundle.cache_clear()
-    without = runner.invoke(app, ["board", str(tmp_path), "--no-browser"])
-    assert without.exit_code == 2
-    assert "pip install 'rather[report]'" in without.output
     missing = runner.invoke(app, ["board", str(tmp_path / "nowhere")])
     assert missing.exit_code == 2
     assert "not a folder" in missing.output

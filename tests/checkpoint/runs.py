@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
+import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,20 @@ def assert_same(one: DPOConfig, other: DPOConfig) -> None:
     assert first[2] == second[2]
 
 
+def finish(folder: Path, config: DPOConfig) -> None:
+    """Train or resume a run; what it leaves is what the run without a fault has left."""
+    assert DPOPipeline(config).run() == 0
+    assert_same(config, config_of(folder, "whole"))
+
+
+def copy_of_whole(folder: Path, name: str, *without: str, **changes: Any) -> DPOConfig:
+    """Copy the run without a fault under another name, but for some of its folders."""
+    config = config_of(folder, name, **changes)
+    ignored = shutil.ignore_patterns(*without) if without else None
+    shutil.copytree(config_of(folder, "whole").run_dir, config.run_dir, ignore=ignored)
+    return config
+
+
 def incidents(config: DPOConfig) -> list[dict[str, Any]]:
     file = config.run_dir / "incidents.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -66,12 +81,12 @@ def steps(run_dir: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in run_dir.glob("checkpoint-*"))
 
 
-def fill_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[Path], bool]) -> None:
-    """Files of checkpoints whose path a test names are refused by a full disk."""
+def fill_disk(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    """Files of checkpoints whose path matches a pattern of fnmatch are refused by a full disk."""
     write = checkpoint._write
 
     def full(path: Path, chunks: Any) -> tuple[int, str]:
-        if is_full(path):
+        if fnmatch(str(path), pattern):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(path, chunks)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cli import app
 from rather.cluster.worker import ActorWorker
 from rather.config.load import dump_yaml
-from rather.errors import ConfigError, WorkerError
+from rather.errors import WorkerError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder import control
 from tests.checkpoint.runs import config_of, steps
@@ -188,12 +187,3 @@ def test_a_request_for_a_run_that_has_ended_is_forgotten(tmp_path: Path) -> None
     with control.lock(tmp_path):
         assert control.take_requests(tmp_path, 0) is None
         assert not left(tmp_path)
-
-
-def test_the_lock_names_its_holder(tmp_path: Path) -> None:
-    held = pytest.raises(ConfigError, match=f"in use by process {os.getpid()}")
-    with control.lock(tmp_path), held, control.lock(tmp_path):
-        pass
-    assert control.holder(tmp_path) is None
-    with control.lock(tmp_path):
-        assert control.holder(tmp_path) is not None

@@ -18,7 +18,7 @@ from rather.cli import app
 from rather.errors import CheckpointError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.reference.logprob_cache import MAGIC
-from tests.checkpoint.runs import assert_same, config_of, outcome
+from tests.checkpoint.runs import config_of, copy_of_whole, finish, outcome
 from tests.checkpoint.test_checkpoint import flip_bit, seal
 
 FILES = [
@@ -28,8 +28,15 @@ FILES = [
 ]
 
 
+AFTER_TWO = ("checkpoint-4", "checkpoint-6", "model")  # what a run leaves after its second step
+
+
 def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 3)
+
+
+def lengthen(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\0")
 
 
 def swap(file: Path) -> None:
@@ -69,6 +76,7 @@ def other_version(file: Path) -> None:
 DAMAGES: list[Callable[[Path], None]] = [
     flip_bit,
     truncate,
+    lengthen,
     Path.unlink,
     swap,
     edit,
@@ -117,22 +125,19 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(
 def test_a_run_resumes_from_the_older_one_with_the_same_bits(
     folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
-    config = config_of(folder, f"damaged-{damage.__name__}")
-    shutil.copytree(folder / "output" / "whole", config.run_dir)
+    config = copy_of_whole(folder, f"damaged-{damage.__name__}", "model")
     damage(config.run_dir / "checkpoint-6" / "model-00001.safetensors")
-    shutil.rmtree(config.run_dir / "model")
     with caplog.at_level(logging.WARNING):
-        assert DPOPipeline(config).run() == 0
+        finish(folder, config)
     assert "checkpoint-6/model-00001.safetensors" in caplog.text
     assert "checkpoint-4 is used instead" in caplog.text
-    assert_same(config, config_of(folder, "whole"))
 
 
 def test_a_size_check_misses_a_flipped_bit_and_is_logged(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = config_of(folder, "by-size", max_steps=7, checkpoint_config__verify="size")
-    shutil.copytree(folder / "output" / "whole", config.run_dir)
+    changes = {"max_steps": 7, "checkpoint_config__verify": "size"}
+    config = copy_of_whole(folder, "by-size", **changes)
     newest = config.run_dir / "checkpoint-6"
     flip_bit(newest / "rng-00001.safetensors", -1)
     with pytest.raises(CheckpointError):
@@ -173,7 +178,7 @@ def test_damaged_entries_of_the_cache_are_computed_again(
         damage(segment)
     config = config_of(folder, f"cache-{damage.__name__}", reference__cache__path=str(filled))
     with caplog.at_level(logging.WARNING):
-        assert DPOPipeline(config).run() == 0
+        finish(folder, config)
     if damage in (flip_bit, truncate, edit, other_version):
         assert all(f"{segment}: " in caplog.text for segment in segments)
         assert "bytes are damaged; the log-probs they held are computed again" in caplog.text
@@ -182,7 +187,6 @@ def test_damaged_entries_of_the_cache_are_computed_again(
         assert verified.output.count("bytes; their log-probs are computed again") == 2
     used = json.loads((config.run_dir / "report.json").read_text())["reference"]
     assert (used["pairs_computed"] > 0) == (damage is not swap)  # it holds what it should
-    assert_same(config, config_of(folder, "whole"))
 
 
 @pytest.mark.parametrize(
@@ -192,15 +196,11 @@ def test_damaged_log_probs_of_the_run_itself(
     folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
     """The values that its steps used: what is gone is computed again by the same model."""
-    config = config_of(folder, f"log-{damage.__name__}")
-    shutil.copytree(folder / "output" / "whole", config.run_dir)
-    for name in ("checkpoint-6", "checkpoint-4", "model"):
-        shutil.rmtree(config.run_dir / name)
+    config = copy_of_whole(folder, f"log-{damage.__name__}", *AFTER_TWO)
     damage(config.run_dir / "reference.log")
     with caplog.at_level(logging.WARNING):
-        assert DPOPipeline(config).run() == 0
+        finish(folder, config)
     assert damage is Path.unlink or "reference.log: " in caplog.text
-    assert_same(config, config_of(folder, "whole"))
 
 
 def edit_first_line(metrics: Path) -> None:
@@ -211,16 +211,13 @@ def edit_first_line(metrics: Path) -> None:
 def test_a_lost_log_costs_the_log_and_not_the_run(
     folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
-    config, whole = config_of(folder, f"metrics-{damage.__name__}"), config_of(folder, "whole")
-    shutil.copytree(whole.run_dir, config.run_dir)
-    for name in ("checkpoint-6", "checkpoint-4", "model"):
-        shutil.rmtree(config.run_dir / name)
+    config = copy_of_whole(folder, f"metrics-{damage.__name__}", *AFTER_TWO)
     damage(config.run_dir / "metrics.jsonl")
     with caplog.at_level(logging.WARNING):
         assert DPOPipeline(config).run() == 0
     assert "metrics.jsonl: is not the file that the checkpoint was saved with" in caplog.text
     lines, *weights = outcome(config)
-    expected, *same = outcome(whole)
+    expected, *same = outcome(config_of(folder, "whole"))
     assert lines == [line for line in expected if line["step"] > 2]
     assert all(torch.equal(weights[0][name], same[0][name]) for name in same[0])
     assert weights[1] == same[1]

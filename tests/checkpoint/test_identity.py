@@ -17,7 +17,7 @@ from rather.config.schema import Guard
 from rather.errors import CheckpointError, ConfigError
 from rather.pipeline.checks import GUARDS, refuse_other_run
 from rather.pipeline.pipeline import DPOPipeline
-from tests.checkpoint.runs import config_of
+from tests.checkpoint.runs import config_of, copy_of_whole
 from tests.checkpoint.saving import save_checkpoint
 from tests.tiny import make_config, make_model
 
@@ -66,9 +66,8 @@ def goes_on(
     folder: Path, caplog: pytest.LogCaptureFixture, allowed: list[str], change: dict[str, Any]
 ) -> None:
     name = "-".join(["allowed", *allowed, *change])[:80]
-    shutil.copytree(folder / "output" / "whole", folder / "output" / name)
     change = {**change, "actor_train__training_args__num_train_epochs": 5.0}
-    config = config_of(folder, name, max_steps=7, resume__allow=allowed, **change)
+    config = copy_of_whole(folder, name, max_steps=7, resume__allow=allowed, **change)
     with caplog.at_level(logging.WARNING):
         assert DPOPipeline(config).run() == 0
     assert all(f"resume.allow: {each} has changed" in caplog.text for each in allowed)

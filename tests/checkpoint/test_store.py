@@ -20,7 +20,6 @@ from rather.checkpoint import manifest
 from rather.checkpoint.checkpoint import newest_good, prune
 from rather.checkpoint.manifest import verify
 from rather.checkpoint.store import CHECKPOINT, Store, completed, step_of
-from rather.cluster.worker import ActorWorker
 from rather.config.found import Trust
 from rather.config.load import load_found
 from rather.config.paths import check_paths
@@ -28,6 +27,7 @@ from rather.data.prepare import prepare
 from rather.errors import CheckpointError, ConfigError, DiskError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.saving import Saving
+from tests.at_step import AtStep
 from tests.cells import cells
 from tests.checkpoint.object_store import BUCKET, Proxy, served, upload, uploads
 from tests.checkpoint.runs import assert_same, config_of, incidents, steps, train
@@ -57,18 +57,15 @@ def whole(folder: Path) -> Path:
     return config_of(folder, "whole").run_dir
 
 
-class Stops(ActorWorker):
+class Stops(AtStep):
     """From its first step on the store answers nothing; its fifth is the last of this machine."""
 
     proxy: Proxy
-    steps = 0
 
-    def train_step(self, *args: Any, **options: Any) -> Any:
-        Stops.proxy.open.clear()
-        Stops.steps += 1
-        if Stops.steps == 5:
+    def before(self, step: int) -> None:
+        self.proxy.open.clear()
+        if step == 5:
             raise KeyboardInterrupt
-        return super().train_step(*args, **options)
 
 
 def test_a_run_resumes_on_another_machine(

@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
-from rather.config.run_config import DPOConfig
 from tests.house.source import ROOT
-from tests.tiny import metrics
 
 ANSWERS = 400.0  # seconds of a run, on a busy machine
 NETWORK = "10.98.76"
@@ -153,15 +150,6 @@ def wait_until(
         assert not ended, ended[0].communicate()[1]
         assert time.monotonic() < began + seconds, f"nothing within {seconds} s"
         threading.Event().wait(0.05)
-
-
-def assert_close(alone: DPOConfig, config: DPOConfig) -> None:
-    """Losses and exported weights are those of the run in one process."""
-    one, other = ([line["loss"] for line in metrics(c) if "loss" in line] for c in (alone, config))
-    assert one
-    assert other == pytest.approx(one, rel=1e-5)
-    own, their = (load_file(c.run_dir / "model" / "model.safetensors") for c in (alone, config))
-    assert max(float((own[key] - their[key]).abs().max()) for key in own) < 1e-6
 
 
 def _ip(*words: str) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
-from tests.tiny import make_config, metrics
+from tests.cluster.compare import MODEL, assert_close
+from tests.tiny import make_config
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.slow]
 
@@ -23,12 +23,11 @@ def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
     options: dict[str, Any] = {
         "max_steps": 5,
         "save_steps": 2,
-        "report_html": False,
         "train_batch_size": 8,
+        "actor_train__model_args__lora_rank": 4,
+        "actor_train__training_args": {"learning_rate": 3e-3, "adam_epsilon": 1e-6},
     }
-    training = {"learning_rate": 3e-3, "adam_epsilon": 1e-6}
-    adapter = {"actor_train__model_args__lora_rank": 4, "actor_train__training_args": training}
-    return make_config(folder, exp_name=name, **{**options, **adapter, **changes})
+    return make_config(folder, exp_name=name, **options, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +46,5 @@ def test_ray_trains_as_one_process_does(alone: DPOConfig, caplog: pytest.LogCapt
     config = config_of(folder_of(alone), "dp2", reference__cache__enabled=False, **ON_RAY)
     assert DPOPipeline(config).run() == 0
     assert "the policy with its adapters off; there is no second model" in caplog.text
-    for key in ("loss", "grad_norm", "eval/loss"):
-        one, other = (
-            [line[key] for line in metrics(each) if key in line] for each in (alone, config)
-        )
-        assert other == pytest.approx(one, rel=1e-5), key
-    for file in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
-        one, other = (load_file(each.run_dir / file) for each in (alone, config))
-        assert one.keys() == other.keys()
-        assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-5
+    files = ("adapter/adapter_model.safetensors", MODEL)
+    assert_close(alone, config, "grad_norm", "eval/loss", files=files, within=1e-5)

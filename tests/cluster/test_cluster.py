@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rather.cluster import resources
 from rather.cluster.cluster import Cluster
@@ -28,6 +26,7 @@ from rather.errors import (
     WorkerLost,
 )
 from rather.pipeline.pipeline import DPOPipeline
+from tests.cluster.compare import assert_close, assert_same
 from tests.cluster.conftest import SLOTS
 from tests.cluster.workers import SLOW
 from tests.tiny import make_config, make_model, make_pairs, metrics
@@ -45,10 +44,6 @@ def two_devices(folder: Path, **changes: Any) -> DPOConfig:
     return make_config(folder, max_steps=4, save_steps=2, reference__device_mapping=[1], **changes)
 
 
-def losses(config: DPOConfig) -> list[float]:
-    return [line["loss"] for line in metrics(config) if "loss" in line]
-
-
 def test_roles_on_two_devices_train_as_one_process_does(folder: Path) -> None:
     alone = make_config(folder, max_steps=4, save_steps=2, exp_name="alone")
     apart = two_devices(folder, exp_name="apart")
@@ -61,12 +56,7 @@ def test_roles_on_two_devices_train_as_one_process_does(folder: Path) -> None:
     }
     assert len(processes) == 2
     assert pipeline.run() == 0
-    assert losses(apart) == losses(alone)
-    one, other = (
-        load_file(each.run_dir / "model" / "model.safetensors") for each in (alone, apart)
-    )
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert_same(alone, apart)
 
 
 ZERO3 = {"strategy_name": "zero3"}
@@ -132,16 +122,7 @@ def test_every_placing_of_the_roles_trains_the_same(shared: Path, name: str) -> 
         assert pipeline.run() == 0
     config = small_steps(shared, name, **LAYOUTS[name])
     assert DPOPipeline(config).run() == 0
-    for key in ("loss", "grad_norm", "eval/loss"):
-        one, other = (
-            [line[key] for line in metrics(each) if key in line] for each in (alone, config)
-        )
-        assert other == pytest.approx(one, rel=1e-5), key
-    one, other = (
-        load_file(each.run_dir / "model" / "model.safetensors") for each in (alone, config)
-    )
-    assert one.keys() == other.keys()
-    assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-6
+    assert_close(alone, config, "grad_norm", "eval/loss")
 
 
 def test_a_reference_that_moves_is_asked_after_each_move(folder: Path) -> None:
@@ -149,7 +130,7 @@ def test_a_reference_that_moves_is_asked_after_each_move(folder: Path) -> None:
     alone = make_config(folder, exp_name="alone", **moving)
     apart = make_config(folder, exp_name="apart", reference__device_mapping=[1], **moving)
     assert [DPOPipeline(config).run() for config in (alone, apart)] == [0, 0]
-    assert losses(apart) == losses(alone)
+    assert_same(alone, apart)
 
 
 @pytest.mark.wide
@@ -210,10 +191,8 @@ def test_equal_mappings_share_processes_and_others_do_not(
 
 
 def test_more_devices_than_the_cluster_has_are_refused_with_the_arithmetic() -> None:
-    began = time.monotonic()
     with pytest.raises(ConfigError) as refused:
         ResourceManager(1, SLOTS + 1, timeouts=Timeouts(connect=1.0))
-    assert time.monotonic() - began < 60
     text = str(refused.value)
     assert (
         f"num_nodes 1 x num_gpus_per_node {SLOTS + 1} = {SLOTS + 1} CPU workers (rather_slot) are "
@@ -276,10 +255,8 @@ def test_the_first_cause_is_reported(
     manager: ResourceManager, folder: Path, what: str, kind: type[Exception], said: str
 ) -> None:
     broken = cluster(manager, folder, what, [0, 1])
-    began = time.monotonic()
     with pytest.raises(kind, match=said):
         broken.initialize(1)
-    assert time.monotonic() - began < 60
 
 
 def test_a_memory_shortage_names_three_fixes() -> None:

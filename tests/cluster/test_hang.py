@@ -250,7 +250,7 @@ def test_one_process_ends_with_its_stacks_and_resumes(tmp_path: Path) -> None:
     assert child.exitcode == HangError.exit_code
     said = (tmp_path / "stderr").read_text()
     late = r"rather: actor_train.train_step: no answer within 2 s \(timeouts.step\): "
-    assert re.match(late + r"it is in workers.py:\d+, train_step\.", said), said
+    assert re.match(late + r"it is in workers.py:\d+, before\.", said), said
     assert "threading.Event().wait()" in said
     assert len(list(config.log_dir.glob("hang-*.txt"))) == 1
     plain = make_config(tmp_path, max_steps=3, save_steps=2)

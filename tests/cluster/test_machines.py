@@ -211,33 +211,39 @@ def test_processes_that_die_while_they_start_are_started_again(
     assert "starting again (3 of 3)" in caplog.text
 
 
-def test_a_process_that_does_not_start_is_named_with_its_machine() -> None:
-    from ray.exceptions import GetTimeoutError
-
-    manager = ResourceManager.__new__(ResourceManager)
-    manager._cluster = "the Ray cluster at 10.0.0.1:6379"
-
-    def get(asked: Any, **_: Any) -> Any:
-        if asked == "on b" or isinstance(asked, list):
-            raise GetTimeoutError
-
-    manager._ray = SimpleNamespace(get=get)
-    with pytest.raises(WorkerError, match=r"^device 1 on b: could not start.+ after 3 s$"):
-        manager._all(["on a", "on b"], "start", 3.0, ["device 0 on a", "device 1 on b"])
-
-
-def test_a_process_that_dies_is_named_while_others_still_start() -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_process_that_does_not_start_is_named_with_its_machine(dies: bool) -> None:
+    """Of two: the first has started and the second is late, or the first is late and it dies."""
     from ray.exceptions import ActorDiedError, GetTimeoutError
 
+    ends = {"a": GetTimeoutError, "b": ActorDiedError} if dies else {"b": GetTimeoutError}
     manager = ResourceManager.__new__(ResourceManager)
     manager._cluster = "the Ray cluster at 10.0.0.1:6379"
 
-    def get(asked: Any, **_: Any) -> Any:
-        raise GetTimeoutError if asked == "on a" else ActorDiedError
+    def get(asked: Any, **_: Any) -> None:
+        if error := ends.get("b" if isinstance(asked, list) else asked):
+            raise error
 
     manager._ray = SimpleNamespace(get=get)
-    with pytest.raises(WorkerLost, match=r"^device 1 on b: could not start"):
-        manager._all(["on a", "on b"], "start", 3.0, ["device 0 on a", "device 1 on b"])
+    kind, why = (WorkerLost, "") if dies else (WorkerError, "timed out after 3 s$")
+    with pytest.raises(kind, match=rf"^device 1 on b: could not start: {why}"):
+        manager._all(["a", "b"], "start", 3.0, ["device 0 on a", "device 1 on b"])
+
+
+def test_nodes_that_are_missing_are_refused_with_the_arithmetic() -> None:
+    manager = ResourceManager.__new__(ResourceManager)
+    manager.num_nodes, manager.num_gpus_per_node, manager.devices = 3, 2, 6
+    manager.kind, manager._resource, manager.cut_off = "cpu", resources.SLOT, set()
+    manager._cluster, manager.timeouts = "the Ray cluster", Timeouts(connect=0.01)
+    nodes = [{"Alive": True, "NodeID": name, "Resources": {resources.SLOT: 2.0}} for name in "ab"]
+    manager._ray = SimpleNamespace(nodes=lambda: nodes)
+    with pytest.raises(ConfigError) as refused:
+        manager._reserve()
+    for text in (
+        "num_nodes 3 x num_gpus_per_node 2 = 6 CPU workers (rather_slot) are requested",
+        "has 2 + 2 on 2 nodes, so 2 of 3 nodes have 2: 1 missing",
+    ):
+        assert text in str(refused.value)
 
 
 def test_a_link_is_silent_if_the_kernel_of_the_other_machine_does_not_answer() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_shortage import SAID, assert_same_result, incidents, run
+from tests.runs import incidents
+from tests.train.test_shortage import SAID, assert_same_result, run
 
 WORKER = "tests.cluster.workers.SmallDevice"
 

@@ -15,8 +15,8 @@ import pytest
 from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
-from tests.cluster.namespaces import ANSWERS, Machine, assert_close, machines, wait_until
-from tests.cluster.test_supervision import assert_same
+from tests.cluster.compare import assert_close, assert_same
+from tests.cluster.namespaces import ANSWERS, Machine, machines, wait_until
 from tests.cluster.test_torchrun import config_of
 from tests.faults import inject
 
@@ -100,7 +100,7 @@ import os, sys, threading
 from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
-from rather.cluster.host import join_group, use_interface_to
+from rather.cluster.links import join_group, use_interface_to
 from rather.cluster.supervision import Watchdog
 from rather.config.schema import Timeouts
 

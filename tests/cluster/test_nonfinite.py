@@ -13,8 +13,8 @@ from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from tests.faults import inject
+from tests.runs import incidents
 from tests.tiny import make_config, metrics
-from tests.train.test_nonfinite import incidents
 
 FAULT = "step=3,phase=backward,role=actor_train,rank=1,kind=nan"
 

@@ -38,8 +38,8 @@ from rather.pipeline.callbacks import CALLBACKS
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.control import StopRequest
 from rather.tracking.run import DrawnProgress
+from tests.cluster.compare import assert_same
 from tests.cluster.test_torchrun import config_of
-from tests.tiny import metrics
 
 KERNEL = tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2])
 Rank = Callable[[dict[str, str]], int]
@@ -140,36 +140,29 @@ def test_the_first_cause_comes_from_the_store_that_outlives_the_ranks(
     assert stub.stopped
 
 
-def test_a_rank_that_dies_without_a_word_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray raises is the loss of a rank, and the others have little time to say why."""
+    failure = Failure.of(WorkerLost("its process died"))
+    monkeypatch.setattr("rather.cluster.ray_ranks.failure_of", lambda _: failure)
+    monkeypatch.setattr("rather.cluster.ray_ranks.LAST_WORDS", 0.1)
+
+
+@pytest.mark.usefixtures("lost")
+@pytest.mark.parametrize("noticed", [False, True], ids=["in silence", "another notices"])
+def test_the_lost_rank_is_named(monkeypatch: pytest.MonkeyPatch, noticed: bool) -> None:
     def rank(environment: dict[str, str]) -> int:
         if environment["RANK"] == "1":
             raise OSError("killed")
+        if noticed:
+            agree(environment, RuntimeError("gloo: Connection reset by peer"), "rank 0 of 2")
         return 1
 
-    monkeypatch.setattr(
-        "rather.cluster.ray_ranks.failure_of", lambda _: Failure.of(WorkerLost("its process died"))
-    )
-    monkeypatch.setattr("rather.cluster.ray_ranks.LAST_WORDS", 0.1)
-    with pytest.raises(WorkerLost, match=r"rank 1 of 2 \(device 1 on .+\): its process died"):
-        run(Stub(monkeypatch, rank))
-
-
-def test_the_lost_rank_is_named_and_not_the_one_that_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def rank(environment: dict[str, str]) -> int:
-        if environment["RANK"] == "1":
-            raise OSError("its machine is gone")
-        agree(environment, RuntimeError("gloo: Connection reset by peer"), "rank 0 of 2")
-        return 1
-
-    monkeypatch.setattr(
-        "rather.cluster.ray_ranks.failure_of", lambda _: Failure.of(WorkerLost("its process died"))
-    )
     with pytest.raises(WorkerLost, match=r"^rank 1 of 2 \(device 1 on .+\): its process died"):
         run(Stub(monkeypatch, rank))
 
 
+@pytest.mark.usefixtures("lost")
 @pytest.mark.defect("U17")
 @pytest.mark.skipif(KERNEL < (6, 15), reason="this kernel does not keep the exit status")
 def test_the_signal_that_ended_a_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,10 +176,6 @@ def test_the_signal_that_ended_a_rank_is_named(monkeypatch: pytest.MonkeyPatch) 
             raise OSError("a connection error code 2. End of file.")
         return 1
 
-    monkeypatch.setattr("rather.cluster.ray_ranks.LAST_WORDS", 0.1)
-    monkeypatch.setattr(
-        "rather.cluster.ray_ranks.failure_of", lambda _: Failure.of(WorkerLost("its process died"))
-    )
     stub = Stub(monkeypatch, rank)
     process = replace(Process.this(), pid=other.pid)
     stub._seats[1] = replace(stub._seats[1], process=process)
@@ -323,9 +312,4 @@ def test_a_killed_rank_restarts_the_job_from_the_checkpoint(tmp_path: Path) -> N
     assert (tmp_path / "once").exists()
     incidents = (apart.run_dir / "incidents.jsonl").read_text()
     assert "worker_lost" in incidents
-    one, other = (
-        [line["loss"] for line in metrics(each) if "loss" in line] for each in (alone, apart)
-    )
-    assert one == other
-    files = [each.run_dir / "model" / "model.safetensors" for each in (alone, apart)]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert_same(alone, apart)

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from rather import ActorWorker, Cluster, DPOConfig, DPOPipeline, ResourceManager
-from rather.config.schema import ActorConfig, RoleConfig
 from rather.data.batch import PairLogps
 from rather.data.pack import pack
-from rather.errors import ConfigError
 from tests.padded import random_pairs
 from tests.tiny import make_config
 
@@ -78,20 +76,3 @@ def test_seed_000_the_pipeline_makes_its_clusters(config: DPOConfig) -> None:
         assert (len(pipeline.actor_train.seats), len(pipeline.reference.seats)) == (2, 1)
     finally:
         pipeline.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "role", "said"),
-    [
-        ("critic", "actor_train", "role 'critic' \\(of actor_train and reference\\)"),
-        ("reference", "actor_train", "must be the config of role 'reference'"),
-        ("actor_train", None, "with model_args.model_name_or_path"),
-    ],
-)
-def test_what_is_not_a_cluster_is_refused(
-    config: DPOConfig, name: str, role: str | None, said: str
-) -> None:
-    own: RoleConfig = getattr(config, role) if role else ActorConfig()
-    manager: Any = None  # nothing is placed
-    with pytest.raises(ConfigError, match=said):
-        Cluster(name, None, manager, own)

@@ -6,18 +6,17 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rather.checkpoint.checkpoint import newest_good
-from rather.cluster.worker import ActorWorker
-from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.control import StopRequest
+from tests.at_step import AtStep
 from tests.checkpoint.runs import steps
+from tests.cluster.compare import assert_same, series
 from tests.cluster.test_torchrun import torchrun
-from tests.tiny import make_config, metrics
+from tests.tiny import make_config
 from tests.train.test_signals import config_of, folder, small_chunks
 
 __all__ = ["folder", "small_chunks"]  # fixtures
@@ -47,27 +46,15 @@ def test_on_ray_with_a_reference_that_runs_ahead(folder: Path) -> None:
     assert found is not None
     assert found.step < 6
     assert DPOPipeline(config).run() == 0
-    assert_same_numbers(config, config_of(folder, "whole"))
+    assert_same(config_of(folder, "whole"), config)
 
 
-def assert_same_numbers(one: DPOConfig, other: DPOConfig) -> None:
-    kept = ("step", "loss", "grad_norm", "eval/loss", "pairs")
-    first, second = (
-        [{key: line.get(key) for key in kept} for line in metrics(each)] for each in (one, other)
-    )
-    assert first == second
-    weights = [(each.run_dir / "model" / "model.safetensors").read_bytes() for each in (one, other)]
-    assert weights[0] == weights[1]
-
-
-class OneRankIsAsked(ActorWorker):
+class OneRankIsAsked(AtStep):
     """Of two processes only the second gets a signal, once."""
 
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.done = getattr(self, "done", 0) + 1
-        if self.member.rank == 1 and self.done == 2 and os.environ.get("TEST_SIGNAL"):
+    def before(self, step: int) -> None:
+        if self.is_last and step == 2 and os.environ.get("TEST_SIGNAL"):
             os.kill(os.getpid(), signal.SIGTERM)
-        return super().train_step(*args, **kwargs)
 
 
 @pytest.mark.slow
@@ -85,4 +72,4 @@ def test_under_torchrun_all_stop_for_one(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("TEST_SIGNAL")
     done = torchrun(asked, 2)
     assert done.returncode == 0, done.stderr
-    assert [line["step"] for line in metrics(asked) if "loss" in line] == [1, 2, 3]
+    assert len(series(asked, "loss")) == 3

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from rather import errors
 from rather.checkpoint.checkpoint import LATEST
@@ -35,9 +34,10 @@ from rather.config.run_config import DPOConfig
 from rather.config.schema import Timeouts
 from rather.errors import DataError, HangError, RatherError, WorkerError, WorkerLost
 from rather.pipeline.pipeline import DPOPipeline
+from tests.cluster.compare import assert_same
 from tests.cluster.test_orphans import SOON, holding, of_the_run, started, wait_for
 from tests.faults import inject
-from tests.tiny import make_config, metrics
+from tests.tiny import make_config
 
 
 def incidents(config: DPOConfig) -> list[dict[str, Any]]:
@@ -486,20 +486,3 @@ def test_a_run_that_lost_ray_reports_it_and_resumes(tmp_path: Path, part: str) -
     assert again.returncode == 0, said
     assert "checkpoint-4 from step 4 of 5" in said
     assert_same(clean, struck)
-
-
-def assert_same(clean: DPOConfig, struck: DPOConfig) -> None:
-    timed = ("time/", "pairs_per_second", "tokens_per_second")
-
-    def lines(config: DPOConfig) -> list[dict[str, Any]]:
-        return [
-            {key: line[key] for key in line if not key.startswith(timed)}
-            for line in metrics(config)
-        ]
-
-    assert lines(struck) == lines(clean)
-    one, other = (
-        load_file(config.run_dir / "model" / "model.safetensors") for config in (clean, struck)
-    )
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)

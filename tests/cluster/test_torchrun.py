@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.report.pairs import read_ledger
+from tests.cluster.compare import assert_close, assert_same
 from tests.house.source import ROOT
-from tests.tiny import make_config, metrics
+from tests.tiny import make_config
+
+APART: dict[str, Any] = {"actor_train__device_mapping": [0], "reference__device_mapping": [1]}
 
 
 def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
@@ -60,17 +62,11 @@ def test_two_processes_train_as_one_does_and_resume(tmp_path: Path) -> None:
         done = torchrun(both, 2, f"max_steps={steps}")
         assert done.returncode == 0, done.stderr
     assert "zero2 on 2 devices: dp 2" in done.stderr
-    for key in ("loss", "grad_norm"):
-        one, other = (
-            [line[key] for line in metrics(each) if key in line] for each in (alone, both)
-        )
-        assert other == pytest.approx(one, rel=1e-5), key
+    assert_close(alone, both, "grad_norm")
     rows, same = (read_ledger(each.run_dir).to_pydict() for each in (alone, both))
     assert same.pop("id") == rows.pop("id")
     for name, values in rows.items():
         assert same[name] == pytest.approx(values, rel=1e-6, abs=1e-6), name
-    one, other = (load_file(each.run_dir / "model" / "model.safetensors") for each in (alone, both))
-    assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-6
 
 
 @pytest.mark.slow
@@ -84,17 +80,24 @@ def test_a_wrong_number_of_processes_is_reported_once(
 
 
 @pytest.mark.slow
-def test_the_first_cause_is_reported_once_and_no_echo(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("devices", "rank"),
+    [({"actor_train__device_mapping": [0, 1]}, "1 of 2"), (APART, "0 of 1")],
+    ids=["together", "apart"],
+)
+def test_the_first_cause_is_reported_once_and_no_echo(
+    tmp_path: Path, devices: dict[str, Any], rank: str
+) -> None:
     broken = config_of(
         tmp_path,
         "broken",
-        actor_train__device_mapping=[0, 1],
+        **devices,
         reference__worker_cls="tests.cluster.workers.Breaks",
         system_envs={"RATHER_TEST_BREAK": "nonfinite"},
     )
     done = torchrun(broken, 2)
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("rather: ")]
-    assert re.fullmatch(r"rather: reference rank 1 of 2 \(on .+\): the loss is not finite", error)
+    assert re.fullmatch(rf"rather: reference rank {rank} \(on .+\): the loss is not finite", error)
     assert done.stderr.count("Traceback") == 1  # of torchrun itself
     assert "exitcode  : 6" in done.stderr
 
@@ -116,13 +119,7 @@ def test_torchrun_restarts_the_ranks_from_the_checkpoint(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "1").exists()
     assert "exitcode: -9" in done.stderr  # of torchrun, which may end the other rank at once
-    one, other = (
-        [line["loss"] for line in metrics(each) if "loss" in line] for each in (once, killed)
-    )
-    assert one == other
-
-
-APART: dict[str, Any] = {"actor_train__device_mapping": [0], "reference__device_mapping": [1]}
+    assert_same(once, killed)
 
 
 @pytest.mark.slow
@@ -138,29 +135,7 @@ def test_a_reference_on_devices_of_its_own_gives_the_bits_of_one_process(tmp_pat
     done = torchrun(apart, 2)
     assert done.returncode == 0, done.stderr
     assert "on its own devices, one step ahead" in done.stderr
-    for key in ("loss", "grad_norm", "rewards/margins"):
-        one, other = (
-            {line["step"]: line[key] for line in metrics(each) if key in line}
-            for each in (alone, apart)
-        )
-        assert one == other, key
-    files = [each.run_dir / "model" / "model.safetensors" for each in (alone, apart)]
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-@pytest.mark.slow
-def test_a_failure_of_a_reference_on_its_own_devices_ends_the_run(tmp_path: Path) -> None:
-    broken = config_of(
-        tmp_path,
-        "broken",
-        **APART,
-        reference__worker_cls="tests.cluster.workers.Breaks",
-        system_envs={"RATHER_TEST_BREAK": "nonfinite"},
-    )
-    done = torchrun(broken, 2)
-    (error,) = [line for line in done.stderr.splitlines() if line.startswith("rather: ")]
-    assert re.fullmatch(r"rather: reference rank 0 of 1 \(on .+\): the loss is not finite", error)
-    assert "exitcode  : 6" in done.stderr
+    assert_same(alone, apart)
 
 
 @pytest.mark.slow
@@ -173,8 +148,4 @@ def test_roles_that_share_some_devices_take_turns(tmp_path: Path) -> None:
     done = torchrun(shared, 3)
     assert done.returncode == 0, done.stderr
     assert "on the policy's devices, in turn" in done.stderr
-    for key in ("loss", "grad_norm"):
-        one, other = (
-            [line[key] for line in metrics(each) if key in line] for each in (alone, shared)
-        )
-        assert other == pytest.approx(one, rel=1e-5), key
+    assert_close(alone, shared, "grad_norm")

@@ -20,6 +20,7 @@ from rather.data.batch import Columns, PairBatch
 from rather.errors import DataError, NonFiniteError
 from rather.pipeline import guard
 from rather.run_folder.control import StopRequest
+from tests.at_step import AtStep
 
 SLOW = 0.6  # seconds of a slow reference, many times those of its pairs
 
@@ -67,16 +68,12 @@ class Breaks(ActorWorker):
             dist.all_reduce(torch.ones(1))  # waits for the one that fails
 
 
-class BreaksLater(ActorWorker):
+class BreaksLater(AtStep):
     """The third step fails, on the last rank."""
 
-    steps = 0
-
-    def train_step(self, *args: Any) -> Any:
-        self.steps += 1
-        if self.steps == 3 and self.member.rank == self.member.world - 1:
+    def before(self, step: int) -> None:
+        if step == 3 and self.is_last:
             raise ValueError("boom at step 3")
-        return super().train_step(*args)
 
 
 class SmallDevice(ActorWorker):
@@ -103,16 +100,12 @@ class SmallDevice(ActorWorker):
             raise error
 
 
-class FindsBadData(ActorWorker):
+class FindsBadData(AtStep):
     """The second step cannot use its pairs."""
 
-    steps = 0
-
-    def train_step(self, *args: Any) -> Any:
-        self.steps += 1
-        if self.steps == 2:
+    def before(self, step: int) -> None:
+        if step == 2:
             raise DataError("pair 7 has no token that is scored")
-        return super().train_step(*args)
 
 
 def stand_still(how: str, rank: int, world: int) -> None:
@@ -136,47 +129,35 @@ class StandsStill(ActorWorker):
         stand_still(os.environ["RATHER_TEST_HANG"], self.member.rank, self.member.world)
 
 
-class StopsOnce(ActorWorker):
+class StopsOnce(AtStep):
     """Before the third step the last rank is stopped, unless torchrun has started it again."""
 
-    steps = 0
-
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.steps += 1
+    def before(self, step: int) -> None:
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if first and self.steps == 3 and self.member.rank == self.member.world - 1:
+        if first and step == 3 and self.is_last:
             os.kill(os.getpid(), signal.SIGSTOP)
-        return super().train_step(*args, **kwargs)
 
 
-class SleepsLater(ActorWorker):
+class SleepsLater(AtStep):
     """The third step never ends."""
 
-    steps = 0
-
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.steps += 1
-        if self.steps == 3:
+    def before(self, step: int) -> None:
+        if step == 3:
             threading.Event().wait()
-        return super().train_step(*args, **kwargs)
 
 
-class Paused(ActorWorker):
+class Paused(AtStep):
     """The second step is looked at with a debugger, which RATHER_TEST_KEYS tells to go on; at the
     third all stops."""
 
-    steps = 0
-
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.steps += 1
-        if self.steps == 2:
+    def before(self, step: int) -> None:
+        if step == 2:
             keys = Path(os.environ["RATHER_TEST_KEYS"])
             with keys.open() as typed, keys.with_name("screen").open("w") as screen:
                 pdb.Pdb(stdin=typed, stdout=screen, nosigint=True, readrc=False).set_trace()
                 screen.flush()
-        if self.steps == 3:
+        if step == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
-        return super().train_step(*args, **kwargs)
 
 
 class DiesOnce(ActorWorker):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from rather.cli import app
@@ -17,6 +19,11 @@ from rather.pipeline.pipeline import DPOPipeline
 from tests.tiny import make_config
 
 SHORT = {"max_steps": 3, "save_steps": 2}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}w0 {{ m.content }} {% elif m.role == 'user' %}"
+    "w1 {{ m.content }} {% else %}w2 {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}w2 {% endif %}"
+)
 
 
 def rather(*args: object, input: str | None = None) -> Result:
@@ -24,11 +31,44 @@ def rather(*args: object, input: str | None = None) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args], env=environment, input=input)
 
 
+def succeed(*args: object, **options: Any) -> Result:
+    done = rather(*args, **options)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def refusal(code: int, *args: object) -> str:
+    """What a command prints that ends with this exit code, as one line."""
+    done = rather(*args)
+    assert done.exit_code == code, done.output
+    return " ".join(done.output.split())
+
+
 def told(*args: object) -> Any:
     """What a command prints as JSON."""
-    done = rather(*args, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
+    return json.loads(succeed(*args, "--json").stdout)
+
+
+def json_of(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def write(file: Path, *rows: Any) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def plainly(folder: Path, text: str, count: int) -> str:
+    """The greedy answer by transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    causal_lm: Any = AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    out = causal_lm.generate(ids, do_sample=False, max_new_tokens=count)[0, ids.shape[1] :]
+    return str(tokenizer.decode(out, skip_special_tokens=True))
 
 
 @pytest.fixture
@@ -69,3 +109,25 @@ def run(trained: Callable[..., DPOConfig]) -> DPOConfig:
 def lora(trained: Callable[..., DPOConfig]) -> DPOConfig:
     rates = {"actor_train__training_args__learning_rate": 0.05}
     return trained("lora", actor_train__model_args__lora_rank=4, **rates)
+
+
+@pytest.fixture(scope="session")
+def model(run: DPOConfig) -> Path:
+    """The trained model, without a template: no process that renders has to start."""
+    return run.run_dir / "model"
+
+
+@pytest.fixture(scope="session")
+def chat_model(model: Path, folder: Path) -> Path:
+    """The trained model with a chat template."""
+    copy = Path(shutil.copytree(model, folder / "chat_model"))
+    (copy / "chat_template.jinja").write_text(TEMPLATE)
+    return copy
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    lengths = (2, 9, 4, 4, 7, 1, 3)
+    texts = [" ".join(f"w{(3 * i + j) % 30}" for j in range(n)) for i, n in enumerate(lengths)]
+    rows = ({"prompt": text, "id": number} for number, text in enumerate(texts))
+    return write(tmp_path / "prompts.jsonl", *rows)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from rather.commands.chat import Speaker
 from rather.config.run_config import DPOConfig
@@ -17,59 +15,30 @@ from rather.errors import ConfigError
 from rather.model.attention import IMPLEMENTATION
 from rather.model.generate import Decoding, GeneratedAnswer, generate
 from rather.parallel.load import load_policy
-from tests.commands.conftest import rather
-
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}w0 {{ m.content }} {% elif m.role == 'user' %}"
-    "w1 {{ m.content }} {% else %}w2 {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}w2 {% endif %}"
-)
+from tests.commands.conftest import plainly, rather, refusal, succeed
 
 
-@pytest.fixture(scope="module")
-def model(run: DPOConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trained model with a chat template."""
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(run.run_dir / "model", folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-def plainly(folder: Path, text: str, count: int) -> str:
-    """The answer by transformers alone."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    causal_lm: Any = AutoModelForCausalLM.from_pretrained(folder)
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-    out = causal_lm.generate(ids, do_sample=False, max_new_tokens=count)[0, ids.shape[1] :]
-    return str(tokenizer.decode(out, skip_special_tokens=True))
-
-
-def test_one_answer_is_the_greedy_one_of_transformers(model: Path) -> None:
-    done = rather("chat", model, "--prompt", "w5 w6", "--max-new-tokens", 8)
-    assert done.exit_code == 0, done.output
-    assert done.stdout.strip() == plainly(model, "<s> w1 w5 w6 w2 ", 8).strip()
+def test_one_answer_is_the_greedy_one_of_transformers(chat_model: Path) -> None:
+    done = succeed("chat", chat_model, "--prompt", "w5 w6", "--max-new-tokens", 8)
+    assert done.stdout.strip() == plainly(chat_model, "<s> w1 w5 w6 w2 ", 8).strip()
     assert done.stdout.strip()
 
 
-def test_a_model_without_a_template_continues_the_text(run: DPOConfig) -> None:
+def test_a_model_without_a_template_continues_the_text(run: DPOConfig, model: Path) -> None:
     done = rather("chat", run.run_dir, "--prompt", "w5 w6", "--max-new-tokens", 6)
-    assert done.stdout.strip() == plainly(run.run_dir / "model", "<s> w5 w6", 6).strip()
-    refused = rather("chat", run.run_dir, "--prompt", "w5", "--system", "w3")
-    assert refused.exit_code == 2
-    assert "a system message needs a chat template" in refused.output
+    assert done.stdout.strip() == plainly(model, "<s> w5 w6", 6).strip()
 
 
-def test_a_conversation(model: Path) -> None:
+def test_a_conversation(chat_model: Path) -> None:
     """The second question follows the first answer; /reset forgets both; /system goes before."""
     said = "w5\nw6\n/reset\nw6\n/system w9\nw6\n/rest\n/quit\nw7\n"
-    done = rather("chat", model, "--max-new-tokens", 5, input=said)
-    assert done.exit_code == 0, done.output
-    first = plainly(model, "<s> w1 w5 w2 ", 5)
+    done = succeed("chat", chat_model, "--max-new-tokens", 5, input=said)
+    first = plainly(chat_model, "<s> w1 w5 w2 ", 5)
     expected = [
         first,
-        plainly(model, f"<s> w1 w5 w2 {first} </s>w1 w6 w2 ", 5),
-        plainly(model, "<s> w1 w6 w2 ", 5),
-        plainly(model, "<s> w0 w9 w1 w6 w2 ", 5),
+        plainly(chat_model, f"<s> w1 w5 w2 {first} </s>w1 w6 w2 ", 5),
+        plainly(chat_model, "<s> w1 w6 w2 ", 5),
+        plainly(chat_model, "<s> w0 w9 w1 w6 w2 ", 5),
     ]
     lines = [line.removeprefix("> ").strip() for line in done.stdout.splitlines()]
     assert [line for line in lines if line.startswith("w")] == [
@@ -83,43 +52,26 @@ def test_the_end_of_the_input_ends_it(model: Path) -> None:
     assert rather("chat", model, input="").exit_code == 0
 
 
-def test_two_models_answer_the_same(model: Path, folder: Path) -> None:
-    names = (folder / "output" / "run", "--beside", folder / "base")
-    done = rather("chat", *names, "--prompt", "w5", "--max-new-tokens", 4)
-    assert done.exit_code == 0, done.output
+def test_two_models_answer_the_same(run: DPOConfig, folder: Path) -> None:
+    done = succeed(
+        "chat", run.run_dir, "--beside", folder / "base", "--prompt", "w5", "--max-new-tokens", 4
+    )
     titles = [line for line in done.stdout.splitlines() if "──" in line]
     assert [title.strip("─ ") for title in titles] == [
-        str(folder / "output" / "run"),
+        str(run.run_dir),
         str(folder / "base"),
     ]
     assert plainly(folder / "base", "<s> w5", 4) in done.stdout
 
 
-def test_drawing_needs_a_temperature(model: Path) -> None:
-    for option in (("--top-p", 0.9), ("--seed", 3)):
-        done = rather("chat", model, "--prompt", "w5", *option)
-        assert done.exit_code == 2
-        assert "--top-p and --seed need sampling: set --temperature" in done.output
-    for refused in (1e-40, "inf", "nan"):
-        done = rather("chat", model, "--prompt", "w5", "--temperature", refused)
-        assert done.exit_code == 2
-        assert "--temperature" in done.output
-    assert (
-        rather("chat", model, "--prompt", "w5", "--temperature", 1, "--seed", 10**30).exit_code == 2
-    )
-    drawn = [
-        rather(
-            "chat", model, "--prompt", "w5", "--temperature", 3, "--top-p", 0.99, "--seed", seed
-        ).stdout
-        for seed in (1, 1, 2)
-    ]
+def test_drawing_follows_the_seed(model: Path) -> None:
+    words = ("chat", model, "--prompt", "w5", "--temperature", 3, "--top-p", 0.99)
+    drawn = [rather(*words, "--seed", seed).stdout for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_terminal_input_that_is_not_text(model: Path) -> None:
-    done = rather("chat", model, "--prompt", "w5 \udce9")
-    assert done.exit_code == 3
-    assert "half of a surrogate pair" in done.output
+    assert "half of a surrogate pair" in refusal(3, "chat", model, "--prompt", "w5 \udce9")
 
 
 def test_text_is_streamed_as_it_is_generated(model: Path) -> None:

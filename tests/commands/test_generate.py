@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import shutil
 import signal
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rather.commands import generate as module
 from rather.commands.generate import AnswerRequest, generate_answers
-from rather.commands.journal import Journal
-from rather.config.run_config import DPOConfig
+from rather.errors import ConfigError
 from rather.model import generate as sampler
 from rather.model.generate import Decoding
-from tests.commands.conftest import rather, told
-from tests.commands.test_chat import TEMPLATE, plainly
+from tests.commands.conftest import plainly, rows_of, succeed, told, write
+from tests.commands.kills import killed_at, killed_in_fork
 from tests.tiny import make_model
 
 
-@pytest.fixture(scope="module")
-def model(run: DPOConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("generate") / "model"
-    shutil.copytree(run.run_dir / "model", folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-def write(file: Path, *rows: Any) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    lengths = (2, 9, 4, 4, 7, 1, 3)
-    texts = [" ".join(f"w{(3 * i + j) % 30}" for j in range(n)) for i, n in enumerate(lengths)]
-    return write(tmp_path / "prompts.jsonl", *({"prompt": text, "id": text} for text in texts))
-
-
-def test_greedy_answers_are_those_of_transformers(model: Path, tmp_path: Path) -> None:
+def test_greedy_answers_are_those_of_transformers(chat_model: Path, tmp_path: Path) -> None:
     """In every shape of a prompt, rendered by the chat template, with other columns copied."""
     system, user = (
         {"role": role, "content": text} for role, text in (("system", "w9"), ("user", "w5 w6"))
@@ -69,14 +39,15 @@ def test_greedy_answers_are_those_of_transformers(model: Path, tmp_path: Path) -
     ]
     out = tmp_path / "out.jsonl"
     given = write(tmp_path / "in.jsonl", *rows)
-    meta = told("generate", model, given, "--out", out, "--max-new-tokens", 6)
+    meta = told("generate", chat_model, given, "--out", out, "--max-new-tokens", 6)
     plain, with_system, short = (
-        plainly(model, f"<s> {text} w2 ", 6) for text in ("w1 w5 w6", "w0 w9 w1 w5 w6", "w1 w5")
+        plainly(chat_model, f"<s> {text} w2 ", 6)
+        for text in ("w1 w5 w6", "w0 w9 w1 w5 w6", "w1 w5")
     )
     expected = [plain, with_system, with_system, plain, plain, plain, short, plain]
     answers = rows_of(out)
     assert [row["responses"] for row in answers] == [[text] for text in expected]
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
     for row, before in zip(answers, rows, strict=True):
         assert list(row)[:5] == ["prompt", "responses", "ended", "response_ids", "prompt_ids"]
         assert tokenizer.decode(row["response_ids"][0]) == row["responses"][0]
@@ -93,19 +64,11 @@ def test_greedy_answers_are_those_of_transformers(model: Path, tmp_path: Path) -
     assert meta["server"] is None
     assert meta["batch"] > 0
     again = write(tmp_path / "again.jsonl", {"prompt": "w5 w6"})
-    told(
-        "generate",
-        model,
-        again,
-        "--out",
-        tmp_path / "s.jsonl",
-        "--max-new-tokens",
-        6,
-        "--system",
-        "w9",
-    )
-    assert rows_of(tmp_path / "s.jsonl")[0]["responses"] == [with_system]
-    assert rows_of(tmp_path / "s.jsonl")[0]["system"] == "w9", "the answers were given with it"
+    words = ("--out", out, "--max-new-tokens", 6, "--system", "w9", "--force")
+    told("generate", chat_model, again, *words)
+    [row] = rows_of(out)
+    assert row["responses"] == [with_system]
+    assert row["system"] == "w9", "the answers were given with it"
 
 
 def test_samples_share_a_prefill_and_follow_the_distribution(model: Path) -> None:
@@ -183,61 +146,22 @@ def asked(model: Path, prompts: Path, out: Path) -> dict[str, Any]:
     return generate_answers(str(model), prompts, out, request, batch=6)
 
 
-def in_fork(work: Callable[..., None], *args: Any) -> int:
-    """Run `work` in a fork, which has imported everything, and return its exit status."""
-    child = os.fork()
-    if child == 0:
-        work(*args)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-
-class Killed(BaseException):
-    """Ends a command as SIGKILL does: nothing handles it."""
-
-
-def die_at(line: int, share: float, die: Callable[[], None]) -> Callable[..., None]:
-    """Write a part of a line of the journal, and die."""
-    append, lines = Journal.append, [0]
-
-    def append_or_die(journal: Journal, entry: Any) -> None:
-        lines[0] += 1
-        append(journal, entry)
-        if lines[0] > line:
-            size = len(json.dumps(entry))
-            os.truncate(journal.path, journal.path.stat().st_size - int(share * size))
-            die()
-
-    return append_or_die
-
-
-def killed(model: Path, prompts: Path, out: Path) -> None:
-    Journal.append = die_at(1, 0.5, lambda: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[method-assign]
-    asked(model, prompts, out)
-
-
 def test_killed_anywhere_it_ends_in_the_same_file(
-    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, prompts: Path, tmp_path: Path
 ) -> None:
     meta = asked(model, prompts, tmp_path / "whole.jsonl")
     whole = (tmp_path / "whole.jsonl").read_bytes()
     out = tmp_path / "killed.jsonl"
-    assert in_fork(killed, model, prompts, out) == signal.SIGKILL
-
-    def die() -> None:
-        raise Killed
-
+    work = (asked, model, prompts, out)
+    assert killed_in_fork(1, 0.5, *work) == signal.SIGKILL
     for line, share in ((0, 0.5), (1, 0.0), (1, 0.5), (0, 0.1)):  # 7 prompts in chunks of 2
-        with monkeypatch.context() as patch:
-            patch.setattr(Journal, "append", die_at(line, share, die))
-            with pytest.raises(Killed):
-                asked(model, prompts, out)
+        killed_at(line, share, *work)
         assert not out.exists()
     assert asked(model, prompts, out) == meta
     assert out.read_bytes() == whole
     assert not list(tmp_path.glob("*.part"))
     other = AnswerRequest(3, Decoding(10, 1.0), seed=3)
-    with pytest.raises(module.ConfigError, match=r"already exists and differs in decoding.seed"):
+    with pytest.raises(ConfigError, match=r"already exists and differs in decoding.seed"):
         generate_answers(str(model), prompts, out, other, batch=6)
     generate_answers(str(model), prompts, out, other, batch=6, force=True)
     assert out.read_bytes() != whole
@@ -252,64 +176,9 @@ def test_answers_do_not_depend_on_where_the_model_is(
     assert (tmp_path / "0.jsonl").read_bytes() == (tmp_path / "1.jsonl").read_bytes()
 
 
-@pytest.mark.wide
-def test_killed_at_random_moments(model: Path, prompts: Path, tmp_path: Path) -> None:
-    asked(model, prompts, tmp_path / "whole.jsonl")
-    draw = random.Random(0)
-    kills = 0
-    for number in range(8):
-        out = tmp_path / f"{number}.jsonl"
-        kills += in_fork(killed_after, model, prompts, out, draw.uniform(0.05, 1.0)) != 0
-        asked(model, prompts, out)
-        assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert kills > 1
-
-
-def killed_after(model: Path, prompts: Path, out: Path, seconds: float) -> None:
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
-    timer.daemon = True
-    timer.start()
-    asked(model, prompts, out)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--answers", 2, "--temperature", 0], "would be equal"),
-        (["--top-p", 0.5], "--top-p needs sampling"),
-        (["--stop", ""], "--stop must not be empty"),
-        (["--temperature", 0.001], "at least 0.01"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(
-    model: Path, prompts: Path, tmp_path: Path, words: list[Any], message: str
-) -> None:
-    done = rather("generate", model, prompts, "--out", tmp_path / "a.jsonl", *words)
-    assert done.exit_code == 2
-    assert message in done.output
-
-
-def test_rows_without_a_prompt_are_named(model: Path, tmp_path: Path) -> None:
-    bad = write(
-        tmp_path / "bad.jsonl",
-        {"prompt": "w1"},
-        {"text": "w2"},
-    )
-    done = rather("generate", model, bad, "--out", tmp_path / "a.jsonl")
-    assert done.exit_code == 3
-    assert "bad.jsonl:2: no key 'prompt'" in done.output
-    pictures = write(tmp_path / "pictures.jsonl", {"prompt": "w3", "images": ["a.png"]})
-    done = rather("generate", model, pictures, "--out", tmp_path / "a.jsonl")
-    assert done.exit_code == 3
-    assert "a prompt has images, but" in done.output
-    assert "reads text only" in done.output
-
-
 def test_a_dry_run_counts_and_writes_nothing(model: Path, prompts: Path, tmp_path: Path) -> None:
-    done = rather(
-        "generate", model, prompts, "--out", tmp_path / "a.jsonl", "--answers", 2, "--dry-run"
-    )
-    assert done.exit_code == 0
+    words = ("--out", tmp_path / "a.jsonl", "--answers", 2, "--dry-run")
+    done = succeed("generate", model, prompts, *words)
     assert "answers: 14" in done.output
     assert "at most 7168 in answers" in done.output
     assert list(tmp_path.iterdir()) == [prompts]

@@ -14,8 +14,7 @@ from rather.config.load import load_config
 from rather.data.prepare import prepare
 from rather.plan.memory import Device
 from rather.tools import init
-from tests.commands.conftest import rather
-from tests.commands.test_generate import write
+from tests.commands.conftest import json_of, rather, refusal, succeed, write
 from tests.tiny import make_config
 
 GIB = 1 << 30
@@ -37,8 +36,7 @@ def values_of(file: Path) -> Any:
 
 
 def test_rather_train_runs_the_file_as_written(place: Path) -> None:
-    done = rather("init", "pairs.jsonl", "--model", "base", "--out", "my run.yaml")
-    assert done.exit_code == 0, done.output
+    done = succeed("init", "pairs.jsonl", "--model", "base", "--out", "my run.yaml")
     text = (place / "my run.yaml").read_text()
     assert text.strip() in done.output
     assert "rather train 'my run.yaml'" in done.output, "as a shell reads it"
@@ -50,8 +48,7 @@ def test_rather_train_runs_the_file_as_written(place: Path) -> None:
     assert written["train_batch_size"] == 4
     assert written["sequence_length"] == 128, "the positions of the model"
     assert "model_args" not in written["actor_train"], "all weights fit"
-    trained = rather("train", "my run.yaml", "max_steps=1", "track_with=null", "report_html=false")
-    assert trained.exit_code == 0, trained.output
+    succeed("train", "my run.yaml", "max_steps=1", "track_with=null", "report_html=false")
     assert (place / "output/my-run/model/config.json").exists()
 
 
@@ -80,7 +77,7 @@ def test_the_planner_chooses_what_fits_the_gpu(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenised = prepare(make_config(place))  # once for all devices
-    config = json.loads((place / "base/config.json").read_text())
+    config = json_of(place / "base/config.json")
     config.pop("head_dim", None)
     (place / "base/config.json").write_text(json.dumps(config | SEVEN_B))
     (place / "base/model.safetensors").unlink()  # config.json is enough
@@ -118,47 +115,20 @@ def test_lengths_follow_the_rows() -> None:
 def test_nothing_is_overwritten_unless_asked(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("init", "pairs.jsonl", "--out", "dpo.yaml")
     (place / "dpo.yaml").write_text("mine")
-    refused = rather(*arguments, "--model", "base")
-    assert refused.exit_code == 2
-    assert "dpo.yaml: already exists" in refused.output
+    assert "dpo.yaml: already exists" in refusal(2, *arguments, "--model", "base")
     monkeypatch.setattr(init, "_is_terminal", lambda: True)
     assert rather(*arguments, "--model", "base", input="n\n").exit_code == 2
     assert (place / "dpo.yaml").read_text() == "mine"
-    done = rather(*arguments, input="y\nbase\ny\n")
-    assert done.exit_code == 0, done.output
+    succeed(*arguments, input="y\nbase\ny\n")
     assert values_of(place / "dpo.yaml")["task"] == "reward", "the third question"
-
-
-@pytest.mark.parametrize(
-    ("rows", "options", "code", "words"),
-    [
-        ('{"a": 1}', ["--model", "base"], 3, "line 1: no two answers to compare"),
-        ("{", ["--model", "base"], 3, "line 1: "),
-        ("", ["--model", "base"], 3, "it has no rows"),
-        ('{"prompt": "w1", "completion": "w2"}', [], 2, "--model: name the model to train"),
-        ('{"prompt": "w1", "completion": "w2"}', ["--model", "./no"], 2, "./no: no such folder"),
-        ('{"prompt": "w1", "completion": "w2"}', ["--model", "."], 2, ".: found no config.json"),
-    ],
-)
-def test_bad_input_is_one_line(
-    place: Path, rows: str, options: list[str], code: int, words: str
-) -> None:
-    (place / "rows.jsonl").write_text(rows)
-    done = rather("init", "rows.jsonl", *options, "--out", "x.yaml")
-    assert done.exit_code == code, done.output
-    assert words in done.output
-    assert len(done.output.strip().splitlines()) == 1
-    assert not (place / "x.yaml").exists()
 
 
 @pytest.mark.defect("N4")
 def test_unknown_words_are_reported_before_the_first_step(place: Path) -> None:
     cafe = {"prompt": "w1", "chosen": " w2 soup", "rejected": " coffee w3"}
     write(place / "cafe.jsonl", *[cafe | {"prompt": f"w1 w{i}"} for i in range(8)])
-    done = rather("init", "cafe.jsonl", "--model", "base", "--out", "cafe.yaml")
-    assert done.exit_code == 0, done.output
-    trial = rather("train", "cafe.yaml", "--dry-run")
-    assert trial.exit_code == 0, trial.output
+    done = succeed("init", "cafe.jsonl", "--model", "base", "--out", "cafe.yaml")
+    trial = succeed("train", "cafe.yaml", "--dry-run")
     for output in (done.output, trial.output):
         text = " ".join(output.split())
         assert "serious: 33 % of the tokens in the answers of train stand for words" in text

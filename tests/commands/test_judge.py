@@ -16,63 +16,38 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rather.commands.answer_stats import interval, is_refusal, repetition
 from rather.commands.judge import Comparison, win_rates
 from rather.config.run_config import DPOConfig
-from tests.commands.conftest import rather, told
-from tests.commands.fake_server import Reply, serving
-from tests.commands.test_generate import rows_of, write
+from tests.commands.conftest import rather, refusal, rows_of, succeed, told, write
+from tests.commands.fake_server import Reply, failing, kinder, longer, says, serving
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 KIND = "def score(prompt, answer):\n    return answer.count('kind') - answer.count('rude')\n"
 
 
-def answers(file: Path, texts: list[str], **columns: Any) -> Path:
-    rows = [
+def answers(file: Path, texts: list[str]) -> Path:
+    rows = (
         {"prompt": f"question {i}", "responses": [text], "ended": [True]}
         for i, text in enumerate(texts)
-    ]
-    return write(file, *({**row, **columns} for row in rows))
+    )
+    return write(file, *rows)
+
+
+def two(folder: Path, *texts: list[str]) -> list[Path]:
+    """Write the answers of two models to the same prompts, in a.jsonl and b.jsonl."""
+    return [answers(folder / f"{name}.jsonl", each) for name, each in zip("ab", texts, strict=True)]
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
+def files(tmp_path: Path) -> list[Path]:
     """B is kinder in 24 of 40 answers, equal in 12, and longer by chance."""
     draw = random.Random(0)
     words = [["rude"] * 24 + ["kind"] * 16, ["kind"] * 36 + ["rude"] * 4]
-    a, b = (
-        answers(
-            tmp_path / f"{name}.jsonl", [f"{word} " + "x" * draw.randint(0, 60) for word in each]
-        )
-        for name, each in zip("ab", words, strict=True)
-    )
     (tmp_path / "rule.py").write_text(KIND)
-    return a, b
-
-
-def says(choose: Callable[[str, str], str]) -> Callable[[str, dict[str, Any]], Reply]:
-    """A judge that gets both answers as the template shows them."""
-
-    def behaviour(path: str, body: dict[str, Any]) -> Reply:
-        text = body["messages"][0]["content"]
-        first, second = (
-            text.split(f"<answer_{side}>\n")[1].split(f"\n</answer_{side}>")[0] for side in "ab"
-        )
-        reply = f"At first [[C]], but {choose(first, second)}"
-        return 200, {"choices": [{"message": {"content": reply}}], "usage": {"total_tokens": 10}}
-
-    return behaviour
-
-
-def kinder(first: str, second: str) -> str:
-    a, b = ("kind" in text for text in (first, second))
-    return "[[C]]" if a == b else "[[A]]" if a else "[[B]]"
-
-
-def longer(first: str, second: str) -> str:
-    return (
-        "[[C]]" if len(first) == len(second) else "[[A]]" if len(first) > len(second) else "[[B]]"
+    return two(
+        tmp_path, *([f"{word} " + "x" * draw.randint(0, 60) for word in each] for each in words)
     )
 
 
-def test_a_rule_and_a_server_find_the_right_order(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_rule_and_a_server_find_the_right_order(files: list[Path], tmp_path: Path) -> None:
     a, b = files
     rule = f"{tmp_path / 'rule.py'}:score"
     by_rule = told("judge", a, b, "--with", rule)
@@ -85,14 +60,13 @@ def test_a_rule_and_a_server_find_the_right_order(files: tuple[Path, Path], tmp_
     assert back["win_rate"] == 1 - by_rule["win_rate"]
     assert back["win_rate_low"] == pytest.approx(1 - by_rule["win_rate_high"])
     with serving(says(kinder)) as server:
-        options = ("--with", server.url, "--judge-model", "m")
-        done = rather("judge", a, b, *options, "--json")
+        done = rather("judge", a, b, *server.judge, "--json")
         by_server = json.loads(done.stdout)
         assert "80 requests (0 of 80 verdicts are cached)" in done.stderr
         assert [by_server[name] for name in counts] == [by_rule[name] for name in counts]
         assert by_server["tokens_spent"] == 800
         assert len(server.requests) == 80
-        assert told("judge", a, b, *options)["tokens_spent"] == 0, "all verdicts are cached"
+        assert told("judge", a, b, *server.judge)["tokens_spent"] == 0, "all verdicts are cached"
         assert len(server.requests) == 80
     printed = rather("judge", a, b, "--with", rule)
     assert "win rate of B: 75.0% (95 %:" in printed.stdout
@@ -100,7 +74,7 @@ def test_a_rule_and_a_server_find_the_right_order(files: tuple[Path, Path], tmp_
 
 @pytest.mark.defect("E7")
 def test_four_answers_to_a_prompt_do_not_narrow_the_interval(
-    files: tuple[Path, Path],
+    files: list[Path],
 ) -> None:
     found = []
     with serving(says(kinder)) as server:
@@ -108,8 +82,7 @@ def test_four_answers_to_a_prompt_do_not_narrow_the_interval(
             for file in files:
                 rows = rows_of(file)
                 write(file, *(row | {"responses": row["responses"] * times} for row in rows))
-            options = ("--with", server.url, "--judge-model", "m")
-            found.append(told("judge", *files, *options))
+            found.append(told("judge", *files, *server.judge))
     assert found[1]["n"] == 4 * found[0]["n"]
     for name in ("win_rate", "win_rate_low", "win_rate_high"):
         assert found[1][name] == pytest.approx(found[0][name])
@@ -120,7 +93,7 @@ def test_answers_that_have_taken_up_habits(tmp_path: Path) -> None:
     repeated = [f"{text} {text}" for text in good[:8]]
     worn = [*repeated, *(text.lower() for text in good[8:16]), *good[16:]]
     (tmp_path / "rule.py").write_text(KIND)
-    a, b = (answers(tmp_path / f"{i}.jsonl", texts) for i, texts in enumerate((good, worn)))
+    a, b = two(tmp_path, good, worn)
     words = ("--with", f"{tmp_path / 'rule.py'}:score")
     result = told("judge", a, b, *words)
     assert result["repeats"] == result["starts_within"] == [0.0, 0.4]
@@ -131,27 +104,25 @@ def test_answers_that_have_taken_up_habits(tmp_path: Path) -> None:
     assert "more than by chance" not in rather("judge", b, a, *words).stdout
 
 
-def test_a_judge_that_always_says_a_is_found_out(files: tuple[Path, Path]) -> None:
+def test_a_judge_that_always_says_a_is_found_out(files: list[Path]) -> None:
     with serving(says(lambda first, second: "[[A]]")) as server:
-        found = told("judge", *files, "--with", server.url, "--judge-model", "m")
+        found = told("judge", *files, *server.judge)
     assert (found["flips"], found["ties"], found["win_rate"]) == (40, 40, 0.5)
 
 
 def test_a_judge_that_prefers_length_is_corrected(tmp_path: Path) -> None:
     draw = random.Random(1)
     short = [draw.randint(20, 100) for _ in range(120)]
-    a = answers(tmp_path / "a.jsonl", ["x" * length for length in short])
-    b = answers(
-        tmp_path / "b.jsonl", ["y" * max(1, length + draw.randint(-20, 60)) for length in short]
-    )
+    long = ["y" * max(1, length + draw.randint(-20, 60)) for length in short]
+    a, b = two(tmp_path, ["x" * length for length in short], long)
     with serving(says(longer)) as server:
-        found = told("judge", a, b, "--with", server.url, "--judge-model", "m")
+        found = told("judge", a, b, *server.judge)
     assert found["win_rate"] > 0.65
     assert found["win_rate_length_controlled"] == pytest.approx(0.5, abs=0.15)
 
 
 def test_unreadable_verdicts_and_faults_of_a_server(
-    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rather.commands.openai_client.FIRST_WAIT", 0.01)
     seen: set[str] = set()
@@ -166,14 +137,13 @@ def test_unreadable_verdicts_and_faults_of_a_server(
         return 200, {"choices": [{"message": {"content": reply}}]}
 
     with serving(behaviour) as server:
-        found = told("judge", *files, "--with", server.url, "--judge-model", "m")
+        found = told("judge", *files, *server.judge)
     assert (found["unreadable"], found["n"], found["flips"]) == (2, 39, 39)
     assert found["tokens_spent"] > 0, "estimated, as the server does not say it"
-    with serving(lambda path, body: (500, {"error": "broken"})) as server:
-        done = rather("judge", *files, "--with", server.url, "--judge-model", "n")
-    assert done.exit_code == 5
-    assert "HTTP 500" in done.output
-    assert "after 6 tries" in done.output
+    with serving(failing(500)) as server:
+        done = refusal(5, "judge", *files, "--with", server.url, "--judge-model", "n")
+    assert "HTTP 500" in done
+    assert "after 6 tries" in done
 
 
 def test_several_answers_and_another_template(tmp_path: Path) -> None:
@@ -186,8 +156,8 @@ def test_several_answers_and_another_template(tmp_path: Path) -> None:
     (tmp_path / "short.jinja").write_text("{{ prompt }}<answer_a>\n{{ answer_a }}\n</answer_a>"
                                           "<answer_b>\n{{ answer_b }}\n</answer_b>")  # fmt: skip
     with serving(says(kinder)) as server:
-        options = ("--judge-template", tmp_path / "short.jinja", "--judge-model", "m")
-        found = told("judge", a, b, "--with", server.url, *options)
+        short = ("--judge-template", tmp_path / "short.jinja")
+        found = told("judge", a, b, *server.judge, *short)
         assert len(server.requests[0][2]["messages"][0]["content"]) < 100
     assert (found["n"], found["wins"], found["losses"], found["win_rate"]) == (2, 1, 1, 0.5)
 
@@ -198,9 +168,8 @@ def test_a_server_scores_answers_by_comparing_them(tmp_path: Path) -> None:
     seven = {"prompt": "q", "responses": ["y" * (1 + i) for i in range(7)]}
     file, out = write(tmp_path / "a.jsonl", four, seven), tmp_path / "scored.jsonl"
     with serving(says(longer)) as server:
-        options = ("--with", server.url, "--judge-model", "m", "--out", out)
-        forecast = rather("judge", file, *options, "--dry-run")
-        assert forecast.exit_code == 0
+        options = (*server.judge, "--out", out)
+        forecast = succeed("judge", file, *options, "--dry-run")
         assert "34 requests (4 of 38 verdicts are cached), about" in forecast.output
         assert not server.requests
         assert not out.exists()
@@ -215,10 +184,10 @@ def test_a_server_scores_answers_by_comparing_them(tmp_path: Path) -> None:
     # In a circle: the shortest also meets the two longest.
     assert second["scores"] == [0.0, 0.25, 0.5, 0.5, 0.5, 0.75, 1.0]
     with serving(lambda path, body: (200, {"choices": [{"message": {"content": "?"}}]})) as server:
-        refused = rather("judge", file, "--with", server.url, "--judge-model", "m")
+        refused = rather("judge", file, *server.judge)
     assert "no verdict could be read" in refused.output
     with serving(says(lambda first, second: "[[A]]")) as server:
-        printed = rather("judge", file, "--with", server.url, "--judge-model", "m")
+        printed = rather("judge", file, *server.judge)
     assert "flip with the order: 19 of 19 (ties)" in printed.output
 
 
@@ -252,8 +221,6 @@ def test_a_reward_model_scores_as_transformers_does(
     ]
     a, b = write(tmp_path / "worst.jsonl", *worst), write(tmp_path / "best.jsonl", *best)
     assert told("judge", a, b, "--with", model)["wins"] == 4
-    refused = rather("judge", a, "--with", run.actor_train.model_path)
-    assert "is not a reward model" in refused.output
 
 
 def test_the_interval_covers_and_the_numbers_of_answers_are_right() -> None:
@@ -307,29 +274,3 @@ def test_lengths_without_effect_do_not_move_the_rate(prompts: int) -> None:
     rates = [controlled(row, draw.normal(size=prompts)) for row in outcomes]
     error = np.std(rates) / np.sqrt(len(rates))
     assert abs(np.mean(rates) - 0.9) < 1.96 * error
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["other.jsonl", "--with", "rule.py:score"], 3, "must have the same prompts"),
-        (["b.jsonl", "--with", "rule.py:missing"], 2, "has no function or class of this name"),
-        (["b.jsonl", "--with", "rule.py"], 2, "rule.py:score"),
-        (["b.jsonl", "--with", "rule.py:fails"], 3, "rule.py:fails, line 4: ZeroDivisionError"),
-        (["b.jsonl", "--with", "http://127.0.0.1:1"], 2, "--judge-model"),
-        (["--with", "http://127.0.0.1:1"], 2, "--judge-model"),
-        (["--with", "http://127.0.0.1:1", "--judge-model", "m"], 3, "has one answer, and a server"),
-        (["--with", "rule.py:score", "--dry-run"], 2, "--dry-run need --with http"),
-        (["b.jsonl", "--with", "rule.py:score", "--out", "x.jsonl"], 2, "--out: scores"),
-    ],
-)
-def test_what_cannot_be_judged_is_refused(
-    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    words: list[str], code: int, message: str,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    answers(tmp_path / "other.jsonl", ["kind"] * 39)
-    (tmp_path / "rule.py").write_text(f"{KIND}def fails(prompt, answer):\n    return 1 / 0\n")
-    done = rather("judge", "a.jsonl", *words)
-    assert done.exit_code == code
-    assert message in done.output

@@ -5,7 +5,6 @@ The development packages contain it (its build for CPUs), so nothing here is ski
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -18,8 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.config.run_config import DPOConfig
-from tests.commands.conftest import rather
-from tests.commands.test_generate import rows_of, write
+from tests.commands.conftest import json_of, rows_of, succeed, write
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the extra dev has it on Linux")
 NEW_TOKENS = 12
@@ -28,8 +26,7 @@ NEW_TOKENS = 12
 @pytest.fixture(scope="module")
 def exported(run: DPOConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mlx") / "exported"
-    done = rather("export", run.run_dir, folder)
-    assert done.exit_code == 0, done.output
+    succeed("export", run.run_dir, folder)
     return folder
 
 
@@ -75,9 +72,8 @@ def test_generate_asks_it(exported: Path, address: str, tmp_path: Path) -> None:
     prompts = write(tmp_path / "p.jsonl", *({"prompt": f"w{i} w5", "id": i} for i in range(4)))
     words = ("--server", address, "--served-name", exported, "--timeout", 60)
     sizes = ("--answers", 3, "--max-new-tokens", 8, "--concurrency", 4)
-    done = rather("generate", exported, prompts, "--out", tmp_path / "o.jsonl", *words, *sizes)
-    assert done.exit_code == 0, done.output
-    meta = json.loads((tmp_path / "o.jsonl.meta.json").read_text())
+    succeed("generate", exported, prompts, "--out", tmp_path / "o.jsonl", *words, *sizes)
+    meta = json_of(tmp_path / "o.jsonl.meta.json")
     assert meta["requests"]["way"] == "text with logprobs without BOS"
     rows = rows_of(tmp_path / "o.jsonl")
     assert any(len(set(row["responses"])) > 1 for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rather.config.run_config import DPOConfig
 from rather.model.export import PROCESSOR
 from rather.tools.push import card, files_in, licence_of
-from tests.commands.conftest import rather
+from tests.commands.conftest import json_of, rather, refusal, succeed
 from tests.hub import TOKEN, Hub, accepting_uploads
 
 
@@ -34,9 +34,8 @@ def pushed(hub: Hub, repo: str) -> dict[str, bytes]:
     return hub.commits[hub.revisions[repo, "main"]]
 
 
-def test_a_private_repository_with_model_and_card(run: DPOConfig, hub: Hub) -> None:
-    done = rather("push", run.run_dir, "shop/kind")
-    assert done.exit_code == 0, done.output
+def test_a_private_repository_with_model_and_card(run: DPOConfig, model: Path, hub: Hub) -> None:
+    done = succeed("push", run.run_dir, "shop/kind")
     assert f"{hub.address}/shop/kind (private)" in done.output
     assert TOKEN not in done.output
     assert hub.private == {"shop/kind": True}
@@ -45,7 +44,6 @@ def test_a_private_repository_with_model_and_card(run: DPOConfig, hub: Hub) -> N
         "create", "validate-yaml", "main", "batch", "main",
     ], posts  # fmt: skip
     files = pushed(hub, "shop/kind")
-    model = run.run_dir / "model"
     assert files["model.safetensors"] == (model / "model.safetensors").read_bytes()
     assert set(files) == {".gitattributes", *(file.name for file in model.iterdir())}
     card = files["README.md"].decode()
@@ -63,8 +61,7 @@ def test_a_private_repository_with_model_and_card(run: DPOConfig, hub: Hub) -> N
 
 def test_a_dry_run_asks_nobody(run: DPOConfig, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    done = rather("push", run.run_dir, "shop/kind", "--dry-run")
-    assert done.exit_code == 0, done.output
+    done = succeed("push", run.run_dir, "shop/kind", "--dry-run")
     assert hub.requests == []
     assert "model.safetensors" in done.output
     assert "Nothing was uploaded. Private repository: shop/kind" in done.output
@@ -72,11 +69,10 @@ def test_a_dry_run_asks_nobody(run: DPOConfig, hub: Hub, monkeypatch: pytest.Mon
 
 def test_a_public_repository_is_never_an_accident(run: DPOConfig, hub: Hub) -> None:
     hub.add("shop/open", {"README.md": b"", "model-00001-of-00002.safetensors": b"old"})
-    refused = rather("push", run.run_dir, "shop/open")
-    assert refused.exit_code == 2
-    assert "shop/open: exists and is public; add --public" in refused.output
-    done = rather("push", run.run_dir, "shop/open", "--public")
-    assert done.exit_code == 0, done.output
+    assert "shop/open: exists and is public; add --public" in refusal(
+        2, "push", run.run_dir, "shop/open"
+    )
+    succeed("push", run.run_dir, "shop/open", "--public")
     assert "model.safetensors" in pushed(hub, "shop/open")
     assert "model-00001-of-00002.safetensors" not in pushed(hub, "shop/open"), "an old shard"
 
@@ -85,17 +81,14 @@ def test_a_refused_token_is_not_shown(
     run: DPOConfig, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret-of-another-form")
-    done = rather("push", run.run_dir, "shop/kind")
-    assert done.exit_code == 5
-    assert "shop/kind: not uploaded: " in done.output
-    assert done.output.strip().endswith("HF_TOKEN must be a token that may write there.")
-    assert "secret-of-another-form" not in done.output
+    done = refusal(5, "push", run.run_dir, "shop/kind")
+    assert "shop/kind: not uploaded: " in done
+    assert done.strip().endswith("HF_TOKEN must be a token that may write there.")
+    assert "secret-of-another-form" not in done
     assert hub.tokens == {"secret-of-another-form"}
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere/token")
-    done = rather("push", run.run_dir, "shop/kind")
-    assert done.exit_code == 2
-    assert "set HF_TOKEN" in done.output
+    assert "set HF_TOKEN" in refusal(2, "push", run.run_dir, "shop/kind")
 
 
 @pytest.mark.parametrize(
@@ -125,67 +118,41 @@ def test_the_licence_of_a_base_on_the_hub(run: DPOConfig, hub: Hub, tmp_path: Pa
     shutil.copytree(run.run_dir, folder)
     text = (folder / "config.yaml").read_text().replace(str(run.pretrain), "shop/base")
     (folder / "config.yaml").write_text(text)
-    report = json.loads((folder / "data_report.json").read_text())
+    report = json_of(folder / "data_report.json")
     report["train"]["commits"] = {"hf://datasets/shop/pairs@main:train": "abc"}
     (folder / "data_report.json").write_text(json.dumps(report))
-    done = rather("push", folder, "shop/kind", "--dry-run")
-    assert done.exit_code == 2, "the config was edited, so it may be anybody's"
+    # The config was edited, so it may be anybody's.
+    refusal(2, "push", folder, "shop/kind", "--dry-run")
     done = rather("push", folder, "shop/kind", "--dry-run", "--trust-paths")
     top = front(done.output)
     assert (top["base_model"], top["license"]) == ("shop/base", "mit")
     assert top["datasets"] == ["shop/pairs"]
 
 
-def test_what_is_not_a_run_is_refused(run: DPOConfig, tmp_path: Path) -> None:
-    done = rather("push", tmp_path, "shop/kind", "--dry-run")
-    assert done.exit_code == 2
-    assert "not a run folder" in done.output
-    done = rather("push", run.run_dir, "kind", "--dry-run")
-    assert "name the repository as ORG/NAME" in done.output
-    folder = tmp_path / "run"
-    shutil.copytree(run.run_dir, folder)
-    (folder / "model" / "added_tokens.json").symlink_to("/etc/passwd")
-    done = rather("push", folder / "model", "shop/kind", "--dry-run")
-    assert done.exit_code == 2
-    assert "added_tokens.json" in done.output
-    shutil.rmtree(folder / "model")
-    assert "has no model yet" in rather("push", folder, "shop/kind", "--dry-run").output
-
-
 STRANGE = (
-    "id_rsa",
-    "notes.txt",
-    "notes.json",
-    "training_args.bin",
-    ".env",
-    "model_of_mine.safetensors",
-    "deep/config.json",
-)
+    "id_rsa", "notes.txt", "notes.json", "training_args.bin", ".env",
+    "model_of_mine.safetensors", "deep/config.json",
+)  # fmt: skip
 
 
 @pytest.mark.defect("A7")
-def test_only_what_an_export_writes_is_uploaded(
-    trained: Callable[..., DPOConfig], hub: Hub, tmp_path: Path
-) -> None:
+def test_only_what_an_export_writes_is_uploaded(lora: DPOConfig, hub: Hub, tmp_path: Path) -> None:
     """Paths of this machine are in none of it, and an adapter names a base that others have."""
-    run = trained("push_lora", actor_train__model_args__lora_rank=2)
-    folder = tmp_path / "run"
-    shutil.copytree(run.run_dir, folder)
+    folder = Path(shutil.copytree(lora.run_dir, tmp_path / "run"))
     written = {file.name for file in (folder / "adapter").iterdir()}
     for name in STRANGE:
         (folder / "adapter" / name).parent.mkdir(exist_ok=True)
         (folder / "adapter" / name).write_text("{}")
     (folder / "adapter" / "linked").symlink_to("/etc/passwd")
     tokenizer = folder / "adapter" / "tokenizer_config.json"
-    values = {**json.loads(tokenizer.read_text()), "special_tokens_map_file": "/srv/me/map.json"}
+    values = {**json_of(tokenizer), "special_tokens_map_file": "/srv/me/map.json"}
     tokenizer.write_text(json.dumps(values))
-    refused = rather("push", folder / "adapter", "shop/kind")
-    assert refused.exit_code == 2
-    assert f"names the folder {run.pretrain}, which others do not have" in refused.output
+    assert f"names the folder {lora.pretrain}, which others do not have" in refusal(
+        2, "push", folder / "adapter", "shop/kind"
+    )
     assert ("shop/kind", "main") not in hub.revisions
     assert rather("push", folder, "shop/kind", "--base", "./base").exit_code == 2
-    done = rather("push", folder / "adapter", "shop/kind", "--base", "shop/base")
-    assert done.exit_code == 0, done.output
+    done = succeed("push", folder / "adapter", "shop/kind", "--base", "shop/base")
     for name in STRANGE:
         assert name.partition("/")[0] in done.output.partition("Left out")[2], name
     files = pushed(hub, "shop/kind")
@@ -196,7 +163,7 @@ def test_only_what_an_export_writes_is_uploaded(
     assert json.loads(files["tokenizer_config.json"])["special_tokens_map_file"] == "map.json"
     for name, content in files.items():
         assert str(tmp_path.parent).encode() not in content, name
-        assert str(run.pretrain).encode() not in content, name
+        assert str(lora.pretrain).encode() not in content, name
 
 
 @pytest.mark.defect("A7")
@@ -215,7 +182,7 @@ def test_paths_of_this_machine_are_cut_out(tmp_path: Path) -> None:
     assert front(text)["at"] == "b"
 
 
-def test_every_file_of_an_export_is_known(run: DPOConfig, tmp_path: Path) -> None:
+def test_every_file_of_an_export_is_known(model: Path, tmp_path: Path) -> None:
     names = {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
     for pattern in PROCESSOR:
         names.add(pattern.replace("*processor*", "video_preprocessor_config"))
@@ -223,6 +190,4 @@ def test_every_file_of_an_export_is_known(run: DPOConfig, tmp_path: Path) -> Non
     for name in names:
         (tmp_path / name).write_text("{}")
     assert set(files_in(tmp_path)) == names
-    assert {file.name for file in (run.run_dir / "model").iterdir()} == {
-        *files_in(run.run_dir / "model"), "README.md",
-    }  # fmt: skip
+    assert {file.name for file in model.iterdir()} == {*files_in(model), "README.md"}

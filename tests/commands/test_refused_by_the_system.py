@@ -84,15 +84,6 @@ def test_a_small_address_space_is_refused_before_libraries_fail_in_it() -> None:
 
 
 @pytest.mark.defect("X17")
-@pytest.mark.parametrize("key", ["output_dir", "actor_train.data_args.cache_dir"])
-def test_a_folder_that_cannot_be_made(run: DPOConfig, key: str) -> None:
-    config = run.run_dir / "config.yaml"
-    result = rather("data", config, f"{key}=/proc/x")
-    assert result.exit_code == DISK
-    assert "cannot be created (No such file or directory); choose another" in result.stderr
-
-
-@pytest.mark.defect("X17")
 def test_a_number_that_python_does_not_hold(run: DPOConfig) -> None:
     config = run.run_dir / "config.yaml"
     result = rather("config", "show", config, "beta=" + "9" * 5000)

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from rather.commands.judge import answer_judge
 from rather.config.schema import AnswerJudge
 from rather.data import rule as rules
 from rather.errors import DataError
-from tests.commands.conftest import rather, told
-from tests.commands.fake_server import serving
-from tests.commands.test_generate import rows_of, write
-from tests.commands.test_judge import longer, says
+from tests.commands.conftest import rather, refusal, rows_of, told, write
+from tests.commands.fake_server import longer, says, serving
+from tests.commands.test_judge import answers, two
 
 # What a rule does with the answers of these names; the score of any other is its length.
 HOSTILE = """
@@ -72,38 +72,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def answers(name: str, texts: Any, **columns: Any) -> Path:
-    """Write a file with one answer to each prompt."""
-    texts = list(texts)
-    rows = [{"prompt": f"q{i}", "responses": [text], **columns} for i, text in enumerate(texts)]
-    return write(Path(name), *rows)
-
-
 def rule(text: str) -> None:
     Path("rule.py").write_text(text)
 
 
-def processes() -> set[int]:
-    """Return the children of rules, and what the rule above starts."""
-    ids = set()
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = file.read_bytes()
-        except OSError:
-            continue
-        if b"rather.data.rule" in words or re.match(rb"sleep\x006[12]", words):
-            ids.add(int(file.parent.name))
-    return ids
+def processes() -> set[bytes]:
+    """Return the command lines of rules and of what they start, in the folder of this test."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if (process / "cwd").samefile(Path()):
+                found.add((process / "cmdline").read_bytes())
+    return {words for words in found if b"rather.data.rule" in words or words.startswith(b"sleep")}
 
 
 @pytest.mark.defect("A3")
 def test_hostile_rules_cost_single_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each error is counted and names row and rule; the answers after it have their scores."""
     monkeypatch.setattr("rather.commands.judge.SHOWN", 99)
-    before = processes()
-    file = answers("a.jsonl", [*ERRORS, *FINE])
+    file = answers(Path("a.jsonl"), [*ERRORS, *FINE])
     result = told("judge", file, *WITH, "--rule-timeout", 2, "--out", "out.jsonl")
-    assert processes() == before
+    assert processes() == set()
     scores = [row["scores"][0] for row in rows_of(Path("out.jsonl"))]
     assert dict(zip(FINE, scores[len(ERRORS) :], strict=True)) == FINE
     assert scores[: len(ERRORS)] == [None] * len(ERRORS)
@@ -118,8 +107,8 @@ def test_hostile_rules_cost_single_answers(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.defect("A3")
 def test_a_pair_with_an_error_is_left_out_and_counted() -> None:
-    a = answers("a.jsonl", ["good", "exit", "good", "x", "_exit"])
-    b = answers("b.jsonl", ["better", "better", "nan", "xx", "raise"])
+    first = ["good", "exit", "good", "x", "_exit"]
+    a, b = two(Path(), first, ["better", "better", "nan", "xx", "raise"])
     result = told("judge", a, b, *WITH)
     counts = ("n", "wins", "prompts", "errors", "left_out", "mean_score")
     assert [result[name] for name in counts] == [2, 2, 5, 4, 3, [2.5, 4.0]]
@@ -131,11 +120,9 @@ def test_a_pair_with_an_error_is_left_out_and_counted() -> None:
 @pytest.mark.defect("A3")
 def test_a_rule_that_scores_nothing_ends_with_exit_code_3() -> None:
     rule("def score(p, a): exec('exit()')")
-    a = answers("a.jsonl", ["x", "y"])
+    a = answers(Path("a.jsonl"), ["x", "y"])
     for words in ((a,), (a, a)):
-        done = rather("judge", *words, *WITH)
-        assert done.exit_code == 3
-        assert "rule.py:score, line 1: SystemExit: None (at " in done.output
+        assert "rule.py:score, line 1: SystemExit: None (at " in refusal(3, "judge", *words, *WITH)
 
 
 @pytest.mark.defect("A3")
@@ -165,7 +152,7 @@ def test_the_child_gets_no_secrets_and_a_limit_of_memory(monkeypatch: pytest.Mon
          "    assert 'OPENAI_API_KEY' not in os.environ and os.environ['PLAIN'] == 'yes'\n"
          "    memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')\n"
          "    return resource.getrlimit(resource.RLIMIT_DATA)[0] <= memory / 2\n")  # fmt: skip
-    assert told("judge", answers("a.jsonl", "x"), *WITH)["mean_score"] == 1.0
+    assert told("judge", answers(Path("a.jsonl"), ["x"]), *WITH)["mean_score"] == 1.0
 
 
 # --- the row ---
@@ -186,11 +173,10 @@ def test_a_rule_gets_the_columns_that_it_names() -> None:
     a, b = write(Path("a.jsonl"), *wrong), write(Path("b.jsonl"), *right)
     result = told("judge", a, b, *options, "--column", "gold=answer")
     assert (result["wins"], result["n"], result["mean_score"]) == (2, 2, [0.0, 1.0])
-    done = rather("judge", a, b, *options)
-    assert done.exit_code == 3
+    done = refusal(3, "judge", a, b, *options)
     assert re.search(
         r"a.jsonl:1: has no column `gold`, which --with .*gsm8k.py:score needs; its columns are "
-        r"prompt, question, answer, responses. Name one of them: --column gold=COLUMN.", done.output
+        r"prompt, question, answer, responses. Name one of them: --column gold=COLUMN.", done
     )  # fmt: skip
 
 
@@ -269,11 +255,10 @@ def test_a_template_gets_the_row() -> None:
     a = write(Path("a.jsonl"), {**row, "gold": "g"}, row)
     b = write(Path("b.jsonl"), row)
     with serving(says(longer)) as server:
-        options = ("--with", server.url, "--judge-model", "m", "--judge-template", "t.jinja")
-        refused = rather("judge", a, *options)
-        assert refused.exit_code == 2
-        assert "t.jinja: UndefinedError: 'gold' is undefined (at " in refused.output
-        assert "a.jsonl:2, whose columns are prompt, question" in refused.output
+        options = (*server.judge, "--judge-template", "t.jinja")
+        refused = refusal(2, "judge", a, *options)
+        assert "t.jinja: UndefinedError: 'gold' is undefined (at " in refused
+        assert "a.jsonl:2, whose columns are prompt, question" in refused
         unused = rather("judge", b, *options, "--column", "golden=answer")
         assert "--judge-template t.jinja: must show golden" in unused.output
         missing = rather("judge", b, *options, "--column", "gold=solution")
@@ -309,5 +294,5 @@ def test_without_a_rule_a_file_is_refused(
     if "while" in text:
         monkeypatch.setattr(rules, "IMPORT_SECONDS", 1.0)
     rule(text)
-    done = rather("judge", answers("a.jsonl", "x"), *WITH)
+    done = rather("judge", answers(Path("a.jsonl"), ["x"]), *WITH)
     assert (done.exit_code, message in done.output) == (2, True), done.output

@@ -37,6 +37,26 @@ def smallest(*settings: str) -> dict[str, Any]:
     return values
 
 
+def strategy(text: str, devices: int = 4) -> list[str]:
+    """Settings for `NAME: DETAIL=VALUE + ...`, the keys of strategy_config; `default` names none."""
+    name, _, details = text.partition(": ")
+    role = "actor_train.strategy_args"
+    settings = [f"actor_train.device_mapping=0-{devices - 1}"]
+    if name != "default":
+        settings.append(f"{role}.strategy_name={name}")
+    return settings + [f"{role}.strategy_config.{each}" for each in details.split(" + ") if each]
+
+
+def cells(table: str) -> list[str]:
+    """Return the lines of a table: settings, the last of which is refused by its key."""
+    return [line.strip() for line in table.strip().splitlines()]
+
+
+def assert_the_last_is_refused(problems: list[str], settings: list[str]) -> None:
+    (line,) = problems
+    assert line.startswith(f"{settings[-1].partition('=')[0]}: ")
+
+
 @pytest.fixture
 def judged() -> Problems:
     """What is wrong with the smallest good values and these changes; a tenth of the time that

@@ -179,13 +179,8 @@ def test_numbers_without_loss() -> None:
     config = config_from_dict(
         smallest("beta='1e-1'", "max_steps=1.0e+3", "seed='7'", "label_smoothing=0", "ipo='False'")
     )
-    assert (config.beta, config.max_steps, config.seed, config.label_smoothing, config.ipo) == (
-        0.1,
-        1000,
-        7,
-        0.0,
-        False,
-    )
+    found = config.beta, config.max_steps, config.seed, config.label_smoothing, config.ipo
+    assert found == (0.1, 1000, 7, 0.0, False)
     assert type(config.max_steps) is int
 
 
@@ -197,8 +192,8 @@ def test_resuming_is_a_switch_or_a_path() -> None:
         )
 
 
-def test_yaml_merge_and_anchors_keep_lines(write) -> None:
-    path = write("""
+def test_yaml_merge_and_anchors_keep_lines(problems) -> None:
+    text = """
         actor_train:
           model_args: &model
             dtype: fp32
@@ -208,12 +203,9 @@ def test_yaml_merge_and_anchors_keep_lines(write) -> None:
             <<: *model
             dtpye: bf16
         pretrain: x
-    """)
-    with pytest.raises(ConfigError) as caught:
-        load(path)
-    assert caught.value.problems == [
-        "reference.model_args.dtpye (dpo.yaml:8): unknown key; did you mean 'dtype'?"
-    ]
+    """
+    (line,) = problems(text=text)
+    assert line.startswith("reference.model_args.dtpye (dpo.yaml:8): ")
 
 
 def test_null_group_is_an_empty_group() -> None:
@@ -290,39 +282,26 @@ def test_validation_follows_the_training_data() -> None:
 
 
 def test_clipping_may_be_written_in_either_place() -> None:
-    assert (
-        config_from_dict(smallest("actor_train.training_args.max_grad_norm=2.5")).max_grad_norm
-        == 2.5
-    )
-    both = config_from_dict(
-        smallest("actor_train.training_args.max_grad_norm=2", "max_grad_norm=2")
-    )
-    assert both.max_grad_norm == 2
+    of_role = "actor_train.training_args.max_grad_norm=2.5"
+    for settings in ([of_role], [of_role, "max_grad_norm=2.5"]):
+        assert config_from_dict(smallest(*settings)).max_grad_norm == 2.5
 
 
 def test_train_batch_size_gives_what_is_left_out() -> None:
-    def sizes(*settings: str) -> tuple[int, int, int]:
-        config = config_from_dict(
-            smallest("train_batch_size=32", "actor_train.device_mapping=0-1", *settings)
-        )
+    per_device = "actor_train.training_args.per_device_train_batch_size"
+    steps = "actor_train.training_args.gradient_accumulation_steps"
+    for settings, sizes in (
+        ([], (16, 1)),
+        ([f"{steps}=4"], (4, 4)),
+        ([f"{per_device}=2"], (2, 8)),
+        ([f"{per_device}=2", f"{steps}=8"], (2, 8)),
+    ):
+        whole = ["train_batch_size=32", "actor_train.device_mapping=0-1"]
+        config = config_from_dict(smallest(*whole, *settings))
         training = config.actor_train.training_args
-        return (
-            training.per_device_train_batch_size,
-            training.gradient_accumulation_steps,
-            config.global_batch(2),
-        )
-
-    prefix = "actor_train.training_args"
-    assert sizes() == (16, 1, 32)
-    assert sizes(f"{prefix}.gradient_accumulation_steps=4") == (4, 4, 32)
-    assert sizes(f"{prefix}.per_device_train_batch_size=2") == (2, 8, 32)
-    assert sizes(
-        f"{prefix}.per_device_train_batch_size=2", f"{prefix}.gradient_accumulation_steps=8"
-    ) == (
-        2,
-        8,
-        32,
-    )
+        found = training.per_device_train_batch_size, training.gradient_accumulation_steps
+        assert found == sizes
+        assert config.global_batch(2) == 32
 
 
 def test_roles_environments() -> None:
@@ -367,34 +346,31 @@ def test_device_mapping(text: str) -> None:
     )
 
 
-GENERAL = "write different device numbers from 0 to 65535 as"
-BAD_DEVICES = {
-    "[0, 0]": GENERAL,
-    "0-3,2": GENERAL,
-    "[-1]": GENERAL,
-    "list(range(-1,2))": GENERAL,
-    "[]": GENERAL,
-    "list(range(3,1))": GENERAL,
-    "7-0": GENERAL,
-    "list(range(0,9,0))": "range() arg 3 must not be zero",
-    "list(range(0,999999999999))": GENERAL,
-    "0-99999999999": GENERAL,
-    "__import__('os').getpid()": GENERAL,
-    "list(range(0,8)": GENERAL,
-    "range(0,8))": GENERAL,
-    "[0.5]": GENERAL,
-    "true": GENERAL,
-    "0,,1": GENERAL,
-    "{a: 1}": GENERAL,
-}
+BAD_DEVICES = """
+    [0, 0]
+    '0-3,2'
+    [-1]
+    'list(range(-1,2))'
+    []
+    'list(range(3,1))'
+    '7-0'
+    'list(range(0,9,0))'
+    'list(range(0,999999999999))'
+    '0-99999999999'
+    "__import__('os').getpid()"
+    'list(range(0,8)'
+    'range(0,8))'
+    [0.5]
+    true
+    '0,,1'
+    {a: 1}
+"""
 
 
-@pytest.mark.parametrize("text", BAD_DEVICES)
+@pytest.mark.parametrize("text", map(str.strip, BAD_DEVICES.strip().splitlines()))
 def test_device_mapping_refused(judged, text: str) -> None:
-    quoted = text if text[0] in "[{t" else f'"{text}"'
-    (line,) = judged(f"actor_train.device_mapping={quoted}")
+    (line,) = judged(f"actor_train.device_mapping={text}")
     assert line.startswith("actor_train.device_mapping: ")
-    assert BAD_DEVICES[text] in line
 
 
 # --- writing it out ---
@@ -451,24 +427,10 @@ def test_no_secret_is_written(write, monkeypatch, tmp_path: Path) -> None:
 
 
 def test_what_looks_like_a_secret() -> None:
-    secret = [
-        "HF_TOKEN",
-        "WANDB_API_KEY",
-        "api_key",
-        "dbPassword",
-        "AWS_SECRET_ACCESS_KEY",
-        "MYTOKEN",
-        "credentials",
-    ]
-    plain = [
-        "chosen_key",
-        "rejected_key",
-        "pad_token",
-        "num_tokens",
-        "tokenizer_name_or_path",
-        "exp_name",
-    ]
-    plain += ["special_tokens", "max_tokens_per_microbatch_in_train", "TOKENIZERS_PARALLELISM"]
+    secret = """HF_TOKEN WANDB_API_KEY api_key dbPassword AWS_SECRET_ACCESS_KEY MYTOKEN
+        credentials""".split()  # noqa: SIM905
+    plain = """chosen_key rejected_key pad_token num_tokens tokenizer_name_or_path exp_name
+        special_tokens max_tokens_per_microbatch_in_train TOKENIZERS_PARALLELISM""".split()  # noqa: SIM905
     plain += [key.name for key in table().values()]  # else config.yaml of a run could not be read
     assert [name for name in secret + plain if looks_secret(name)] == secret
 
@@ -496,23 +458,16 @@ def test_missing_paths_are_named_together(write, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(write(), overrides)
     lines = caught.value.problems
-    assert lines[0] == (
-        f"pretrain (command line): the model folder {tmp_path}/models/tiney does not exist; near it: tiny"
-    )
-    assert lines[1].startswith(
-        "actor_train.model_args.tokenizer_name_or_path (command line): the tokenizer folder /"
-    )
-    assert lines[2].startswith("global_template (command line): the template file /")
-    assert lines[3].endswith(
-        f"the data file {tmp_path}/pairs.json does not exist; near it: pairs.jsonl"
-    )
-    assert lines[4].endswith(
-        f"{tmp_path}/models is not a data folder: it has no *.arrow or state.json "
-        "or dataset_dict.json or part-*/state.json"
-    )
-    assert "only local files, s3://bucket/name and hf://" in lines[5]
-    assert lines[6].startswith("validation.data_args.file_name (command line): the data file /")
-    assert len(lines) == 7
+    assert [line.partition(" (command line): ")[0] for line in lines] == [
+        "pretrain",
+        "actor_train.model_args.tokenizer_name_or_path",
+        "global_template",
+        *["actor_train.data_args.file_name"] * 2,
+        *["validation.data_args.file_name"] * 2,
+    ]
+    assert f"{tmp_path}/models/tiney does not exist; near it: tiny" in lines[0]
+    assert f"{tmp_path}/pairs.json does not exist; near it: pairs.jsonl" in lines[3]
+    assert "*.arrow or state.json" in lines[4]
 
 
 def test_a_token_folder_is_a_file_name_and_unreadable_paths_are_reported(
@@ -521,10 +476,9 @@ def test_a_token_folder_is_a_file_name_and_unreadable_paths_are_reported(
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "state.json").write_text("{}")
     load_config(write(), [f"actor_train.data_args.file_name={tmp_path}/tokens"])
-    with pytest.raises(DataError, match=r"\.xlsx files are not read; save pairs\.xlsx as CSV"):
-        load_config(write(), ["actor_train.data_args.file_name=pairs.xlsx"])
-    with pytest.raises(DataError, match=r"cannot be read \(File name too long"):
-        load_config(write(), [f"actor_train.data_args.file_name={'x' * 300}"])
+    for name, said in (("pairs.xlsx", r"pairs\.xlsx as CSV"), ("x" * 300, "File name too long")):
+        with pytest.raises(DataError, match=said):
+            load_config(write(), [f"actor_train.data_args.file_name={name}"])
 
 
 def test_only_data_missing_is_a_data_error(write) -> None:
@@ -540,20 +494,18 @@ def test_folders_that_hold_no_model_or_tokenizer(write, tmp_path: Path) -> None:
     (tmp_path / "pairs.json").write_text("[]")
     (tmp_path / "empty").mkdir()
     data = f"actor_train.data_args.file_name={tmp_path}/pairs.json"
-    with pytest.raises(ConfigError, match=r"is not a model folder: it has no config\.json"):
-        load_config(write(), [data, f"pretrain={tmp_path}/empty"])
     model_folder(tmp_path / "run" / "model")
-    with pytest.raises(ConfigError, match=r"/run is not a model folder: .*; \S+/run/model has"):
-        load_config(write(), [data, f"pretrain={tmp_path}/run"])
-    bare = model_folder(tmp_path / "bare")
-    (bare / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="is not a tokenizer folder"):
-        load_config(write(), [data, f"pretrain={bare}"])
-    good = model_folder(tmp_path / "good")
-    assert load_config(write(), [data, f"pretrain={good}"]).actor_train.model_path == str(good)
-    assert load_config(write(), [data, "pretrain=gpt2"]).actor_train.model_path == "gpt2"
-    with pytest.raises(ConfigError, match=r"the model folder .* does not exist"):
-        load_config(write(), [data, "pretrain=my model"])
+    (model_folder(tmp_path / "bare") / "tokenizer.json").unlink()
+    for name, said in {
+        f"{tmp_path}/empty": r"/empty is not a model folder: it has no config\.json",
+        f"{tmp_path}/run": r"/run is not a model folder: .*; \S+/run/model has",
+        f"{tmp_path}/bare": "/bare is not a tokenizer folder",
+        "my model": "my model does not exist",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            load_config(write(), [data, f"pretrain={name}"])
+    for name in (str(model_folder(tmp_path / "good")), "gpt2"):
+        assert load_config(write(), [data, f"pretrain={name}"]).actor_train.model_path == name
 
 
 def test_dataset_dir_comes_first(tmp_path: Path, monkeypatch) -> None:

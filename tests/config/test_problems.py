@@ -18,7 +18,7 @@ from rather.config.run_config import DPOConfig
 from rather.config.show import explain
 from rather.config.strategies import layout
 from rather.errors import ConfigError
-from tests.config.conftest import smallest
+from tests.config.conftest import assert_the_last_is_refused, cells, smallest
 
 BASE = {"pretrain": "org/model", "actor_train": {"data_args": {"file_name": "pairs.json"}}}
 
@@ -47,52 +47,94 @@ def test_three_mistakes_are_one_message(write) -> None:
 
 
 TYPOS = [
-    ("exp_nmae", "exp_name"),
-    ("sead", "seed"),
-    ("ouput_dir", "output_dir"),
-    ("loging_dir", "logging_dir"),
-    ("max_step", "max_steps"),
-    ("save_step", "save_steps"),
-    ("eval_stpes", "eval_steps"),
-    ("loging_steps", "logging_steps"),
-    ("resume_from_checkpont", "resume_from_checkpoint"),
-    ("sequence_lenght", "sequence_length"),
-    ("pretrian", "pretrain"),
-    ("betta", "beta"),
-    ("label_smothing", "label_smoothing"),
-    ("pref_los", "pref_loss"),
-    ("chosen_keys", "chosen_key"),
-    ("rejectd_key", "rejected_key"),
-    ("track_wiht", "track_with"),
-    ("max_gard_norm", "max_grad_norm"),
-    ("num_node", "num_nodes"),
-    ("num_gpu_per_node", "num_gpus_per_node"),
-    ("system_env", "system_envs"),
-    ("actor_trian", "actor_train"),
-    ("refrence", "reference"),
-    ("validaton", "validation"),
-    ("learning_rate", "actor_train.training_args.learning_rate"),
-    ("file_name", "actor_train.data_args.file_name"),
-    ("dtype", "actor_train.model_args.dtype"),
-    ("max_length", "sequence_length"),
-    ("lr", "actor_train.training_args.learning_rate"),
-    ("actor_train.trainig_args", "training_args"),
-    ("actor_train.training_args.per_device_train_batch_siez", "per_device_train_batch_size"),
-    ("actor_train.training_args.warmup", "warmup_steps"),
-    ("actor_train.data_args.filename", "file_name"),
-    ("actor_train.model_args.model_name_or_paht", "model_name_or_path"),
-    ("actor_train.strategy_args.strategy_nam", "strategy_name"),
-    ("actor_train.device_maping", "device_mapping"),
-    ("reference.training_args", "actor_train.training_args"),
-    ("reference.inferbatch_size", "infer_batch_size"),
-    ("validation.data_args.weights", "actor_train.data_args.weights"),
-    ("validation.data_args.splitt", "split"),
-    ("checkpoint_config.outputdir", "output_dir"),
-    ("tracker_kwargs.logdir", "log_dir"),
+    "exp_nmae",
+    "exp_name",
+    "sead",
+    "seed",
+    "ouput_dir",
+    "output_dir",
+    "loging_dir",
+    "logging_dir",
+    "max_step",
+    "max_steps",
+    "save_step",
+    "save_steps",
+    "eval_stpes",
+    "eval_steps",
+    "loging_steps",
+    "logging_steps",
+    "resume_from_checkpont",
+    "resume_from_checkpoint",
+    "sequence_lenght",
+    "sequence_length",
+    "pretrian",
+    "pretrain",
+    "betta",
+    "beta",
+    "label_smothing",
+    "label_smoothing",
+    "pref_los",
+    "pref_loss",
+    "chosen_keys",
+    "chosen_key",
+    "rejectd_key",
+    "rejected_key",
+    "track_wiht",
+    "track_with",
+    "max_gard_norm",
+    "max_grad_norm",
+    "num_node",
+    "num_nodes",
+    "num_gpu_per_node",
+    "num_gpus_per_node",
+    "system_env",
+    "system_envs",
+    "actor_trian",
+    "actor_train",
+    "refrence",
+    "reference",
+    "validaton",
+    "validation",
+    "learning_rate",
+    "actor_train.training_args.learning_rate",
+    "file_name",
+    "actor_train.data_args.file_name",
+    "dtype",
+    "actor_train.model_args.dtype",
+    "max_length",
+    "sequence_length",
+    "lr",
+    "actor_train.training_args.learning_rate",
+    "actor_train.trainig_args",
+    "training_args",
+    "actor_train.training_args.per_device_train_batch_siez",
+    "per_device_train_batch_size",
+    "actor_train.training_args.warmup",
+    "warmup_steps",
+    "actor_train.data_args.filename",
+    "file_name",
+    "actor_train.model_args.model_name_or_paht",
+    "model_name_or_path",
+    "actor_train.strategy_args.strategy_nam",
+    "strategy_name",
+    "actor_train.device_maping",
+    "device_mapping",
+    "reference.training_args",
+    "actor_train.training_args",
+    "reference.inferbatch_size",
+    "infer_batch_size",
+    "validation.data_args.weights",
+    "actor_train.data_args.weights",
+    "validation.data_args.splitt",
+    "split",
+    "checkpoint_config.outputdir",
+    "output_dir",
+    "tracker_kwargs.logdir",
+    "log_dir",
 ]
 
 
-@pytest.mark.parametrize(("typo", "meant"), TYPOS)
+@pytest.mark.parametrize(("typo", "meant"), zip(TYPOS[::2], TYPOS[1::2], strict=True))
 def test_unknown_key_says_what_was_meant(judged, typo: str, meant: str) -> None:
     assert judged(f"{typo}=1") == [f"{typo}: unknown key; did you mean '{meant}'?"]
 
@@ -133,268 +175,133 @@ def test_a_misspelt_required_key_is_one_problem(problems) -> None:
     ]
 
 
-OUT_OF_RANGE = [
-    ("beta=0", "0 is not a number > 0 or null: at 0 the preference has no effect"),
-    ("beta=.nan", "nan is not a number > 0"),
-    ("beta=true", "True is not a number > 0"),
-    ("label_smoothing=0.5", "0.5 is not a number >= 0 and < 0.5"),
-    ("actor_train.training_args.learning_rate=-1.0e-6", "-1e-06 is not a number >= 0"),
-    ("actor_train.training_args.adam_beta2=1", "1 is not a number >= 0 and < 1"),
-    ("actor_train.training_args.adam_epsilon=0", "0 is not a number > 0"),
-    ("actor_train.training_args.per_device_train_batch_size=0", "0 is not a whole number >= 1"),
-    ("actor_train.training_args.per_device_train_batch_size=2.5", "2.5 is not a whole number >= 1"),
-    ("actor_train.training_args.gradient_accumulation_steps=[2]", "[2] is not a whole number >= 1"),
-    ("actor_train.training_args.warmup_ratio=1", "1 is not a number >= 0 and < 1"),
-    ("actor_train.training_args.num_train_epochs=0", "0 is not a number > 0"),
-    ("actor_train.training_args.lr_scheduler_type=cosin", "did you mean 'cosine'?"),
-    ("actor_train.training_args.lr_scheduler_kwargs.min_lr=-1", "-1 is not an entry of"),
-    (
-        "actor_train.training_args.lr_scheduler_kwargs.num_cycle=1",
-        "unknown parameter of the schedule 'linear'",
-    ),
-    ("actor_train.model_args.dtype=bf61", "did you mean 'bf16'?"),
-    ("actor_train.model_args.model_type=trl", "'trl' is not causal_lm or null"),
-    ("actor_train.data_args.score=lst", "did you mean 'last'?"),
-    (
-        "actor_train.data_args.overlong=truncate",
-        "is not drop | truncate_prompt | truncate_response | error",
-    ),
-    ("actor_train.data_args.file_name=[1]", "[1] is not text or a list of texts or null"),
-    ("actor_train.data_args.weights=[0]", "[0] is not a list of numbers"),
-    (
-        "actor_train.strategy_args.gpu_memory_utilization=1.5",
-        "1.5 is not a number > 0 and <= 1 or null",
-    ),
-    ("actor_train.worker_cls=my worker", "dotted import path"),
-    ("actor_train.worker_cls=5", "dotted import path"),
-    ("actor_train.training_args=5", "5 is not a group of keys (learning_rate"),
-    (
-        "validation.data_args.split=1.5",
-        "a fraction between 0 and 1 (0.05) or a whole number of pairs >= 1",
-    ),
-    ("validation.data_args.split=0", "a fraction between 0 and 1"),
-    ("sequence_length=1", "1 is not a whole number >= 2: prompt and response need a token each"),
-    ("max_steps=0", "0 is not a whole number >= 1 or null"),
-    ("save_steps=0", "it must be a whole number of steps >= 1 or a fraction of the run"),
-    ("max_ckpt_to_keep=-1", "-1 is not a whole number >= 0"),
-    ("max_bad_fraction=2", "2 is not a number >= 0 and <= 1"),
-    ("exp_name=a/b", "1 to 128 of the characters"),
-    ("exp_name=..", "1 to 128 of the characters"),
-    (f"exp_name={'x' * 129}", "1 to 128 of the characters"),
-    ("output_dir=/", "name a folder of its own"),
-    ("output_dir=..", "name a folder of its own"),
-    ("logging_dir=''", "name a folder of its own"),
-    ("ipo=maybe", "'maybe' is not true or false"),
-    ("metric_for_best_model=loss", "names of evaluation metrics begin with 'eval/'"),
-    ("resume_from_checkpoint=3", "3 is not true or false or text"),
-    ("track_with=wandbb", "did you mean 'wandb'?"),
-    (
-        "track_with=[wandb, comet]",
-        "is not tensorboard | wandb | trackio | mlflow | swanlab or a list of",
-    ),
-    ("tracker_kwargs.mode=local", "'local' is not online | offline"),
-    ("ranked_pairs=best_vs_res", "did you mean 'best_vs_rest'?"),
-    ("checkpoint_config.type=oss", "'oss' is not file_system"),
-    ("seed=-1", "-1 is not a whole number >= 0"),
-    ("seed=null", "null is not a whole number"),
-    ("system_envs={A: 1}", "write it in quotes"),
-    ("pretrain=[a]", "['a'] is not text or null"),
-]
+OUT_OF_RANGE = """
+    beta=0
+    beta=.nan
+    beta=true
+    label_smoothing=0.5
+    actor_train.training_args.learning_rate=-1.0e-6
+    actor_train.training_args.adam_beta2=1
+    actor_train.training_args.adam_epsilon=0
+    actor_train.training_args.per_device_train_batch_size=0
+    actor_train.training_args.per_device_train_batch_size=2.5
+    actor_train.training_args.gradient_accumulation_steps=[2]
+    actor_train.training_args.warmup_ratio=1
+    actor_train.training_args.num_train_epochs=0
+    actor_train.training_args.lr_scheduler_type=cosin
+    actor_train.training_args.lr_scheduler_kwargs.min_lr=-1
+    actor_train.training_args.lr_scheduler_kwargs.num_cycle=1
+    actor_train.model_args.dtype=bf61
+    actor_train.model_args.model_type=trl
+    actor_train.data_args.score=lst
+    actor_train.data_args.overlong=truncate
+    actor_train.data_args.file_name=[1]
+    actor_train.data_args.weights=[0]
+    actor_train.strategy_args.gpu_memory_utilization=1.5
+    actor_train.worker_cls=my worker
+    actor_train.worker_cls=5
+    actor_train.training_args=5
+    validation.data_args.split=1.5
+    validation.data_args.split=0
+    sequence_length=1
+    max_steps=0
+    save_steps=0
+    max_ckpt_to_keep=-1
+    max_bad_fraction=2
+    logging_dir=''
+    ipo=maybe
+    metric_for_best_model=loss
+    resume_from_checkpoint=3
+    track_with=wandbb
+    track_with=[wandb, comet]
+    tracker_kwargs.mode=local
+    ranked_pairs=best_vs_res
+    checkpoint_config.type=oss
+    seed=-1
+    seed=null
+    system_envs.A=1
+    pretrain=[a]
+"""
 
 
-@pytest.mark.parametrize(("override", "said"), OUT_OF_RANGE)
-def test_wrong_value_says_what_is_allowed(judged, override: str, said: str) -> None:
-    (line,) = judged(override)
-    assert said in line
-    assert line.startswith(override.partition("=")[0])
+@pytest.mark.parametrize("setting", cells(OUT_OF_RANGE))
+def test_wrong_value_says_what_is_allowed(judged, setting: str) -> None:
+    assert_the_last_is_refused(judged(setting), [setting])
 
 
-COMBINATIONS = [
-    (["ipo=true", "pref_loss=simpo"], "ipo", "pref_loss says simpo"),
-    (
-        ["max_grad_norm=1", "actor_train.training_args.max_grad_norm=2"],
-        "actor_train.training_args.max_grad_norm",
-        "differs",
-    ),
-    (
-        ["precision=lean", "actor_train.model_args.dtype=fp16"],
-        "precision",
-        "lean cannot be combined with actor_train.model_args.dtype=fp16",
-    ),
-    (["save_best=true"], "save_best", "validation.data_args.split"),
-    (
-        ["early_stopping_patience=2"],
-        "early_stopping_patience",
-        "needs validation.data_args.file_name or validation.data_args.split",
-    ),
-    (
-        ["eval_steps=10"],
-        "eval_steps",
-        "needs validation.data_args.file_name or validation.data_args.split",
-    ),
-    (
-        ["metric_for_best_model=eval/rewards/margins"],
-        "metric_for_best_model",
-        "needs save_best or early_stopping_patience",
-    ),
-    (
-        ["validation.data_args.file_name=e.json", "validation.data_args.split=5"],
-        "validation.data_args.split",
-        "keep one",
-    ),
-    (
-        ["actor_train.data_args.weights=[1,2]"],
-        "actor_train.data_args.weights",
-        "2 weights for 1 files",
-    ),
-    (
-        ["train_batch_size=10", "actor_train.training_args.per_device_train_batch_size=4"],
-        "train_batch_size",
-        "10 pairs is not dp 1 x per_device_train_batch_size 4",
-    ),
-    (
-        [
-            "train_batch_size=10",
-            "actor_train.training_args.per_device_train_batch_size=4",
-            "actor_train.training_args.gradient_accumulation_steps=2",
-        ],
-        "train_batch_size",
-        "10 pairs is not dp 1 x per_device_train_batch_size 4 x gradient_accumulation_steps 2",
-    ),
-    (
-        ["train_batch_size=9", "actor_train.device_mapping=0-3"],
-        "train_batch_size",
-        "9 pairs is not dp 4",
-    ),
-    (
-        ["num_gpus_per_node=4", "actor_train.device_mapping=0-7"],
-        "actor_train.device_mapping",
-        "names device 7",
-    ),
-    (
-        ["actor_train.strategy_args.tp_size=3"],
-        "actor_train.strategy_args.tp_size",
-        "does not divide the 1 devices",
-    ),
-    (
-        ["actor_train.strategy_args.strategy_name=megatron"],
-        "actor_train.strategy_args.strategy_name",
-        "did you mean 'megatron_",
-    ),
-    (
-        ["actor_train.strategy_args.strategy_name=hf_infer"],
-        "actor_train.strategy_args.strategy_name",
-        "is not a strategy of this role",
-    ),
-    (
-        ["actor_train.strategy_args.strategy_config.tensor_model_paralel_size=1"],
-        "actor_train.strategy_args.strategy_config.tensor_model_paralel_size",
-        "did you mean 'tensor_model_parallel_size'?",
-    ),
-    (
-        [
-            "actor_train.strategy_args.tp_size=1",
-            "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2",
-        ],
-        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
-        "2 means actor_train.strategy_args.tp_size: 2, and actor_train.strategy_args.tp_size says 1",
-    ),
-    (
-        ["actor_train.strategy_args.strategy_config.expert_model_parallel_size=2"],
-        "actor_train.strategy_args.strategy_config.expert_model_parallel_size",
-        "expert parallel 2 does not divide the 1 data-parallel ranks",
-    ),
-    (
-        ["actor_train.strategy_args.strategy_config.recompute_granularity=some"],
-        "actor_train.strategy_args.strategy_config.recompute_granularity",
-        "'some' is not allowed: Input should be 'full', 'selective' or 'half'",
-    ),
-    (
-        ["reference.offload=on", "sync_ref_model=true"],
-        "reference.offload",
-        "on cannot be combined with sync_ref_model",
-    ),
-    (
-        ["reference.offload=on", "actor_train.device_mapping=0-1", "reference.device_mapping=0-1"],
-        "reference.offload",
-        "set strategy_name: gemini_auto",
-    ),
-    (
-        ["actor_train.strategy_args.strategy_config.offload_activations=true", "compile=on"],
-        "actor_train.strategy_args.strategy_config.offload_activations",
-        "cannot be combined with compile=on",
-    ),
-    (
-        [
-            "actor_train.strategy_args.strategy_config.recompute_granularity=full",
-            "actor_train.model_args.disable_gradient_checkpointing=true",
-        ],
-        "actor_train.model_args.disable_gradient_checkpointing",
-        "keep one of them",
-    ),
-    (
-        ["reference.model_args.disable_gradient_checkpointing=false"],
-        "reference.model_args.disable_gradient_checkpointing",
-        "no backward",
-    ),
-    (
-        ["reference.model_args.tokenizer_name_or_path=other"],
-        "reference.model_args.tokenizer_name_or_path",
-        "same tokenizer",
-    ),
-    (
-        [
-            "actor_train.strategy_args.gpu_memory_utilization=0.6",
-            "reference.strategy_args.gpu_memory_utilization=0.5",
-        ],
-        "reference.strategy_args.gpu_memory_utilization",
-        "more than a whole GPU",
-    ),
-    (
-        ["actor_train.system_envs.A=x", "reference.system_envs.A=y"],
-        "reference.system_envs.A",
-        "share one process",
-    ),
-    (["overwrite=true", "resume_from_checkpoint=some/path"], "overwrite", "starts from scratch"),
-    (["track_with=null", "tracker_kwargs.log_dir=tb"], "tracker_kwargs.log_dir", "track_with"),
-    (
-        ["track_with=mlflow", "tracker_kwargs.log_dir=tb"],
-        "tracker_kwargs.log_dir",
-        "tensorboard, wandb, swanlab",
-    ),
-    (["tracker_kwargs.project=a"], "tracker_kwargs.project", "wandb, trackio, mlflow, swanlab"),
-    (["tracker_kwargs.name=a"], "tracker_kwargs.name", "wandb, trackio, mlflow, swanlab"),
-    (
-        ["track_with=trackio", "tracker_kwargs.tags=[a]"],
-        "tracker_kwargs.tags",
-        "wandb, mlflow, swanlab",
-    ),
-    (
-        ["track_with=trackio", "tracker_kwargs.notes=a"],
-        "tracker_kwargs.notes",
-        "wandb, mlflow, swanlab",
-    ),
-    (["track_with=mlflow", "tracker_kwargs.mode=offline"], "tracker_kwargs.mode", "wandb, swanlab"),
-    (["track_with=wandb", "tracker_kwargs.uri=http://host"], "tracker_kwargs.uri", "mlflow"),
-    (
-        ["track_with=mlflow", "tracker_kwargs.uri='http://me:word@host'"],
-        "tracker_kwargs.uri",
-        "MLFLOW_TRACKING_URI",
-    ),
-    (["chosen_key=a", "rejected_key=a"], "rejected_key", "two columns"),
-    (
-        ["chosen_key=a", "actor_train.data_args.columns.chosen=b"],
-        "actor_train.data_args.columns",
-        "differs from chosen_key",
-    ),
-]
+def test_a_misspelt_value_is_corrected(judged) -> None:
+    (line,) = judged("actor_train.training_args.lr_scheduler_type=cosin")
+    assert "did you mean 'cosine'?" in line
 
 
-@pytest.mark.parametrize(("overrides", "key", "said"), COMBINATIONS)
-def test_impossible_combination(judged, overrides: list[str], key: str, said: str) -> None:
-    (line,) = judged(*overrides)
-    assert line.startswith(f"{key}: ")
-    assert said in line
+COMBINATIONS = """
+    pref_loss=simpo + ipo=true
+    max_grad_norm=1 + actor_train.training_args.max_grad_norm=2
+    actor_train.model_args.dtype=fp16 + precision=lean
+    save_best=true
+    early_stopping_patience=2
+    eval_steps=10
+    metric_for_best_model=eval/rewards/margins
+    validation.data_args.file_name=e.json + validation.data_args.split=5
+    actor_train.data_args.weights=[1,2]
+    actor_train.training_args.per_device_train_batch_size=4 + train_batch_size=10
+    actor_train.training_args.per_device_train_batch_size=4 + actor_train.training_args.gradient_accumulation_steps=2 + train_batch_size=10
+    actor_train.device_mapping=0-3 + train_batch_size=9
+    num_gpus_per_node=4 + actor_train.device_mapping=0-7
+    actor_train.strategy_args.tp_size=3
+    actor_train.strategy_args.strategy_name=megatron
+    actor_train.strategy_args.strategy_name=hf_infer
+    actor_train.strategy_args.strategy_config.tensor_model_paralel_size=1
+    actor_train.strategy_args.tp_size=1 + actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2
+    actor_train.strategy_args.strategy_config.expert_model_parallel_size=2
+    actor_train.strategy_args.strategy_config.recompute_granularity=some
+    sync_ref_model=true + reference.offload=on
+    actor_train.device_mapping=0-1 + reference.device_mapping=0-1 + reference.offload=on
+    compile=on + actor_train.strategy_args.strategy_config.offload_activations=true
+    actor_train.strategy_args.strategy_config.recompute_granularity=full + actor_train.model_args.disable_gradient_checkpointing=true
+    reference.model_args.disable_gradient_checkpointing=false
+    reference.model_args.tokenizer_name_or_path=other
+    actor_train.strategy_args.gpu_memory_utilization=0.6 + reference.strategy_args.gpu_memory_utilization=0.5
+    actor_train.system_envs.A=x + reference.system_envs.A=y
+    resume_from_checkpoint=some/path + overwrite=true
+    track_with=null + tracker_kwargs.log_dir=tb
+    track_with=mlflow + tracker_kwargs.log_dir=tb
+    tracker_kwargs.project=a
+    tracker_kwargs.name=a
+    track_with=trackio + tracker_kwargs.tags=[a]
+    track_with=trackio + tracker_kwargs.notes=a
+    track_with=mlflow + tracker_kwargs.mode=offline
+    track_with=wandb + tracker_kwargs.uri=http://host
+    track_with=mlflow + tracker_kwargs.uri='http://me:word@host'
+    chosen_key=a + rejected_key=a
+    chosen_key=a + actor_train.data_args.columns={chosen: b}
+    loss_type=simpo_loss + ipo=true
+    pref_loss=orpo + loss_type=simpo_loss
+    use_ref_model=true + disable_reference_model=true
+    actor_train.model_args.additional_target=norm
+    actor_train.strategy_args.strategy_config.moe_aux_loss_coeff=0.01
+    actor_train.strategy_args.strategy_config.moe_expert_capacity_factor=1.5
+    actor_train.strategy_args.strategy_config.moe_enable_routing_replay=true
+    actor_train.strategy_args.strategy_config.expert_tensor_parallel_size=2
+    actor_train.strategy_args.strategy_config.efsdp_size=3
+    actor_train.strategy_args.strategy_config.additional_configs.moe_z_loss_coeff=0.1
+    actor_train.model_args.ulysses_size=2
+    actor_train.training_args.seed=3
+    response_length=512
+    actor_train.strategy_args.strategy_config.calculate_per_token_loss=true
+"""
+
+
+@pytest.mark.parametrize("cell", cells(COMBINATIONS))
+def test_impossible_combination(judged, cell: str) -> None:
+    settings = cell.split(" + ")
+    assert_the_last_is_refused(judged(*settings), settings)
+
+
+def test_each_place_that_scores_other_tokens_is_named(judged) -> None:
+    lines = judged("actor_train.data_args.score=last", "apply_loss_mask=false")
+    keys = [line.partition(":")[0] for line in lines]
+    assert keys == ["apply_loss_mask", "validation.data_args.score"]
 
 
 def test_no_model_names_both_keys_and_no_data_its_own(problems) -> None:
@@ -409,12 +316,8 @@ def test_no_model_names_both_keys_and_no_data_its_own(problems) -> None:
 
 def test_bad_values_do_not_hide_bad_combinations(problems) -> None:
     lines = problems("beta=-1", "save_best=true", "ipo=true", "pref_loss=simpo", "exp_name=a b")
-    assert sorted(line.partition(" ")[0] for line in lines) == [
-        "beta",
-        "exp_name",
-        "ipo",
-        "save_best",
-    ]
+    keys = sorted(line.partition(" ")[0] for line in lines)
+    assert keys == ["beta", "exp_name", "ipo", "save_best"]
 
 
 def test_combinations_with_a_bad_value_are_not_reported(problems) -> None:
@@ -428,80 +331,42 @@ def test_secret_values_are_not_in_messages(problems) -> None:
     assert "12345678" not in line
 
 
-FILES = {
-    "empty": ("", "the file must hold keys and values"),
-    "comment": ("# nothing\n", "the file must hold keys and values"),
-    "list": ("- a\n- b\n", "the file must hold keys and values"),
-    "scalar": ("hello\n", "the file must hold keys and values"),
-    "syntax": ("seed: 1\nbeta: [1\n", "dpo.yaml:3: "),
-    "tab": (
-        "actor_train:\n\tdata_args: 1\n",
-        "dpo.yaml:2: found character '\\t' that cannot start any token; indent with spaces",
-    ),
-    "duplicate": (
-        "seed: 1\nbeta: 0.1\nseed: 2\n",
-        "dpo.yaml:3: found duplicate key seed",
-    ),
-    "nested duplicate": (
-        "actor_train:\n  infer_batch_size: 1\n  infer_batch_size: 2\n",
-        "dpo.yaml:3: found duplicate key infer_batch_size",
-    ),
-    "target": (
-        "actor_train:\n  _target_: os.system\n",
-        "actor_train._target_ (dpo.yaml:2): a config never names code",
-    ),
-    "target in a list": (
-        "a:\n- b: 1\n  _target_: os.system\n",
-        "a.[]._target_ (dpo.yaml:3): a config never",
-    ),
-    "tag": (
-        "seed: !!python/object/apply:os.getcwd []\n",
-        "dpo.yaml:1: could not determine a constructor for the tag 'tag:yaml.org,2002:python",
-    ),
-    "own tag": ("seed: !mine 3\n", "could not determine a constructor for the tag '!mine'"),
-    "loop": ("a: &a\n  b: *a\n", "unfold to more than"),
-    "bomb": (
-        "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
-        + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)),
-        "unfold to more than 20,000 values",
-    ),
-    "deep": ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
-    "no colon": ("seed 1\nbeta: 1\n", "; is a colon missing in the line above?"),
-    "no colon later": (
-        "seed: 1\nbeta 1\ngamma: 2\n",
-        "; write `key: value`, here or in the line above",
-    ),
-    "indentation": ("a:\n    b: 1\n  c: 2\n", "; check the indentation of this line"),
-    "number as a key": ("1: x\n", "1 (dpo.yaml:1): unknown key"),
+FILES = {  # text -> place and advice; tests/security has files that are hostile
+    "": "dpo.yaml: ",
+    "# nothing\n": "dpo.yaml: ",
+    "- a\n- b\n": "dpo.yaml: ",
+    "hello\n": "dpo.yaml: ",
+    "seed: 1\nbeta: [1\n": "dpo.yaml:3: ",
+    "actor_train:\n\tdata_args: 1\n": "dpo.yaml:2: .*indent with spaces",
+    "seed: 1\nbeta: 0.1\nseed: 2\n": "dpo.yaml:3: .* seed",
+    "actor_train:\n  infer_batch_size: 1\n  infer_batch_size: 2\n": "dpo.yaml:3: .* infer_batch_size",
+    "seed 1\nbeta: 1\n": "colon missing in the line above",
+    "seed: 1\nbeta 1\ngamma: 2\n": "`key: value`, here or in the line above",
+    "a:\n    b: 1\n  c: 2\n": "dpo.yaml:3: .*indentation of this line",
+    "1: x\n": r"1 \(dpo.yaml:1\): ",
 }
 
 
-@pytest.mark.parametrize("case", FILES)
-def test_file_that_is_not_a_config(write, case: str) -> None:
-    text, said = FILES[case]
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize("text", FILES)
+def test_file_that_is_not_a_config(write, text: str) -> None:
+    with pytest.raises(ConfigError, match=FILES[text]):
         load(write(text))
-    assert said in str(caught.value)
 
 
 def test_missing_file_folder_wrong_name_and_encoding(tmp_path: Path, write) -> None:
     write()
-    cases = {
+    (tmp_path / "latin.yaml").write_bytes("exp_name: caf\xe9\n".encode("latin-1"))
+    write("# " + "x" * 1_000_001, "big.yaml")
+    for path, said in {
         tmp_path / "dpx.yaml": "near it: dpo.yaml, dpo.yml, big.yaml",
-        tmp_path: "is a folder; name a file in it (big.yaml, dpo.yaml, latin.yaml)",
+        tmp_path: r"\(big.yaml, dpo.yaml, latin.yaml\)",
         write(name="pairs.jsonl"): "is data; name it in a YAML file as",
         write(name="dpo.yml"): "rename it to dpo.yaml",
-    }
-    latin = tmp_path / "latin.yaml"
-    latin.write_bytes("exp_name: caf\xe9\n".encode("latin-1"))
-    cases[latin] = "can't decode byte 0xe9 in position 13"
-    big = tmp_path / "big.yaml"
-    big.write_text("# " + "x" * 1_000_001)
-    cases[big] = "Is it a data file?"
-    for path, said in cases.items():
-        with pytest.raises(ConfigError) as caught:
+        tmp_path / "latin.yaml": "byte 0xe9 in position 13",
+        tmp_path / "big.yaml": "Is it a data file",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
             load(path)
-        assert said in str(caught.value)
 
 
 def test_python_users_meet_the_same_checks() -> None:
@@ -567,27 +432,26 @@ def test_degrees_in_strategy_config_are_those_of_strategy_args(
     again = config_from_dict(config.model_dump(mode="json"))
     assert layout(again.actor_train) == layout(config.actor_train)
     assert layout(again.reference) == layout(config.reference)
-    with pytest.raises(ConfigError, match=re.escape(f"{word}: 2 means {key}: 2, and {key} says 4")):
-        config_from_dict(smallest(*devices, f"{key}=4"))
-    with pytest.raises(ConfigError, match=re.escape(f"{word}: ")):
-        config_from_dict(smallest("actor_train.device_mapping=0-2", f"{word}=2"))
-    with pytest.raises(ConfigError, match=re.escape(f"{word}: 'two' is not")):
-        config_from_dict(smallest(f"{word}=two"))
+    for settings in (
+        [*devices, f"{key}=4"],
+        ["actor_train.device_mapping=0-2", f"{word}=2"],
+        [f"{word}=two"],
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"{word}: ")):
+            config_from_dict(smallest(*settings))
 
 
 def test_keys_of_other_tools_that_are_settings_of_their_own() -> None:
     """use_ref_model, val_batch_size and lora_config have a meaning that no other key has."""
     settings = {"use_ref_model": True, "val_batch_size": 4, "train_batch_size": 4}
-    lora = {"model_args": {"lora_config": None}}
-    for config in (
-        config_from_dict({**BASE, **settings, "actor_train": {**BASE["actor_train"], **lora}}),
-        DPOConfig(**{**BASE, **settings, "actor_train": {**BASE["actor_train"], **lora}}),
-    ):
+    actor = {**BASE["actor_train"], "model_args": {"lora_config": None}}
+    values = {**BASE, **settings, "actor_train": actor}
+    for config in (config_from_dict(values), DPOConfig(**values)):
         assert config.use_ref_model
         assert config.val_batch_size == 4
     for key in ("use_ref_model", "val_batch_size", "actor_train.model_args.lora_config"):
         assert explain(None, key).startswith(f"{key}\n  meaning  ")
-    with pytest.raises(ConfigError, match="val_batch_size: 0 is not a whole number >= 1"):
+    with pytest.raises(ConfigError, match="val_batch_size: "):
         config_from_dict({**BASE, **settings, "val_batch_size": 0})
 
 
@@ -595,24 +459,3 @@ def test_keys_of_other_tools_that_are_settings_of_their_own() -> None:
 def test_degrees_at_the_top_level_are_explained(word: str) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'actor_train\.strategy_args\.tp_size'"):
         config_from_dict({**BASE, word: 2})
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ({"ipo": True, "loss_type": "simpo_loss"}, "ipo: true means pref_loss: ipo, and loss_type"),
-        ({"loss_type": "simpo_loss", "pref_loss": "orpo"}, 'loss_type: "simpo_loss" means'),
-        ({"disable_reference_model": True, "use_ref_model": True}, "disable_reference_model: true"),
-        (
-            {"apply_loss_mask": False, "actor_train": {"data_args": {"score": "last"}}},
-            "apply_loss_mask: false means actor_train.data_args.score: all",
-        ),
-        (
-            {"actor_train": {"model_args": {"additional_target": "norm"}}},
-            "actor_train.model_args.additional_target: needs actor_train.model_args.lora_rank",
-        ),
-    ],
-)
-def test_problems_name_the_words_of_the_user(words: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        DPOConfig(pretrain="model", **words)

@@ -13,9 +13,16 @@ from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from rather.config.run_config import DPOConfig
-from rather.data.template import TEMPLATES, ChatTemplate
+from rather.data.pairs import PairDataset
+from rather.data.prepare import Prepared, prepare
+from rather.data.template import TEMPLATES, ChatTemplate, load_tokenizer
 from rather.data.tokens import Encoder, TokenRecipe
+from tests.tiny import write_rows
 
+Config = Callable[..., DPOConfig]
+Make = Callable[..., Encoder]
+Prepare = Callable[..., Prepared]
+Write = Callable[..., Path]
 SPECIAL = [
     "<unk>",
     "<s>",
@@ -72,6 +79,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def tokenizer(folders: dict[str, Path]) -> Any:
+    """The tokenizer of `chat`, as transformers opens it; `plain` has the same tokens."""
+    return load_tokenizer(str(folders["chat"]))
+
+
+@pytest.fixture(scope="session")
 def recipe(folders: dict[str, Path]) -> Callable[..., TokenRecipe]:
     """A recipe for one of the small tokenizers; `template` is a name, a Jinja text or None."""
 
@@ -99,46 +112,79 @@ def recipe(folders: dict[str, Path]) -> Callable[..., TokenRecipe]:
 
 
 @pytest.fixture
-def encoder(recipe: Callable[..., TokenRecipe]) -> Callable[..., Encoder]:
+def encoder(recipe: Callable[..., TokenRecipe]) -> Make:
     return lambda *args, **kwargs: Encoder(recipe(*args, **kwargs))
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
+def write(tmp_path: Path) -> Write:
     """Rows (or raw text) into a file of the test's folder."""
 
     def make(rows: Any, name: str = "pairs.jsonl") -> Path:
         path = tmp_path / name
-        text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
-        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+        if not isinstance(rows, str):
+            return write_rows(path, rows)
+        path.write_text(rows, encoding="utf-8", errors="surrogatepass")
         return path
 
     return make
 
 
-@pytest.fixture
-def config(tmp_path: Path, folders: dict[str, Path]) -> Callable[..., DPOConfig]:
+def data_config(folder: Path, model: Path, files: Any, **settings: Any) -> DPOConfig:
     """A config for files of pairs; data settings as `data`, evaluation as `validation`, the rest top level."""
+    values = {
+        "output_dir": folder / "out",
+        "pretrain": model,
+        "actor_train": {"data_args": {"file_name": files, **settings.pop("data", {})}},
+        "validation": {"data_args": settings.pop("validation", {})},
+        **settings,
+    }
+    return DPOConfig.model_validate(json.loads(json.dumps(values, default=str)))
+
+
+@pytest.fixture
+def config(tmp_path: Path, folders: dict[str, Path]) -> Config:
+    """The config of `data_config` with a small tokenizer and short sequences."""
 
     def make(files: Any, tokenizer: str = "chat", **settings: Any) -> DPOConfig:
-        data = {
-            "file_name": files if isinstance(files, list) else str(files),
-            **settings.pop("data", {}),
-        }
-        return DPOConfig.model_validate(
-            {
-                "output_dir": str(tmp_path / "out"),
-                "pretrain": str(folders[tokenizer]),
-                "actor_train": {"data_args": data},
-                "validation": {"data_args": settings.pop("validation", {})},
-                "sequence_length": 128,
-                **settings,
-            }
+        return data_config(
+            tmp_path, folders[tokenizer], files, **{"sequence_length": 128, **settings}
         )
 
     return make
 
 
+def counts(entry: dict[str, Any], group: str) -> dict[str, int]:
+    """Return how many rows of a report are dropped or warned of, by kind."""
+    return {kind: each["count"] for kind, each in entry[group].items()}
+
+
+def everything(pairs: PairDataset) -> list[tuple[Any, ...]]:
+    """Return the tokens and numbers of all pairs, in their order."""
+    return [
+        (
+            *(ids.tolist() for ids in (pair.prompt, pair.chosen, pair.rejected)),
+            *(pair.chosen_scored, pair.rejected_scored),
+            *(pair.weight, str(pair.margin), pair.id),
+        )
+        for pair in pairs.take(range(len(pairs)))
+    ]
+
+
 @pytest.fixture
 def console() -> Console:
     return Console(file=io.StringIO(), width=200)
+
+
+@pytest.fixture
+def prepare_pairs(config: Config, write: Write, console: Console) -> Prepare:
+    """Prepare rows or text, which are written to a file, or the files of paths."""
+
+    def make(pairs: Any, tokenizer: str = "chat", **settings: Any) -> Prepared:
+        is_content = isinstance(pairs, str) or (
+            isinstance(pairs, list) and isinstance(pairs[0], dict)
+        )
+        files = write(pairs) if is_content else pairs
+        return prepare(config(files, tokenizer, **settings), console=console)
+
+    return make

@@ -4,44 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from rather.config.run_config import DPOConfig
 from rather.data import cache
-from rather.data.pairs import SCHEMA
 from rather.data.prepare import prepare
+from tests.data.conftest import data_config
 from tests.data.test_prepare import many
+from tests.tiny import write_rows
 
 
 @pytest.fixture(scope="module")
-def entry(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def entry(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Path:
     """A cache entry with 20 pairs, as it is built."""
     folder = tmp_path_factory.mktemp("cache")
-    file = folder / "pairs.arrow"
-    lists = {name: [[1, 2]] * 20 for name in ("chosen_scored", "rejected_scored")}
-    rows = {
-        **lists,
-        "prompt": [[5, 6]] * 20,
-        "chosen": [[7]] * 20,
-        "rejected": [[8]] * 20,
-        "id": [""] * 20,
-    }
-    columns = [pa.array(rows.get(field.name, [1] * 20), field.type) for field in SCHEMA]
-    with pa.ipc.new_file(file, SCHEMA) as writer:
-        writer.write_table(pa.table(columns, schema=SCHEMA))
-    counted = {"kind": "jsonl", "unit": "line", "rows": 20, "pairs": 20}
-    report = {
-        "rows": 20, "pairs": 20, "files": [counted], "dropped": {}, "changed": {}, "warned": {},
-        "ignored_columns": [], "template": {"name": "none", "sha256": ""}, "unknown_tokens": [0, 1],
-    }  # fmt: skip
-    checked = {"sha256": cache._sha(file, report), "report": report}
-    file.with_suffix(".json").write_text(json.dumps(checked))
-    return file
+    rows = write_rows(folder / "pairs.jsonl", many(20))
+    return prepare(data_config(folder, folders["chat"], rows)).train.file.path
+
+
+IDS = {  # what a column of lists holds instead
+    "negative id": ("chosen", [-5]),
+    "span": ("chosen_scored", [1, 10**6]),
+    "half a span": ("chosen_scored", [1]),
+}
 
 
 def crafted(path: Path, change: str) -> None:
@@ -54,17 +42,14 @@ def crafted(path: Path, change: str) -> None:
         many = pa.array(np.zeros(30_000_000, np.int32))
         offsets = np.linspace(0, len(many), len(table) + 1).astype(np.int32)
         columns["prompt"] = pa.ListArray.from_arrays(offsets, many)
-    if change == "negative id":
-        columns["chosen"] = pa.array([[-5]] * len(table), pa.list_(pa.int32()))
-    if change == "span":
-        columns["chosen_scored"] = pa.array([[1, 10**6]] * len(table), pa.list_(pa.int32()))
-    if change == "half a span":
-        columns["chosen_scored"] = pa.array([[1]] * len(table), pa.list_(pa.int32()))
+    if change in IDS:
+        name, ids = IDS[change]
+        columns[name] = pa.array([ids] * len(table), pa.list_(pa.int32()))
     if change == "nulls":
         columns["weight"] = pa.nulls(len(table), pa.float64())
     table = pa.table(columns, schema=table.schema)
     with pa.ipc.new_file(path, table.schema, options=options) as writer:
-        writer.write_table(table)
+        writer.write(table)
     if change == "negative offset":
         data = path.read_bytes()
         first = columns["prompt"].offsets.to_numpy()[:4]
@@ -72,14 +57,14 @@ def crafted(path: Path, change: str) -> None:
         assert first.tobytes() in data
         path.write_bytes(data.replace(first.tobytes(), bad.tobytes(), 1))
     report = entry["report"]
-    if change == "report is a list":
-        report = [report]
-    elif change == "report without files":
-        del report["files"]
-    elif change == "report of other pairs":
-        report["files"][0]["pairs"] = report["pairs"] = 10**9
-    elif change == "report with a text as number":
-        report["rows"] = "many"
+    many_pairs = {"pairs": 10**9, "files": [report["files"][0] | {"pairs": 10**9}]}
+    changed = {
+        "report is a list": [report],
+        "report without files": {key: report[key] for key in report if key != "files"},
+        "report of other pairs": report | many_pairs,
+        "report with a text as number": report | {"rows": "many"},
+    }
+    report = changed.get(change, report)
     entry = {"sha256": cache._sha(path, report), "report": report}
     path.with_suffix(".json").write_text(json.dumps(entry))
 
@@ -133,10 +118,3 @@ def test_damaged_hashes_of_files_are_computed_again(
     assert memory.read_text() == before
     said = [text for text in caplog.messages if "hashing the data files again" in text]
     assert len(said) == (not content.startswith('{"'))
-
-
-def test_what_is_built_passes_the_check(
-    config: Callable[..., DPOConfig], write: Callable[..., Path]
-) -> None:
-    made = prepare(config(write(many(20)))).train.file
-    assert cache._find(made.path)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rather.data.json_rows import DropReason
-from rather.data.read import chunks, find_sources, parsed_rows
 from rather.errors import DataError
+from tests.data.files import rows_of
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": 'say "hi",\nplease', "chosen": "hi", "rejected": "no; 1,5", "weight": 2, "id": "7"},
@@ -34,8 +34,7 @@ def written(path: Path, rows: list[dict[str, Any]], encoding: str = "utf-8") -> 
 
 
 def read(path: Path, encoding: str = "utf-8") -> list[Any]:
-    [source] = find_sources(path)
-    return [row for chunk in chunks(source, 0, encoding) for _, row in parsed_rows(chunk)]
+    return [row for _, row in rows_of(path, encoding)]
 
 
 @pytest.mark.defect("U15")
@@ -74,18 +73,18 @@ def test_a_bad_row_does_not_hide_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
+    ("content", "place"),
     [
-        (b'prompt,chosen\na,"never closed\n', "row 1 is not CSV .*quote"),
-        (b"prompt,prompt\na,b\n", "must name its columns, each once"),
-        (b"prompt,,x\na,b,c\n", "must name its columns, each once"),
-        (b"prompt;chosen;rejected\na;b;c\n", "seem to be separated by ';'; .* CSV file by ','"),
+        (b'prompt,chosen\na,"never closed\n', "row 1 .*quote"),
+        (b"prompt,prompt\na,b\n", "columns"),
+        (b"prompt,,x\na,b,c\n", "columns"),
+        (b"prompt;chosen;rejected\na;b;c\n", "';'.*','"),
     ],
 )
-def test_a_file_that_is_not_csv_is_refused(tmp_path: Path, content: bytes, text: str) -> None:
+def test_a_file_that_is_not_csv_is_refused(tmp_path: Path, content: bytes, place: str) -> None:
     file = tmp_path / "a.csv"
     file.write_bytes(content)
-    with pytest.raises(DataError, match=text):
+    with pytest.raises(DataError, match=rf"a\.csv: .*{place}"):
         read(file)
 
 

@@ -13,10 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from rather.cli import app
+from rather.config.load import dump_yaml
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.report.sections import data_page, data_section
-from tests.browser import NARROW, OpenPage, accessibility_findings, overflow, screenshot
-from tests.tiny import make_config, make_model
+from tests.browser import NARROW, OpenPage, accessibility_findings, overflow
+from tests.data.conftest import data_config
+from tests.tiny import make_config, make_model, write_rows
 
 EVIL = "</script></pre><img src=x onerror=alert(1)><script>alert(2)</script>"
 NAME = "<img src=x onerror=alert(3)>.jsonl"
@@ -31,17 +33,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path])
         (model / file.name).write_bytes(file.read_bytes())
     rows = [{"prompt": f"{EVIL} {i}", "chosen": f"{EVIL} good {i}" * (1 + i % 3), "rejected": f"bad {i}", "id": EVIL}
             for i in range(30)]  # fmt: skip
-    for name, some in ((NAME, [*rows, *rows[:3]]), ("held.jsonl", rows[:2])):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in some))
-    config = {
-        "exp_name": "evil",
-        "output_dir": str(folder / "out"),
-        "pretrain": str(model),
-        "sequence_length": 1024,
-        "actor_train": {"data_args": {"file_name": str(folder / NAME)}},
-        "validation": {"data_args": {"file_name": {"held": str(folder / "held.jsonl")}}},
-    }
-    (folder / "run.yaml").write_text(json.dumps(config))
+    pairs = write_rows(folder / NAME, [*rows, *rows[:3]])
+    held_out = {"file_name": {"held": write_rows(folder / "held.jsonl", rows[:2])}}
+    config = data_config(folder, model, pairs, sequence_length=1024, validation=held_out)
+    (folder / "run.yaml").write_text(dump_yaml(config))
     return folder / "run.yaml"
 
 
@@ -78,7 +73,7 @@ def test_pairs_that_are_markup_stay_text(page: Path) -> None:
     found = Elements(document)
     assert "img" not in found.names
     assert not found.handlers
-    assert found.names.count("script") == 4  # the frame, two charts, plotly
+    assert found.names.count("script") == 3  # the frame, two charts
     assert "&lt;img src=x onerror=alert(3)&gt;.jsonl:31" in document
     assert "2 pairs" in document
 
@@ -119,12 +114,11 @@ def test_refused_data_has_a_page_too() -> None:
 def test_the_page_in_a_browser(page: Path, open_page: OpenPage) -> None:
     for theme, size in (("light", (1280, 900)), ("dark", NARROW)):
         opened = open_page(page, size=size, theme=theme)
-        assert opened.locator(".plot .barlayer .point path").count() > 3
+        assert opened.locator(".plot rect").count() > 3
         assert opened.locator("pre.tokens mark").count() > 10
         assert opened.get_by_text("of the prompts of eval held are also in train").count() == 1
         assert overflow(opened) == 0
         assert accessibility_findings(opened) == []
-        screenshot(opened, f"data-{theme}")
 
 
 def test_a_run_leaves_the_whole_report(tmp_path: Path) -> None:

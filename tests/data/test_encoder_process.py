@@ -14,9 +14,9 @@ from rather.data.formats import TextPair
 from rather.data.json_rows import DropReason
 from rather.data.pool import LimitedEncoder, encoder_of
 from rather.data.tokens import Encoded, Encoder
+from tests.data.conftest import Make
 from tests.data.test_tokens import TALK, pair
 
-Make = Callable[..., Encoder]
 PAIRS = [
     pair("Where is the bread?", "On the shelf.", "Gone."),
     pair(TALK, "By the door.<|im_end|>", "\u200bNo idea at all."),
@@ -40,6 +40,11 @@ def outcome(method: Callable[[TextPair], Any], given: TextPair) -> Any:
         return reason.args
 
 
+def asked(encoder: Any, question: str) -> list[int]:
+    ids: list[int] = encoder.prompt_ids(TextPair(question, "", ""), as_trained=True)
+    return ids
+
+
 def test_both_give_the_same(encoder: Make) -> None:
     beside = encoder(score="all")
     behind = limited(beside)
@@ -50,9 +55,7 @@ def test_both_give_the_same(encoder: Make) -> None:
     assert [outcome(behind.prompt_ids, one) for one in PAIRS] == [
         outcome(beside.prompt_ids, one) for one in PAIRS
     ]
-    assert behind.prompt_ids(TextPair("Where?", "", ""), as_trained=True) == beside.prompt_ids(
-        TextPair("Where?", "", ""), as_trained=True
-    )
+    assert asked(behind, "Where?") == asked(beside, "Where?")
     assert behind.end_of_turn == beside.end_of_turn == beside.tokenizer.token_to_id("<|im_end|>")
 
 
@@ -66,12 +69,10 @@ def test_after_ctrl_c_the_next_answer_is_its_own(
     """A terminal sends it to the child as well; and an answer that nobody waited for is never taken for another."""
     beside = encoder()
     behind = limited(beside)
-    behind.prompt_ids(TextPair("one", "", ""), as_trained=True)
+    asked(behind, "one")
     assert behind._child
     os.kill(behind._child.process.pid, signal.SIGINT)
-    assert behind.prompt_ids(TextPair("two", "", ""), as_trained=True) == beside.prompt_ids(
-        TextPair("two", "", ""), as_trained=True
-    )
+    assert asked(behind, "two") == asked(beside, "two")
 
     def stopped(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -80,10 +81,8 @@ def test_after_ctrl_c_the_next_answer_is_its_own(
     with monkeypatch.context() as patch:
         patch.setattr(behind._child.connection, "recv_bytes", stopped)
         with pytest.raises(KeyboardInterrupt):
-            behind.prompt_ids(TextPair("three", "", ""), as_trained=True)
-    assert behind.prompt_ids(TextPair("four", "", ""), as_trained=True) == beside.prompt_ids(
-        TextPair("four", "", ""), as_trained=True
-    )
+            asked(behind, "three")
+    assert asked(behind, "four") == asked(beside, "four")
     assert child.poll() is not None
     child = behind._child.process
     del behind

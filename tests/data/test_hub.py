@@ -15,6 +15,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import yaml
 from huggingface_hub import constants
 
 from rather.config.load import load_found
@@ -128,33 +129,34 @@ def test_what_cannot_be_found_is_one_message(hub: Hub, address: str, said: str) 
         download(address)
 
 
-@pytest.mark.parametrize(
-    ("given", "card", "wanted", "chosen"),
-    [
-        ("train.jsonl test.jsonl", {}, "", "train.jsonl"),
-        ("a/train.jsonl.gz a/test.jsonl.gz b/train.jsonl.gz", {}, "", "a/train.jsonl.gz b/train.jsonl.gz"),
-        ("a/train.jsonl.gz b/train.jsonl.gz", {}, "b/train", "b/train.jsonl.gz"),
-        ("default/train/0000.parquet default/test/0000.parquet", {}, "test", "default/test/0000.parquet"),
-        ("pairs.json dataset_infos.json .x.json sub/.y.json", {}, "", "pairs.json"),
-        ("shop-dev.json shop-training.json", {}, "validation", "shop-dev.json"),
-        ("train_prefs-00000-of-00001.parquet train_sft-00000-of-00001.parquet", {}, "train", ""),
-        ("one.json two.json", {}, "", ""),
-        ("one.json two.json", {}, "two.json", "two.json"),
-        ("x/one.json two.json", {"configs": [{"data_files": "x/*"}]}, "", "x/one.json"),
-        ("x/one.json y/x/two.json", {"configs": [{"data_files": {"train": "**/x/*"}}]}, "", "x/one.json y/x/two.json"),
-        ("x/y/one.json", {"configs": [{"data_files": "x/*"}]}, "", ""),
-        ("x/train.json y/train.json", {"configs": [{"data_dir": "y"}]}, "", "y/train.json"),
-        ("a.json b.json", {"configs": [{"config_name": "a", "data_files": "a.json"},
-         {"config_name": "b", "data_files": "b.json", "default": True}]}, "", "b.json"),
-        ("train.json", {"configs": "nonsense"}, "", "train.json"),
-    ],
-)  # fmt: skip
-def test_the_files_of_a_split(given: str, card: dict[str, Any], wanted: str, chosen: str) -> None:
+# The files of a dataset | its card | the split that is named | the files that are chosen.
+SPLITS = """
+    train.jsonl test.jsonl | {} | | train.jsonl
+    a/train.jsonl.gz a/test.jsonl.gz b/train.jsonl.gz | {} | | a/train.jsonl.gz b/train.jsonl.gz
+    a/train.jsonl.gz b/train.jsonl.gz | {} | b/train | b/train.jsonl.gz
+    default/train/0000.parquet default/test/0000.parquet | {} | test | default/test/0000.parquet
+    pairs.json dataset_infos.json .x.json sub/.y.json | {} | | pairs.json
+    shop-dev.json shop-training.json | {} | validation | shop-dev.json
+    train_prefs-00000-of-00001.parquet train_sft-00000-of-00001.parquet | {} | train |
+    one.json two.json | {} | |
+    one.json two.json | {} | two.json | two.json
+    x/one.json two.json | {configs: [{data_files: x/*}]} | | x/one.json
+    x/one.json y/x/two.json | {configs: [{data_files: {train: '**/x/*'}}]} | | x/one.json y/x/two.json
+    x/y/one.json | {configs: [{data_files: x/*}]} | |
+    x/train.json y/train.json | {configs: [{data_dir: y}]} | | y/train.json
+    a.json b.json | {configs: [{data_files: a.json}, {data_files: b.json, default: true}]} | | b.json
+    train.json | {configs: nonsense} | | train.json
+"""
+
+
+@pytest.mark.parametrize("line", SPLITS.strip().splitlines())
+def test_the_files_of_a_split(line: str) -> None:
+    files, card, split, chosen = (column.strip() for column in line.split("|"))
     if chosen:
-        assert choose(given.split(), card, wanted, "here") == chosen.split()
+        assert choose(files.split(), yaml.safe_load(card), split, "here") == chosen.split()
     else:
-        with pytest.raises(DataError, match=given.split()[0]):
-            choose(given.split(), card, wanted, "here")
+        with pytest.raises(DataError, match=files.split()[0]):
+            choose(files.split(), yaml.safe_load(card), split, "here")
 
 
 def test_the_commit_is_part_of_the_run(hub: Hub, tmp_path: Path) -> None:

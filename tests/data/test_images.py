@@ -12,6 +12,7 @@ import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -25,6 +26,7 @@ from rather.api.feed import Feed
 from rather.config.run_config import DPOConfig
 from rather.config.schema import TrainDataArgs
 from rather.data.batch import PromptImage
+from rather.data.formats import FORMATS as PAIR_FORMATS
 from rather.data.formats import RowLayout, TextPair, read_row
 from rather.data.image_tokens import FAMILIES, image_recipe
 from rather.data.images import MOST_IMAGES, content_of, data_url
@@ -38,7 +40,10 @@ from rather.data.show import token_view
 from rather.data.tokens import Encoder
 from rather.errors import DataError
 from rather.files import text_sha
+from tests.data.conftest import counts, data_config
+from tests.data.rows import PAIRED, assistant, draw_row, user
 from tests.data.vision import encoded, png, processor_of, tokenizer_of, vision_folder
+from tests.tiny import write_rows
 
 ANSWERS = {"chosen": "a red one", "rejected": "a blue one"}
 SIZES = [(20, 12), (7, 31), (64, 64), (90, 33), (8, 8), (130, 20)]
@@ -65,16 +70,15 @@ def test_tokens_and_pixels_are_those_of_the_models_processor(
     maker = pickle.loads(pickle.dumps(PixelMaker(image_recipe(folders[family]))))
     files = [png(*size, colour=(9 * i, 200, 7)) for i, size in enumerate(SIZES)]
     prompt = (
-        {"role": "user", "content": f"{'<image>' * (len(SIZES) - 1)}Which?"},
-        {"role": "assistant", "content": "The second."},
-        {"role": "user", "content": "And <image>?"},
+        user(f"{'<image>' * (len(SIZES) - 1)}Which?"),
+        assistant("The second."),
+        user("And <image>?"),
     )
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": [*[{"type": "image"}] * 5, {"type": "text", "text": "Which?"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "The second."}]},
-        {"role": "user", "content": [
-            {"type": "text", "text": "And "}, {"type": "image"}, {"type": "text", "text": "?"}]},
-    ]  # fmt: skip
+    image = {"type": "image"}
+    which, second, and_, end = (
+        {"type": "text", "text": text} for text in ("Which?", "The second.", "And ", "?")
+    )
+    messages = [user([*[image] * 5, which]), assistant([second]), user([and_, image, end])]
     text = processor.tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
@@ -82,7 +86,7 @@ def test_tokens_and_pixels_are_those_of_the_models_processor(
     nested = [images] if family == "smolvlm" else images
     expected = processor(text=[text], images=nested, return_tensors="pt")
 
-    pair = TextPair(prompt, ({"role": "assistant", "content": "a"},), "", images=_urls(files))
+    pair = TextPair(prompt, (assistant("a"),), "", images=_urls(files))
     tokens = encoder.encode(pair)
     assert tokens.prompt == encoder.prompt_ids(pair) == expected["input_ids"][0].tolist()
     assert encoder.recipe.images
@@ -122,64 +126,58 @@ def test_pixel_limits_are_those_of_the_processor(folders: dict[str, Path]) -> No
 
 # ---- shapes of rows
 
-USER = {"role": "user", "content": "<image>What?"}
 PARTS = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}
-REPLY = {"role": "assistant", "content": "a red one"}
-OTHER = {"role": "assistant", "content": "a blue one"}
+COLUMNS: list[dict[str, Any]] = [
+    {"images": ["a.png"]},
+    {"images": "a.png"},
+    {"image": "a.png"},
+    {"images": [{"bytes": None, "path": "a.png"}]},
+]
+NAMED_PARTS: list[dict[str, Any]] = [  # of Axolotl, Qwen and OpenAI, and with the nulls of a table
+    {"type": "image", "path": "a.png"},
+    {"type": "image", "url": "a.png"},
+    {"type": "image", "image": "a.png"},
+    {"type": "image_url", "image_url": {"url": "a.png"}},
+    {"type": "image", "text": None, "image": "a.png"},
+]
 
 
-def _part(**image: Any) -> dict[str, Any]:
-    return {
-        "role": "user",
-        "content": [{"type": "image", **image}, {"type": "text", "text": "What?"}],
-    }
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "trl: parts, implicit prompt": {
-        "images": ["a.png"], "chosen": [PARTS, REPLY], "rejected": [PARTS, OTHER]},
-    "trl: no place": {
-        "images": ["a.png"], "prompt": [{"role": "user", "content": "What?"}],
-        "chosen": [REPLY], "rejected": [OTHER]},
-    "trl: one image": {"image": "a.png", "prompt": [PARTS], "chosen": [REPLY], "rejected": [OTHER]},
-    "llama-factory": {
-        "conversations": [{"from": "human", "value": "<image>What?"}], "images": ["a.png"],
-        "chosen": {"from": "gpt", "value": "a red one"},
-        "rejected": {"from": "gpt", "value": "a blue one"}},
-    "llama-factory: alpaca": {"instruction": "<image>What?", "images": ["a.png"], **ANSWERS},
-    "ms-swift": {
-        "messages": [USER, REPLY], "rejected_response": "a blue one", "images": ["a.png"]},
-    "ms-swift: objects": {
-        "messages": [USER, REPLY], "rejected_response": "a blue one",
-        "images": [{"bytes": None, "path": "a.png"}]},
-    "ms-swift: both conversations": {
-        "messages": [USER, REPLY], "images": ["a.png"],
-        "rejected_messages": [USER, OTHER], "rejected_images": ["a.png"]},
-    "axolotl: path": {"messages": [_part(path="a.png")], **ANSWERS},
-    "axolotl: url of a file": {"prompt": [_part(url="a.png")], **ANSWERS},
-    "qwen: image": {"prompt": [_part(image="a.png")], **ANSWERS},
-    "openai": {"prompt": [{"role": "user", "content": [
-        {"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "What?"}]}],
-        **ANSWERS},
-    "nulls of a table": {"prompt": [{"role": "user", "content": [
-        {"type": "image", "text": None, "image": "a.png"},
-        {"type": "text", "text": "What?", "image": None}]}], **ANSWERS},
-    "text": {"prompt": "<image>What?", "images": "a.png", **ANSWERS},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_is_one_question_about_one_image(shape: str) -> None:
-    row_pairs = read_row(SHAPES[shape], RowLayout(refuse_images=""))
+def assert_one_question_about_one_image(row: dict[str, Any]) -> None:
+    row_pairs = read_row(row, RowLayout(refuse_images=""))
     assert not row_pairs.dropped
     [pair] = row_pairs.pairs
     question = pair.prompt if isinstance(pair.prompt, str) else pair.prompt[-1]["content"]
-    assert question == "<image>What?"
+    assert question == "<image>What?", row
     assert pair.images == ("a.png",)
     assert not row_pairs.ignored
-    [refused] = read_row(SHAPES[shape], RowLayout()).dropped
+    [refused] = read_row(row, RowLayout()).dropped
     assert refused.reason == "images_refused"
-    assert "only text is read" in refused.detail
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_a_row_of_every_format_may_have_an_image(name: str) -> None:
+    draw = Random(name)
+    for column in COLUMNS * 5:
+        row, _ = draw_row(PAIR_FORMATS[name], draw, "<image>What?")
+        assert_one_question_about_one_image(row | column)
+    if "rejected_images" in PAIR_FORMATS[name].may:
+        assert_one_question_about_one_image(
+            row | {"images": ["a.png"], "rejected_images": ["a.png"]}
+        )
+
+
+def test_images_as_parts_of_a_message() -> None:
+    """Named in the part, or of a column; without a place they come first."""
+    for part in NAMED_PARTS:
+        question = {
+            "role": "user",
+            "content": [part, {"type": "text", "text": "What?", "image": None}],
+        }
+        assert_one_question_about_one_image({"prompt": [question], **ANSWERS})
+    for question in (PARTS, {"role": "user", "content": "What?"}):
+        assert_one_question_about_one_image({"images": ["a.png"], "prompt": [question], **ANSWERS})
+        both = {name: [question, assistant(ANSWERS[name])] for name in ANSWERS}
+        assert_one_question_about_one_image({"images": ["a.png"], **both})
 
 
 def test_images_in_the_row_itself_become_data_urls() -> None:
@@ -286,58 +284,68 @@ def _files(folder: Path) -> None:
     (folder / "dead.png").symlink_to("nothing.png")
 
 
-TRAINS = [
-    "good.png", "good.jpg", "good.webp", "good.gif", "good.bmp", "grey.png", "palette.png",
-    "alpha.png", "grey_alpha.png", "bit.png", "cmyk.jpg", "exif.jpg", "no_name", "wrong_name.jpg",
-    "rgb16.bmp", "one_pixel.png", "inner.png", "./good.png", "folder.png/../good.png",
-]  # fmt: skip
-BAD = {
-    "empty.png": "empty", "truncated.jpg": "damaged", "truncated.png": "damaged",
-    "half_header.png": "", "no_pixels.png": "damaged", "huge.png": "pixels",
-    "large.png": "30000 x 3000 pixels", "thin.png": "200 times", "zero.png": "",
-    "text.png": "known format", "html.jpg": "known format", "script.svg": "known format",
-    "file.pdf": "known format", "file.ps": "known format", "file.tiff": "known format",
-    "file.ico": "known format", "file.ppm": "known format", "file.tga": "known format",
-    "sixteen.png": "8 bits", "animated.gif": "animated", "animated.webp": "animated",
-    "animated.png": "animated", "bad_crc.png": "damaged", "gzip.png": "known format",
-    "link.png": "outside data_args.image_dir", "link_folder/secret.png": "outside",
-    "../outside/secret.png": "outside", "/etc/passwd": "outside", "loop.png": "cannot be read",
-    "folder.png": "not a regular file", "pipe.png": "not a regular file",
-    "dead.png": "no such file", "missing.png": "no such file", "good.png/x.png": "cannot be read",
-    "a\0b.png": "null", "x" * 5000: "cannot be read", ".": "",
-    "http://host/a.png": "nothing is downloaded", "https://host/a.png": "nothing is downloaded",
-    "file:///etc/passwd": "nothing is downloaded", "s3://bucket/a.png": "nothing is downloaded",
-    "data:image/png;base64,@@@": "base64", "data:image/png,abc": "data URL",
-    "data:image/png;base64,": "empty", "data:text/plain;base64,aGVsbG8=": "known format",
-    "": "must be a path",
+TRAINS = """
+    good.png good.jpg good.webp good.gif good.bmp grey.png palette.png alpha.png grey_alpha.png bit.png
+    cmyk.jpg exif.jpg no_name wrong_name.jpg rgb16.bmp one_pixel.png inner.png ./good.png
+    folder.png/../good.png
+""".split()  # noqa: SIM905 - names of files
+BAD_IMAGES = """  a word of the reason: images
+    : half_header.png zero.png .
+    empty: empty.png data:image/png;base64,
+    damaged: truncated.jpg truncated.png no_pixels.png bad_crc.png
+    pixels: huge.png
+    30000 x 3000 pixels: large.png
+    200 times: thin.png
+    known format: text.png html.jpg script.svg file.pdf file.ps file.tiff file.ico file.ppm file.tga
+    known format: gzip.png data:text/plain;base64,aGVsbG8=
+    8 bits: sixteen.png
+    animated: animated.gif animated.webp animated.png
+    outside data_args.image_dir: link.png link_folder/secret.png ../outside/secret.png /etc/passwd
+    cannot be read: loop.png good.png/x.png
+    not a regular file: folder.png pipe.png
+    no such file: dead.png missing.png
+    nothing is downloaded: http://host/a.png https://host/a.png file:///etc/passwd s3://bucket/a.png
+    base64: data:image/png;base64,@@@
+    data URL: data:image/png,abc
+""".strip().splitlines()[1:]
+ODD_NAMES = {"cannot be read": "x" * 5000, "null": "a\0b.png", "must be a path": ""}
+ONE = {"images": ["good.png"]}
+BAD_ROWS: dict[str, list[dict[str, Any]]] = {  # a word of the reason -> rows whose shape is bad
+    "2 places for images": [{"prompt": "<image><image>q", **ONE}],
+    "1 places for images": [
+        {"prompt": "<image>q", "images": ["good.png"] * 2}, {"prompt": "<image>q", "images": []},
+        {"prompt": "<image>q", "image": None},
+    ],
+    "0 images": [{"prompt": [PARTS], "images": []}, {"prompt": [PARTS]}],
+    "must be a path": [
+        {"prompt": "q", "images": [None]}, {"prompt": "<image>q", "images": ["good.png", None]},
+        {"prompt": "q", "images": 5}, {"prompt": "q", "images": [["good.png"]]},
+    ],
+    "keep one": [{"prompt": "<image>q", **ONE, "image": "good.png"}],
+    "must have one of": [{"prompt": "q", "images": [{"x": 1}]}],
+    "65 images": [{"prompt": "q", "images": ["good.png"] * (MOST_IMAGES + 1)}],
+    "video": [
+        {"prompt": "q", "videos": ["a.mp4"]}, {"prompt": "q", "audio": "a.wav"},
+        {"prompt": [user([{"type": "video", "video": "a.mp4"}])]},
+    ],
+    "prompts only": [
+        {"prompt": "q", **ONE, "rejected_images": ["good.jpg"]},
+        {"prompt": "q", **ONE, "chosen": [assistant([{"type": "image"}])]},
+    ],
+    "2 image tokens for 1": [
+        {"prompt": "<image>q <|image_pad|>", **ONE},
+        {"prompt": "<image>q", **ONE, "chosen": "<|image_pad|>"},
+    ],
+    "1 image tokens for 0": [{"prompt": "q <|image_pad|>"}],
+    "image parts and the text": [
+        {"prompt": [user([{"type": "image"}, {"type": "text", "text": "<image>"}])], **ONE},
+    ],
+    "into the row": [{"prompt": [user("q") | ONE]}],
 }  # fmt: skip
-ROWS: list[tuple[dict[str, Any], str]] = [  # rows whose shape is bad, and a word of the reason
-    ({"prompt": "<image><image>q", "images": ["good.png"]}, "2 places for images"),
-    ({"prompt": "<image>q", "images": ["good.png"] * 2}, "1 places for images"),
-    ({"prompt": [PARTS], "images": []}, "0 images"),
-    ({"prompt": "<image>q", "images": []}, "1 places for images"),
-    ({"prompt": "<image>q", "image": None}, "1 places for images"),
-    ({"prompt": "q", "images": [None]}, "must be a path"),
-    ({"prompt": "<image>q", "images": ["good.png", None]}, "must be a path"),
-    ({"prompt": "<image>q", "images": ["good.png"], "image": "good.png"}, "keep one"),
-    ({"prompt": [PARTS]}, "0 images"),
-    ({"prompt": "q", "images": 5}, "must be a path"),
-    ({"prompt": "q", "images": [{"x": 1}]}, "must have one of"),
-    ({"prompt": "q", "images": [["good.png"]]}, "must be a path"),
-    ({"prompt": "q", "images": ["good.png"] * (MOST_IMAGES + 1)}, "65 images"),
-    ({"prompt": "q", "videos": ["a.mp4"]}, "video and audio are not read"),
-    ({"prompt": "q", "audio": "a.wav"}, "video and audio are not read"),
-    ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "video"),
-    ({"prompt": "q", "images": ["good.png"], "rejected_images": ["good.jpg"]}, "prompts only"),
-    ({"prompt": "<image>q <|image_pad|>", "images": ["good.png"]}, "2 image tokens for 1"),
-    ({"prompt": "q <|image_pad|>"}, "1 image tokens for 0"),
-    ({"prompt": "<image>q", "images": ["good.png"], "chosen": "<|image_pad|>"}, "2 image tokens for 1"),
-    ({"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "<image>"}]}],
-      "images": ["good.png"]}, "image parts and the text"),
-    ({"prompt": [{"role": "user", "content": "q", "images": ["good.png"]}]}, "into the row"),
-    ({"prompt": "q", "images": ["good.png"],
-      "chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "prompts only"),
-]  # fmt: skip
+
+
+def about(*images: str) -> dict[str, Any]:
+    return {"prompt": "<image>What?", "images": list(images), **ANSWERS}
 
 
 def test_bad_images_and_rows_have_a_reason_each_and_nothing_is_lost(
@@ -346,23 +354,24 @@ def test_bad_images_and_rows_have_a_reason_each_and_nothing_is_lost(
     folder = tmp_path / "images"
     folder.mkdir()
     _files(folder)
-    rows: list[dict[str, Any]] = []
-    for name in (*TRAINS, *BAD):
-        rows.append({"prompt": "<image>What?", "images": [name], **ANSWERS})
-    rows += [{**ANSWERS, **row} for row, _ in ROWS]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert len(BAD) + len(ROWS) >= 60
-    pairs, report = _prepared(folders["qwen2_5_vl"], folder / "rows.jsonl", max_bad_fraction=1.0)
+    good = [about(name) for name in TRAINS]
+    bad = [(about(name), word) for word, name in ODD_NAMES.items()]
+    for line in BAD_IMAGES:
+        word, _, names = line.strip().partition(": ")
+        bad += [(about(name), word.strip(":")) for name in names.split()]
+    bad += [({**ANSWERS, **row}, word) for word, rows in BAD_ROWS.items() for row in rows]
+    assert len(bad) >= 60
+    rows = write_rows(folder / "rows.jsonl", [*good, *(row for row, _ in bad)])
+    pairs, report = _prepared(folders["qwen2_5_vl"], rows, max_bad_fraction=1.0)
     train = report["train"]
-    assert train["rows"] == len(rows)
+    assert train["rows"] == len(good) + len(bad)
     assert pairs.column("number").tolist() == list(range(1, len(TRAINS) + 1))
-    dropped = {kind: entry["count"] for kind, entry in train["dropped"].items()}
-    assert sum(dropped.values()) == len(BAD) + len(ROWS)
+    dropped = counts(train, "dropped")
+    assert sum(dropped.values()) == len(bad)
     assert dropped.keys() == {"bad_image", "image_count", "bad_type"}
     assert "Traceback" not in capfd.readouterr().err
     encoder = encoder_of(folders["qwen2_5_vl"], "qwen2_5_vl")
-    words = [*BAD.values(), *(word for _, word in ROWS)]
-    for row, word in zip(rows[len(TRAINS) :], words, strict=True):
+    for row, word in bad:
         assert word in _reason(row, encoder, folder), row
     # What trains is what it shows: the photo was turned, the rest kept its size.
     maker = PixelMaker(image_recipe(folders["qwen2_5_vl"]))
@@ -386,15 +395,8 @@ def _reason(row: dict[str, Any], encoder: Encoder, folder: Path) -> str:
 
 
 def _prepared(model: Path, rows: Path, data: Any = None, **settings: Any) -> tuple[Any, Any]:
-    config = DPOConfig.model_validate(
-        {
-            "output_dir": str(rows.parent / "out"),
-            "pretrain": str(model),
-            "actor_train": {"data_args": {"file_name": str(rows), **(data or {})}},
-            "sequence_length": 512,
-            **settings,
-        }
-    )
+    settings = {"sequence_length": 512, "data": data or {}, **settings}
+    config = data_config(rows.parent, model, rows, **settings)
     prepared = prepare(config, console=Console(file=io.StringIO()))
     return prepared.train, prepared.report
 
@@ -415,9 +417,7 @@ def shapes(tmp_path: Path) -> Path:
         {**question, "prompt": f"<image>{'x' * 400}", "images": ["blue.png"]},
         {**question, "images": ["red.png"]},
     ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(tmp_path / "rows.jsonl", rows)
 
 
 @pytest.mark.parametrize("overlong", ["truncate_prompt", "truncate_response"])
@@ -429,9 +429,7 @@ def test_a_set_with_images_knows_them_and_never_cuts_one(
     settings: dict[str, Any] = {"sequence_length": 200, "max_bad_fraction": 1.0}
     pairs, report = _prepared(folder, shapes, data, **settings)
     train = report["train"]
-    assert {kind: entry["count"] for kind, entry in train["dropped"].items()} == {
-        "prompt_too_long": 1
-    }
+    assert counts(train, "dropped") == {"prompt_too_long": 1}
     assert "of images, which are not cut" in json.dumps(train["dropped"])
     assert train["warned"]["duplicate_pair"]["count"] == 1  # the last row; not the second
     assert len(set(pairs.column("pair_hash").tolist())) == 3
@@ -493,8 +491,7 @@ def test_text_is_prepared_as_before_whatever_the_model(
 
     monkeypatch.setattr("rather.data.prepare.text_sha", sha)
     rows = [{"prompt": "What <image>?", **ANSWERS}] * 300
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     pairs, report = _prepared(folders["qwen3_5"], path)
     [address] = settings
     assert address.keys() == {
@@ -513,8 +510,7 @@ def test_images_may_come_late(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "late.png").write_bytes(png())
     rows = [{"prompt": f"What {number}?", **ANSWERS} for number in range(300)]
     rows += [{"prompt": "q", "images": ["late.png"], **ANSWERS}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     for _ in ("built", "from the cache"):
         pairs, report = _prepared(folders["qwen3_5"], path)
         assert pairs.has_images
@@ -551,10 +547,8 @@ def test_a_child_answers_about_images_as_the_encoder_does(folders: dict[str, Pat
 
 def test_same_words_about_another_image_do_not_overlap(tmp_path: Path) -> None:
     words = " ".join(f"word{i}" for i in range(13))
-    train, held = tmp_path / "train.jsonl", tmp_path / "held.jsonl"
-    train.write_text("".join(
-        json.dumps({"prompt": words, "images": [name]}) + "\n" for name in ("a.png", "b.png")
-    ))  # fmt: skip
-    held.write_text(json.dumps({"prompt": words, "images": ["b.png"]}))
+    rows = [{"prompt": words, "images": [name]} for name in ("a.png", "b.png")]
+    train = write_rows(tmp_path / "train.jsonl", rows)
+    held = write_rows(tmp_path / "held.jsonl", rows[1:])
     overlap = find_overlap([train], {"held": [held]}, set(), "utf-8")
     assert overlap["texts"]["held"] == {"rows": 1, "first": ["train.jsonl:2"]}

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from rather.cli import app
 from rather.config.load import dump_yaml
 from rather.data.overlap import WORDS, find_overlap
-from tests.tiny import make_config
+from tests.tiny import make_config, write_rows
 
 
 def text(name: str, words: int = WORDS) -> str:
@@ -18,11 +18,9 @@ def text(name: str, words: int = WORDS) -> str:
 
 
 def write(file: Path, *prompts: str) -> Path:
-    lines = [
-        json.dumps({"prompt": each, "chosen": "yes yes", "rejected": "no"}) for each in prompts
-    ]
-    file.write_text("\n".join(lines))
-    return file
+    return write_rows(
+        file, [{"prompt": each, "chosen": "yes yes", "rejected": "no"} for each in prompts]
+    )
 
 
 def test_thirteen_words_in_a_row_count_and_twelve_do_not(tmp_path: Path) -> None:
@@ -32,7 +30,7 @@ def test_thirteen_words_in_a_row_count_and_twelve_do_not(tmp_path: Path) -> None
     named = write(tmp_path / "named.jsonl", f"{text('a')}?", f"{text('b', 12)} else", text("e"))
     # The third row is held out, and its words come again in the fourth.
     again = json.dumps({"prompt": [{"role": "user", "content": f"x {text('c')}"}]})
-    train.write_text(train.read_text() + f"\n{again}")
+    train.write_text(train.read_text() + again)
     found = find_overlap([train], {"named": [named]}, {(0, 3)}, "utf-8")
     assert found["train_rows"] == 4
     assert found["texts"] == {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from rather.data.tokens import Encoder
 from rather.errors import ConfigError
 from rather.files import JsonObject
 from rather.tracking.json_lines import strict_json
+from tests.data.conftest import Make
 from tests.tiny import make_config
 
-Make = Callable[..., Encoder]
 ROW: JsonObject = {
     "prompt": "And the salt?",
     "responses": ["a", "bb", "a", "cut", "ccc", "dddd"],
@@ -48,6 +47,8 @@ def test_cut_and_repeated_answers_make_no_pair(
 ) -> None:
     once = {"cut_answer": 1, "duplicate_answer": 1}
     assert pairs(ROW, **layout) == (made, once | skipped)
+    ranks = {"scores": None, "ranks": [-score for score in ROW["scores"]]}
+    assert pairs(ROW | ranks, **layout) == (made, once | skipped)
 
 
 def test_rows_without_ends_are_read_as_before() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ def assert_equal(one: PairBatch, other: PairBatch) -> None:
             assert torch.equal(value.nan_to_num(-9), getattr(other, name).nan_to_num(-9)), name
 
 
+def assert_all_equal(ones: Iterable[PairBatch], others: Iterable[PairBatch]) -> None:
+    for one, other in zip(ones, others, strict=True):
+        assert_equal(one, other)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_shares_are_the_packed_step_dealt_out(ranks: int) -> None:
     pairs = random_pairs(20, 40, seed=3)
@@ -36,16 +42,14 @@ def test_shares_are_the_packed_step_dealt_out(ranks: int) -> None:
     shares = [named.share(rank, ranks) for rank in range(ranks)]
     assert len({len(share.batches) for share in shares}) == 1
     dealt = [shares[i % ranks].batches[i // ranks] for i in range(len(whole))]
-    for one, other in zip(whole, dealt, strict=True):
-        assert_equal(one, other)
+    assert_all_equal(whole, dealt)
     facts = PairFacts.of_step(whole)
     for share in shares:
         for one, other in zip(facts, share.facts, strict=True):
             assert torch.equal(one.nan_to_num(-9), other.nan_to_num(-9))
     given = [share_of(whole, rank, ranks) for rank in range(ranks)]
     for one_share, other_share in zip(given, shares, strict=True):
-        for one, other in zip(one_share.batches, other_share.batches, strict=True):
-            assert_equal(one, other)
+        assert_all_equal(one_share.batches, other_share.batches)
 
 
 def test_only_micro_batches_with_a_wanted_pair_are_left() -> None:
@@ -54,8 +58,7 @@ def test_only_micro_batches_with_a_wanted_pair_are_left() -> None:
     share = Batches(pairs, 100).only(wanted).share(0, 1)
     left = [batch for batch in whole if wanted[batch.pair_P.numpy()].any()]
     assert 0 < len(left) < len(whole)
-    for one, other in zip(left, share.batches, strict=True):
-        assert_equal(one, other)
+    assert_all_equal(left, share.batches)
     assert share.places is not None
     column = torch.arange(2.0 * len(share.places)).view(-1, 2)
     spread = share.spread({"sum": column})["sum"]
@@ -93,8 +96,7 @@ def test_a_step_travels_as_a_few_bytes(steps: Any) -> None:
     worker = ActorWorker(config, "actor_train", RankInfo(0, 1, "cpu"))
     worker.open_pairs(pickle.loads(pickle.dumps(source.pairs)))
     found = pickle.loads(sent).of(worker.pairs)
-    for one, other in zip(first.policy, found, strict=True):
-        assert_equal(one, other)
+    assert_all_equal(first.policy, found)
     assert found.share(0, 1) is found.share(0, 1)  # packed once
 
 

@@ -5,21 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rather.config.run_config import DPOConfig
 from rather.data.formats import RowLayout, read_row
 from rather.data.json_rows import DropReason
 from rather.data.prepare import prepare
 from rather.data.show import token_view
 from rather.data.template import ChatTemplate, tokenizer_of
 from rather.data.tokens import Encoder, TokenRecipe
-from tests.data.conftest import _tokenizer
+from tests.data.conftest import Config, Write, _tokenizer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
@@ -177,9 +175,7 @@ def test_rows_that_lose_text_are_reported_and_others_are_not() -> None:
 
 
 @pytest.mark.parametrize("number", [2, 6, 10])
-def test_what_is_shown_as_scored_is_scored(
-    number: int, config: Callable[..., DPOConfig], write: Callable[..., Path]
-) -> None:
+def test_what_is_shown_as_scored_is_scored(number: int, config: Config, write: Write) -> None:
     """`rather data --show` prints what token_view returns."""
     habit = HABITS[number]
     settings = {"template": str(write(habit.text, "habit.jinja")), "special_tokens": "keep"}

@@ -8,52 +8,34 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from rather.config.load import config_from_dict
 from rather.data.batch import TokenPair
 from rather.data.prepare import prepare
 from rather.errors import ConfigError, DataError
-from tests.tiny import WORDS, make_model
+from tests.data.conftest import _save, data_config
+from tests.tiny import WORDS, write_rows
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 NAMES = ["user", "assistant", "system", "tool"]
-# Templates as models have them: with a switch for thinking, with a think block that only the last
-# answer keeps, and one that renders a prompt otherwise once an answer follows.
+# A template with a switch for thinking; test_template_habits.py has more of what models have.
 SWITCH = """{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}\
 {% if add_generation_prompt %}<|im_start|> assistant {% if enable_thinking is defined and not \
 enable_thinking %}<think> </think> {% endif %}{% endif %}"""
-FORGETS = """{% for m in messages %}<|im_start|> {{ m.role }} {% if m.role == 'assistant' and not \
-loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %} <|im_end|> \
-{% endfor %}{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"""
-UNSAFE = """{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}\
-{% if add_generation_prompt %}<|im_start|> assistant <think> {% endif %}"""
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    folder = make_model(tmp_path / "base")
     words = ["<unk>", "<s>", "</s>", *WORDS, *MARKS, *NAMES]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder)
-    return folder
+    return _save(tmp_path / "base", tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 def prepared(base: Path, text: str, rows: list[dict[str, Any]], **data: Any) -> list[TokenPair]:
-    file, template = base.parent / "pairs.jsonl", base.parent / "template.jinja"
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    file, template = write_rows(base.parent / "pairs.jsonl", rows), base.parent / "template.jinja"
     template.write_text(text)
-    named = {"file_name": str(file), "template": str(template), "special_tokens": "keep", **data}
-    values = {
-        "exp_name": "kwargs",
-        "pretrain": str(base),
-        "output_dir": str(base.parent / "output"),
-        "actor_train": {"data_args": named},
-    }
-    pairs = prepare(config_from_dict(values)).train
+    settings = {"template": template, "special_tokens": "keep", **data}
+    pairs = prepare(data_config(base.parent, base, file, data=settings)).train
     return list(pairs.take(range(len(pairs))))
 
 
@@ -92,35 +74,10 @@ THOUGHTLESS = (
 )
 
 
-def test_a_think_block_of_an_answer_is_scored_and_earlier_ones_are_as_the_template_leaves_them(
-    base: Path,
-) -> None:
-    turns = [
-        {"role": "user", "content": "w1"},
-        {"role": "assistant", "content": "<think> w9 </think> w4"},
-        {"role": "user", "content": "w5"},
-    ]
-    row = {"messages": turns, "chosen": "<think> w6 </think> w2", "rejected": "<think> </think> w3"}
-    [pair] = prepared(base, FORGETS, [row])
-    assert "w9" not in words(base, pair.prompt)
-    assert scored(base, pair, "chosen") == "<think> w6 </think> w2 <|im_end|>"
-    # Both answers begin with <think>, which the prompt is not: each is scored whole.
-    assert scored(base, pair, "rejected") == "<think> </think> w3 <|im_end|>"
-
-
-def test_a_prompt_that_is_rendered_otherwise_before_an_answer_is_cut_where_they_part(
-    base: Path,
-) -> None:
-    """The template starts an answer with <think>, which these answers do not have."""
-    [pair] = prepared(base, UNSAFE, [ROW])
-    assert scored(base, pair, "chosen") == "w2 <|im_end|>"
-    assert words(base, pair.sequence("chosen")[0]).count("<think>") == 0
-
-
 def test_what_no_template_could_use_is_an_error(base: Path) -> None:
-    with pytest.raises(DataError, match="chat_template_kwargs: there is no chat template"):
+    with pytest.raises(DataError, match=r"data_args\.chat_template_kwargs: "):
         prepared(base, SWITCH, [ROW], template="none", chat_template_kwargs={"a": 1})
-    with pytest.raises(ConfigError, match=r"chat_template_kwargs.*must not set messages"):
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs.*messages"):
         prepared(base, SWITCH, [ROW], chat_template_kwargs={"messages": "x"})
 
 

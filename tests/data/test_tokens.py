@@ -16,8 +16,8 @@ from rather.data.pool import ChunkEncoder
 from rather.data.read import Chunk
 from rather.data.template import TEMPLATES, ChatTemplate
 from rather.data.tokens import Encoded, Encoder, TokenRecipe, read_tokenised
+from tests.data.conftest import Make
 
-Make = Callable[..., Encoder]
 ROUND = [
     "👩‍👩‍👧 ok 🎈",
     "مرحبا بالعالم",
@@ -255,11 +255,11 @@ def test_special_token_text_of_a_row(encoder: Make) -> None:
 
 def test_escaping_changes_nothing_but_the_special_text(encoder: Make) -> None:
     escaping = encoder(special_tokens="escape")
-    tokens = escaping._escaping.encode("Where is the bread? ünï 日本", add_special_tokens=False).ids
-    assert (
-        tokens
-        == escaping.tokenizer.encode("Where is the bread? ünï 日本", add_special_tokens=False).ids
+    ids, expected = (
+        tokenizer.encode("Where is the bread? ünï 日本", add_special_tokens=False).ids
+        for tokenizer in (escaping._escaping, escaping.tokenizer)
     )
+    assert ids == expected
 
 
 def test_control_characters_and_empty_prompts_are_kept_and_reported(encoder: Make) -> None:

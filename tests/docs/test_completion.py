@@ -22,7 +22,7 @@ def completed(line: str) -> list[str]:
 
 def test_commands_and_options_are_completed() -> None:
     assert "train" in completed("rather tr")
-    assert "compare" in completed("rather comp")
+    assert "report" in completed("rather rep")
     assert "explain" in completed("rather config ex")
     assert completed("rather train --dry") == ["--dry-run"]
     assert completed("rather nothing-like-it") == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.tools.demo import manner_of
+from tests.commands.conftest import json_of
 from tests.docs.test_snippets import BLOCK
 from tests.house.source import ROOT
 
@@ -140,7 +140,7 @@ def test_the_demo_was_run_and_nothing_was_installed_again(path: tuple[Path, list
 def test_the_demo_aligns_its_model_and_keeps_what_it_knows(path: tuple[Path, list[str]]) -> None:
     folder, said = path
     out = folder / "rather-demo"
-    result = json.loads((out / "answers.json").read_text())
+    result = json_of(out / "answers.json")
     before, after = result["before"], result["after"]
     assert 0.35 < before["preferred"] < 0.65
     assert after["preferred"] > 0.9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -69,20 +70,19 @@ def test_old_addresses_lead_to_pages_and_headings(site: Path) -> None:
         assert not heading or f'id="{heading}"' in text, f"{old}: no heading {heading}"
 
 
-def test_tests_of_pages_that_found_no_browser_are_counted() -> None:
-    """With the command that installs one."""
-    lines: list[str] = []
-    skipped = [
-        SimpleNamespace(longrepr=("file", 1, f"Skipped: {MISSING}")),
-        SimpleNamespace(longrepr="needs a GPU"),
-    ]
+def test_what_was_not_run_is_counted_by_its_reason() -> None:
+    """With the command that installs a browser."""
+    printed: list[str] = []
+    reasons = (MISSING, "needs a GPU", MISSING)
+    skipped = [SimpleNamespace(longrepr=("file", 1, f"Skipped: {reason}")) for reason in reasons]
     reporter = SimpleNamespace(
-        stats={"skipped": skipped}, write_line=lambda line, **_: lines.append(line)
-    )
-    pytest_terminal_summary(reporter)
-    assert len(lines) == 1
-    assert lines[0].startswith("1 tests of pages were not run")
-    assert "apt-get install" in lines[0]
+        stats={"skipped": skipped}, section=printed.append,
+        write_line=lambda line, **_: printed.append(line.strip()),
+    )  # fmt: skip
+    config: Any = SimpleNamespace(option=SimpleNamespace(all=True, wide_only=False))
+    pytest_terminal_summary(reporter, config)
+    assert printed == ["not run", f"2 {MISSING}", "1 needs a GPU"]
+    assert "apt-get install" in MISSING
     reporter.stats = {}
-    pytest_terminal_summary(reporter)
-    assert len(lines) == 1
+    pytest_terminal_summary(reporter, config)
+    assert len(printed) == 3

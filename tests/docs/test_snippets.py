@@ -288,8 +288,11 @@ def merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=name)
-def test_settings_are_accepted(block: Block, fresh: Path) -> None:
+def test_settings_are_accepted(
+    block: Block, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside a model and pairs, where the block does not name some itself."""
+    monkeypatch.chdir(workspace)
     values = yaml.safe_load(named(block.text))
     if "rounds" in values:
         RoundsKeys.model_validate(values.pop("rounds"))

@@ -29,18 +29,17 @@ class Attack:
         self, run: Run, expected: Outcome, start: Callable[[], list[int]], most: Callable[[], int]
     ) -> None:
         """Start a run until it ends well, `most` times at most; compare it with the expected one."""
-        codes = [1]
-        while any(codes):
+
+        def reported() -> list[int]:
             codes = start()
             passed = timedelta(seconds=round(time.monotonic() - self.began))
             self.report(
                 f"{passed} run {self.runs} ({run.layout}), start {run.starts}: exit {codes}"
             )
-            assert not any(codes) or run.starts <= most(), (
-                f"start {run.starts} ended with {codes}, for no fault\n{run.output()}"
-            )
-        assert run.outcome() == expected, f"{run.folder}: differs from an uninterrupted run"
-        assert run.leftovers() == []
+            return codes
+
+        run.repeat(reported, most)
+        run.assert_like(expected)
 
 
 @contextmanager

@@ -24,11 +24,10 @@ def broken(world: World) -> Broken:
     """Breaks a run and starts it until it ends; it must then be as the one that nobody broke."""
 
     def check(layout: str, fault: str) -> None:
-        expected = world.clean(layout, changes_for(fault))
+        clean = world.clean(layout, changes_for(fault))
         run = world.run(layout, changes_for(fault))
         run.until_it_ends(fault)
-        assert run.outcome() == expected
-        assert run.leftovers() == []
+        run.assert_like(clean)
 
     return check
 

@@ -67,7 +67,10 @@ FAMILIES = (
     kill("data.rename"), kill("optimizer.done"), kill("cache.own.done"), kill("follow.done"),
     kill("save.clean.aside"), kill("save.aside.done"), kill("finish"),
 )  # fmt: skip
+# A kill while the save of two steps ago is still written: it costs this save only.
+DURING_A_SAVE = "step=2,phase=save.note,kind=hang;step=4,phase=backward,kind=kill"
 MORE_FAMILIES = (
+    DURING_A_SAVE,
     kill("forward", visit=3), kill("evaluate.reference"), kill("metrics.done"),
     kill("save.write.sync", visit=3), kill("save.rename"), kill("save.prune.delete"), kill("export.written"),
 )  # fmt: skip

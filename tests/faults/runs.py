@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,13 +91,15 @@ class Run:
         return codes
 
     def until_it_ends(self, fault: str) -> None:
-        """Starts the same command again and again; every fault must strike, and nothing else may go wrong."""
+        """Start the same command again and again; every fault must strike, and nothing else may go wrong."""
         expected = len(inject.parse(fault))
-        while any(codes := self.start(fault)):
-            assert self.starts <= expected, (
-                f"start {self.starts} ended with {codes}\n{self.output()}"
-            )
+        self.repeat(lambda: self.start(fault), lambda: expected)
         assert self.struck() == expected, f"of {fault}, {self.struck()} struck"
+
+    def repeat(self, start: Callable[[], list[int]], most: Callable[[], int]) -> None:
+        """Start until it ends well, `most` times at most besides."""
+        while any(codes := start()):
+            assert self.starts <= most(), f"start {self.starts} ended with {codes}\n{self.output()}"
 
     def struck(self) -> int:
         """How many faults struck, in all starts."""
@@ -122,14 +124,11 @@ class Run:
         ]
         return Outcome(metrics, files, {key: last.state[key] for key in STATE})
 
-    def leftovers(self) -> list[str]:
-        """What killed processes have left in the run folder."""
-        found = [
-            path
-            for pattern in (".tmp*", ".old*", ".pieces*")
-            for path in self.config.run_dir.glob(pattern)
-        ]
-        return sorted(path.name for path in found)
+    def assert_like(self, clean: Outcome) -> None:
+        """It is as a run that nobody broke, and killed processes have left nothing in its folder."""
+        assert self.outcome() == clean, f"{self.folder}: differs from an uninterrupted run"
+        for pattern in (".tmp*", ".old*", ".pieces*"):
+            assert list(self.config.run_dir.glob(pattern)) == []
 
 
 class Drawing(ActorWorker):

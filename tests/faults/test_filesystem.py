@@ -44,8 +44,7 @@ def struck(world: World) -> Struck:
         output, run.environment = run.output(), {}
         if any(first):
             assert not any(run.start()), run.output()
-        assert run.outcome() == world.clean(layout)
-        assert run.leftovers() == []
+        run.assert_like(world.clean(layout))
         return first, output
 
     return start
@@ -128,8 +127,7 @@ def test_a_read_only_file_system(world: World, disk: tuple[Run, Disk]) -> None:
     assert sorted(path.name for path in run.config.run_dir.iterdir()) == before
     place.mount("remount,rw,size=100m")
     assert run.start() == [0], run.output()
-    assert run.outcome() == world.clean("one")
-    assert run.leftovers() == []
+    run.assert_like(world.clean("one"))
 
 
 @pytest.mark.parametrize(
@@ -144,8 +142,7 @@ def test_a_nearly_full_file_system(world: World, disk: tuple[Run, Disk], size: i
     assert not any(codes) or "No space left" in output or "too full" in output, output
     place.mount("remount,size=100m")
     assert run.start() == [0], run.output()
-    assert run.outcome() == world.clean("one")
-    assert run.leftovers() == []
+    run.assert_like(world.clean("one"))
 
 
 def start_elsewhere(world: World, run: Run) -> tuple[list[int], str]:

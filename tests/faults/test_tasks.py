@@ -124,8 +124,7 @@ def test_killed_and_resumed(world: World, task: str, layout: str, fault: str) ->
     expected = ended(world, f"task-{task}-{layout}", "dp2", changes).outcome()
     run = world.run("dp2", changes)
     run.until_it_ends(fault)
-    assert run.outcome() == expected
-    assert run.leftovers() == []
+    run.assert_like(expected)
 
 
 @pytest.mark.wide

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.health.tiny_runs import (
     RATE,
     Case,
@@ -26,7 +28,7 @@ ILL = {
     "steps of a hundred times the rate": Case(
         noisy, noisy, rate=100 * RATE, changes={"save_steps": 8, "max_ckpt_to_keep": 0}
     ),
-    "no steps at all": Case(kind, kind, rate=0.0),
+    "no steps at all": Case(kind, kind, steps=17, rate=0.0),
     "labels by lot": Case(by_lot, by_lot),
     "few pairs many times": Case(by_lot, kind, count=24, steps=48),
     "the longer answer": Case(longer, longer, count=600, steps=32),
@@ -57,31 +59,20 @@ FOUND_IN = {
     "data/contradictory_pairs": "a messy file",
     "data/truncation": "a messy file",
 }
+# name -> its pairs, the held-out ones, by what the rate is divided, and other settings
+SETTINGS: dict[str, tuple[Any, Any, int, dict[str, Any]]] = {
+    "sigmoid": (kind, kind, 4, {}),
+    "grumpy sigmoid": (grumpy, grumpy, 4, {}),
+    "noisy labels": (noisy, kind, 4, {}),
+    "sigmoid with likelihood": (kind, kind, 1, {"rpo_alpha": 0.5}),
+    "ipo": (kind, kind, 3, {"pref_loss": "ipo"}),
+    "apo_zero": (grumpy, grumpy, 2, {"pref_loss": "apo_zero"}),
+    "sigmoid_norm": (kind, kind, 6, {"pref_loss": "sigmoid_norm", "beta": 1.0}),
+    "simpo": (kind, kind, 3, {"pref_loss": "simpo"}),
+    "orpo": (grumpy, grumpy, 2, {"pref_loss": "orpo"}),
+    "cpo": (kind, kind, 2, {"pref_loss": "cpo", "logging_steps": 2}),
+}
 HEALTHY = {
-    "sigmoid": Case(kind, kind, seed=10, steps=20, rate=RATE / 4),
-    "grumpy sigmoid": Case(grumpy, grumpy, seed=11, steps=20, rate=RATE / 4),
-    "noisy labels": Case(noisy, kind, seed=12, steps=20, rate=RATE / 4),
-    "sigmoid with likelihood": Case(kind, kind, seed=13, steps=20, changes={"rpo_alpha": 0.5}),
-    "ipo": Case(kind, kind, seed=14, steps=20, rate=RATE / 3, changes={"pref_loss": "ipo"}),
-    "apo_zero": Case(
-        grumpy, grumpy, seed=15, steps=20, rate=RATE / 2, changes={"pref_loss": "apo_zero"}
-    ),
-    "sigmoid_norm": Case(
-        kind,
-        kind,
-        seed=16,
-        steps=20,
-        rate=RATE / 6,
-        changes={"pref_loss": "sigmoid_norm", "beta": 1.0},
-    ),
-    "simpo": Case(kind, kind, seed=17, steps=20, rate=RATE / 3, changes={"pref_loss": "simpo"}),
-    "orpo": Case(grumpy, grumpy, seed=18, steps=20, rate=RATE / 2, changes={"pref_loss": "orpo"}),
-    "cpo": Case(
-        kind,
-        kind,
-        seed=19,
-        steps=20,
-        rate=RATE / 2,
-        changes={"pref_loss": "cpo", "logging_steps": 2},
-    ),
+    name: Case(pairs, held_out, seed=seed, steps=20, rate=RATE / divisor, changes=changes)
+    for seed, (name, (pairs, held_out, divisor, changes)) in enumerate(SETTINGS.items(), 10)
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from rather.pipeline.evaluation import Answers, read_prompts, repetition
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.names import ANSWERS
 from rather.tools.demo import make_tokenizer
+from tests.commands.conftest import rows_of
 from tests.health.tiny_runs import RATE, Case, TinyRuns, kind
 from tests.tiny import make_config, metrics
 
@@ -32,7 +32,7 @@ STATS = ("tokens", "repetition", "ended")
 
 
 def lines(config: DPOConfig, step: int | None = None) -> list[dict[str, Any]]:
-    rows = [json.loads(row) for row in (config.run_dir / ANSWERS).read_text().splitlines()]
+    rows = rows_of(config.run_dir / ANSWERS)
     return [row for row in rows if step is None or row["step"] == step]
 
 
@@ -42,10 +42,8 @@ def texts(config: DPOConfig, step: int, who: str) -> list[str]:
 
 def by_hand(folder: Path, prompts: Sequence[str]) -> list[str]:
     """The likeliest token each time, one prompt after another, without any cache."""
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     found = []
     for prompt in prompts:
         ids: list[int] = tokenizer(prompt).input_ids
@@ -55,17 +53,6 @@ def by_hand(folder: Path, prompts: Sequence[str]) -> list[str]:
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         found.append(tokenizer.decode(ids[start:], skip_special_tokens=True))
     return found
-
-
-def test_a_prompt_may_hold_what_only_looks_like_the_end_of_a_line(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("one\u2028prompt\nand\x85another\r\n", encoding="utf-8")
-    config = make_config(tmp_path, eval_prompts={"file": str(file)})
-    assert config.eval_prompts is not None
-    assert read_prompts(config.eval_prompts, config.actor_train.data_args) == [
-        "one\u2028prompt",
-        "and\x85another",
-    ]
 
 
 def state(config: DPOConfig, step: int) -> dict[str, bytes]:
@@ -111,8 +98,7 @@ def test_metrics_are_means_over_the_logged_answers(run: DPOConfig) -> None:
 
 
 def test_answers_do_not_change_training(tiny_runs: TinyRuns, run: DPOConfig) -> None:
-    plain = tiny_runs.config("unanswered", CASE, eval_prompts=None)
-    DPOPipeline(plain).run()
+    plain = tiny_runs.trained("unanswered", CASE, eval_prompts=None)
     assert not (plain.run_dir / ANSWERS).exists()
     for step in (2, 4):
         assert len(state(plain, step)) >= 3, "weights, moments, random numbers"
@@ -156,23 +142,15 @@ def test_without_a_reference_the_policy_is_compared_with_its_beginning(tiny_runs
 
 
 def test_a_moving_reference_answers_again(tiny_runs: TinyRuns) -> None:
-    changes = {
-        "sync_ref_model": True,
-        "ref_model_mixup_alpha": 1.0,
-        "ref_model_sync_steps": 2,
-        "eval_steps": 2,
-    }
-    config = tiny_runs.config("moving", CASE, **changes)
-    DPOPipeline(config).run()
-    assert texts(config, 4, "reference") == texts(config, 4, "policy"), (
-        "it has just become the policy"
-    )
-    assert texts(config, 4, "reference") != texts(config, 0, "reference")
+    changes = {"ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 2, "eval_steps": 2}
+    config = tiny_runs.trained("moving", CASE, sync_ref_model=True, **changes)
+    just_moved = texts(config, 4, "reference")
+    assert just_moved == texts(config, 4, "policy")
+    assert just_moved != texts(config, 0, "reference")
 
 
 def test_with_an_adapter_the_reference_is_the_model_without_it(tiny_runs: TinyRuns) -> None:
-    config = tiny_runs.config("adapter", CASE, actor_train__model_args__lora_rank=4)
-    DPOPipeline(config).run()
+    config = tiny_runs.trained("adapter", CASE, actor_train__model_args__lora_rank=4)
     asked = [row["prompt"] for row in lines(config, 4)]
     assert texts(config, 4, "reference") == by_hand(tiny_runs.folder / "base", asked)
     assert texts(config, 4, "policy") == by_hand(config.run_dir / "model", asked)
@@ -186,17 +164,24 @@ def asking(tmp_path: Path, **asked: Any) -> DPOConfig:
     return make_config(tmp_path, eval_prompts=asked)
 
 
-def test_prompts_come_from_the_config_or_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("first one\n\n  second\n")
-    (tmp_path / "a.jsonl").write_text('{"prompt": "first\\nline", "id": 3}\n"second"\n')
-    wanted = {"a.txt": ["first one", "  second"], "a.jsonl": ["first\nline", "second"]}
-    for name, prompts in wanted.items():
-        config = asking(tmp_path, file=str(tmp_path / name))
-        assert config.eval_prompts
-        assert read_prompts(config.eval_prompts, config.actor_train.data_args) == prompts
-    config = asking(tmp_path, prompts=["x y"])
+def read_from(folder: Path, name: str, text: str) -> list[str]:
+    (folder / name).write_text(text, encoding="utf-8")
+    config = asking(folder, file=str(folder / name))
     assert config.eval_prompts
-    assert read_prompts(config.eval_prompts, config.actor_train.data_args) == ["x y"]
+    return read_prompts(config.eval_prompts, config.actor_train.data_args)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "prompts"),
+    [
+        ("a.txt", "first one\n\n  second\n", ["first one", "  second"]),
+        ("a.jsonl", '{"prompt": "first\\nline", "id": 3}\n"second"\n', ["first\nline", "second"]),
+        # These only look like the end of a line.
+        ("a.txt", "one\u2028prompt\nand\x85another\r\n", ["one\u2028prompt", "and\x85another"]),
+    ],
+)
+def test_prompts_of_a_file(tmp_path: Path, name: str, text: str, prompts: list[str]) -> None:
+    assert read_from(tmp_path, name, text) == prompts
 
 
 @pytest.mark.parametrize(
@@ -208,20 +193,24 @@ def test_prompts_come_from_the_config_or_from_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_without_prompts_is_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
-    (tmp_path / name).write_text(text)
-    config = asking(tmp_path, file=str(tmp_path / name))
-    assert config.eval_prompts
     with pytest.raises(DataError, match=said):
-        read_prompts(config.eval_prompts, config.actor_train.data_args)
+        read_from(tmp_path, name, text)
 
 
-def test_impossible_settings_are_config_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"eval_prompts: needs eval_prompts\.prompts or"):
-        asking(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot be combined with eval_prompts\.file"):
-        asking(tmp_path, prompts=["a"], file="a.txt")
-    with pytest.raises(ConfigError, match=r"eval_prompts\.prompts: \[\] is not"):
-        asking(tmp_path, prompts=[])
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({}, r"eval_prompts: needs eval_prompts\.prompts or"),
+        ({"prompts": ["a"], "file": "a.txt"}, r"cannot be combined with eval_prompts\.file"),
+        ({"prompts": []}, r"eval_prompts\.prompts: \[\] is not"),
+        ({"prompts": ["w1"], "judge": {}}, r"needs eval_prompts\.judge\.with"),
+    ],
+)
+def test_impossible_settings_are_config_errors(
+    tmp_path: Path, asked: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        asking(tmp_path, **asked)
 
 
 def test_a_missing_file_is_named_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,27 +11,22 @@ from rather.config.values import FORGETTING
 from rather.outcome.forgetting import forgetting_of
 from rather.outcome.result import LINES
 from rather.pipeline.answers_at_end import AnswersAtEnd
+from tests.commands.conftest import json_of, rows_of
 from tests.health.test_answers import by_hand
-from tests.health.test_forgetting import EASY, asked_as_trained
-from tests.health.test_result import RULE
-from tests.health.tiny_runs import TinyRuns
+from tests.health.tiny_runs import EASY, TinyRuns, measures_all
 from tests.tiny import metrics, train_on_two_ranks
 
 
 @pytest.fixture(scope="module")
 def run(tiny_runs: TinyRuns) -> DPOConfig:
     """A run on two ranks."""
-    rule = tiny_runs.folder / "rule_at_end.py"
-    rule.write_text(RULE)
     config = tiny_runs.config(
-        "two-ranks", EASY, forgetting=str(asked_as_trained(tiny_runs.folder)),
-        actor_train__device_mapping=[0, 1], reference__device_mapping=[0, 1],
+        "two-ranks", EASY, actor_train__device_mapping=[0, 1], reference__device_mapping=[0, 1],
         actor_train__training_args__per_device_train_batch_size=8,
+        **measures_all(tiny_runs.folder),
     )  # fmt: skip
-    values = config.model_dump(mode="json", exclude_unset=True)
-    values["eval_prompts"]["judge"] = {"with": f"{rule}:score"}
-    train_on_two_ranks(values)
-    return DPOConfig.model_validate(values)
+    train_on_two_ranks(config.model_dump(mode="json", exclude_unset=True))
+    return config
 
 
 def test_the_loss_on_texts_is_that_of_one_process(tiny_runs: TinyRuns, run: DPOConfig) -> None:
@@ -46,7 +40,7 @@ def test_the_loss_on_texts_is_that_of_one_process(tiny_runs: TinyRuns, run: DPOC
 
 
 def test_answers_are_those_of_the_exported_model_once(tiny_runs: TinyRuns, run: DPOConfig) -> None:
-    rows = [json.loads(line) for line in (run.run_dir / "answers.jsonl").read_text().splitlines()]
+    rows = rows_of(run.run_dir / "answers.jsonl")
     assert run.eval_prompts
     prompts = run.eval_prompts.prompts or []
     assert [(row["step"], row["prompt"]) for row in rows] == [(4, prompt) for prompt in prompts]
@@ -59,7 +53,7 @@ def test_answers_are_those_of_the_exported_model_once(tiny_runs: TinyRuns, run: 
     before_training = forgetting_of(str(tiny_runs.folder / "base"), Path(run.forgetting))
     assert last[f"{FORGETTING}right"] == len(after.right) / 36
     assert last[f"{FORGETTING}right_before"] == len(before_training.right) / 36
-    result = json.loads((run.run_dir / "report.json").read_text())["result"]
+    result = json_of(run.run_dir / "report.json")["result"]
     assert result[1].startswith("Win rate against the base is")
     asked = len(before_training.right) / 36
     assert f"; {asked:.0%} of the answers were right and " in result[2]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -31,21 +29,8 @@ from rather.outcome.forgetting import (
 )
 from rather.pipeline.forgetting import LONG_ENOUGH, ForgettingCheck, Limits, why_left_out
 from rather.pipeline.pipeline import DPOPipeline
-from tests.health.tiny_runs import KIND, RATE, Case, TinyRuns, kind, prompt, words
+from tests.health.tiny_runs import EASY, RATE, TinyRuns, asked_as_trained
 from tests.tiny import make_config, metrics
-
-TEXTS = ["w40 w41 w42 w43 w44 w45 w0 w1 w2", "w50 w51 w0 w11 w2 w13"]
-
-
-def own_file(folder: Path, questions: int = 12) -> Path:
-    """Texts of the small language, and questions whose answer begins with w0, w10, w20 or w30."""
-    rows: list[dict[str, object]] = [{"text": text} for text in TEXTS]
-    for number in range(questions):
-        asked = " ".join(f"w{40 + (number * k) % 20}" for k in range(1, 7))
-        rows.append({"question": asked, "answers": ["w0", "w10", "w20", "w30"]})
-    file = folder / "forgetting.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return file
 
 
 def test_fifty_questions_and_twenty_texts_ship_with_the_package() -> None:
@@ -67,14 +52,13 @@ def test_an_accepted_answer_must_occur_as_a_word() -> None:
 def test_the_figures_of_a_model_folder_are_those_of_the_plain_model(
     tiny_runs: TinyRuns, tmp_path: Path
 ) -> None:
-    base, file = tiny_runs.folder / "base", own_file(tmp_path)
+    base, file = tiny_runs.folder / "base", asked_as_trained(tmp_path)
     figures = forgetting_of(str(base), file)
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(base),
-        AutoTokenizer.from_pretrained(base),
-    )
+    model = AutoModelForCausalLM.from_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    questions, texts = read_rows(file)
     total, count = 0.0, 0
-    for text in TEXTS:
+    for text in texts:
         ids = torch.tensor([tokenizer(text).input_ids])
         with torch.no_grad():
             total += float(model(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
@@ -82,7 +66,6 @@ def test_the_figures_of_a_model_folder_are_those_of_the_plain_model(
     assert figures.loss == pytest.approx(total / count, rel=1e-5)
     assert len(figures.replies) == 12 * len(PHRASINGS)
     # Without a template a question is asked as `Question: ... Answer:`, of unknown words here.
-    questions, _ = read_rows(file)
     asked = [question for question in questions for _ in PHRASINGS]
     right = [i for i, q in enumerate(asked) if q.is_right(figures.replies[i])]
     assert figures.right == right
@@ -174,38 +157,19 @@ def test_a_row_that_is_neither_is_named(tmp_path: Path, line: str, message: str)
 
 # --- a run ---
 
-EASY = Case(kind, kind, count=64, steps=4, rate=RATE)
-
-
-def asked_as_trained(folder: Path) -> Path:
-    """Texts and questions of the small language; it has no chat template."""
-    draw = random.Random(3)
-    rows: list[dict[str, object]] = []
-    for _ in range(12):
-        text = f"{prompt(draw)} {words(KIND, 5, draw)}"
-        rows += [
-            {"text": text},
-            {"question": prompt(draw), "answers": [f"w{i}" for i in range(40)]},
-        ]
-    file = folder / "own.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return file
-
 
 def forgetting_lines(config: DPOConfig) -> list[dict[str, float]]:
     return [line for line in metrics(config) if f"{FORGETTING}loss" in line]
 
 
-def test_a_run_measures_it_before_the_first_step_and_at_the_end(tiny_runs: TinyRuns) -> None:
-    file = asked_as_trained(tiny_runs.folder)
-    config = tiny_runs.config("measured", EASY, forgetting=str(file))
-    DPOPipeline(config).run()
-    lines = forgetting_lines(config)
+def test_a_run_measures_it_before_the_first_step_and_at_the_end(
+    tiny_runs: TinyRuns, measured_run: DPOConfig
+) -> None:
+    lines = forgetting_lines(measured_run)
     assert [line["step"] for line in lines] == [0, 4]
-    for line, folder in zip(
-        lines, (tiny_runs.folder / "base", config.run_dir / "model"), strict=True
-    ):
-        figures = forgetting_of(str(folder), file)
+    folders = (tiny_runs.folder / "base", measured_run.run_dir / "model")
+    for line, folder in zip(lines, folders, strict=True):
+        figures = forgetting_of(str(folder), Path(measured_run.forgetting))
         assert line[f"{FORGETTING}loss"] == pytest.approx(figures.loss, rel=1e-4)
         assert line[f"{FORGETTING}right"] == len(figures.right) / 36
     assert lines[0][f"{FORGETTING}kept"] == 1.0
@@ -320,6 +284,7 @@ def test_which_limit_is_exceeded(metrics: dict[str, float], problem: str) -> Non
             "needs forgetting",
         ),
         ({"metric_for_best_model": "eval/forgetting/best"}, "is not measured"),
+        ({"metric_for_best_model": "eval/win_rate"}, r"needs eval_prompts\.judge"),
         (
             {
                 "metric_for_best_model": "eval/forgetting/right",

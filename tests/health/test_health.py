@@ -6,13 +6,13 @@ import json
 import logging
 import math
 import random
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from rather.cli import app
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking.health import (
@@ -30,6 +30,7 @@ from rather.tracking.health import (
     read_findings,
     urgency,
 )
+from tests.commands.conftest import json_of, rather, told, write
 from tests.health.cases import FOUND_IN, HEALTHY, ILL
 from tests.health.tiny_runs import RATE, Case, TinyRuns, grumpy, kind
 from tests.tiny import metrics
@@ -79,7 +80,7 @@ def test_a_healthy_run_has_no_finding(tiny_runs: TinyRuns, name: str) -> None:
     config = tiny_runs.trained(slug(name), HEALTHY[name])
     assert names(config) == []
     assert not (config.run_dir / HEALTH).exists()
-    report = json.loads((config.run_dir / "report.json").read_text())
+    report = json_of(config.run_dir / "report.json")
     assert report["health"] == {"serious": 0, "warning": 0, "info": 0}
     first, *_, last = [line["eval/loss"] for line in metrics(config) if "eval/loss" in line]
     assert last < 0.95 * first, "it must have learnt something"
@@ -99,7 +100,7 @@ def test_findings_follow_from_the_metrics_alone(tiny_runs: TinyRuns, name: str) 
 
 def test_findings_are_counted_in_the_report(tiny_runs: TinyRuns) -> None:
     config = ill(tiny_runs, WILD)
-    report = json.loads((config.run_dir / "report.json").read_text())
+    report = json_of(config.run_dir / "report.json")
     assert report["health"] == counts(config.run_dir)
     assert report["health"]["serious"] >= 2
 
@@ -122,8 +123,7 @@ def test_a_resumed_run_logs_no_finding_twice(
 def test_a_wrecked_run_of_sixteen_pairs_is_serious(tiny_runs: TinyRuns) -> None:
     case = Case(kind, kind, count=16, steps=3, rate=300 * RATE)
     changes = {"eval_prompts": None, "eval_steps": None, "validation__data_args__file_name": None}
-    config = tiny_runs.config("wrecked", case, **changes)
-    DPOPipeline(config).run()
+    config = tiny_runs.trained("wrecked", case, **changes)
     first = min(read_findings(config.run_dir), key=lambda one: urgency(one.name, one.severity))
     assert (first.name, first.severity) == ("model_wrecked", "serious")
 
@@ -131,9 +131,9 @@ def test_a_wrecked_run_of_sixteen_pairs_is_serious(tiny_runs: TinyRuns) -> None:
 @pytest.mark.defect("U3")
 def test_reversed_labels_show_on_held_out_pairs(tiny_runs: TinyRuns) -> None:
     """The run's own numbers look healthy; only the held-out pairs have the right labels."""
-    changes = {"eval_prompts": None, "eval_steps": None}
-    case = Case(grumpy, kind, count=64, steps=6, rate=RATE / 2, changes=changes)
-    assert names(tiny_runs.trained("reversed", case)) == ["labels_reversed"]
+    case = Case(grumpy, kind, count=64, steps=6, rate=RATE / 2)
+    run = tiny_runs.trained("reversed", case, eval_prompts=None, eval_steps=None)
+    assert names(run) == ["labels_reversed"]
 
 
 # --- the watch ---
@@ -143,17 +143,20 @@ def line(step: int, **values: Any) -> dict[str, Any]:
     return {"step": step, "pairs": 64, "loss": 0.69, "rewards/ties": 0.0, **values}
 
 
-def write_metrics(folder: Path, records: list[dict[str, Any]]) -> None:
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+DIVERGING = [line(step, loss=0.69 if step < 5 else 3.0) for step in range(1, 20)]
+
+
+def watching(folder: Path, records: Sequence[Any] = (), start: int = 0) -> HealthWatch:
+    """A watch over a run that has logged these records."""
+    write(folder / "metrics.jsonl", *records)
+    return HealthWatch(folder, total_steps=100, start_step=start)
 
 
 @pytest.mark.parametrize(("pairs", "found"), [(8, False), (32, True)])
 def test_what_is_divergence_of_a_large_batch_may_be_chance_of_a_small_one(
     tmp_path: Path, pairs: int, found: bool
 ) -> None:
-    write_metrics(tmp_path, [])
-    watch = HealthWatch(tmp_path, total_steps=100, start_step=0)
+    watch = watching(tmp_path)
     for step in range(1, 10):
         watch.log(step, line(step, pairs=pairs, loss=0.69 if step < 5 else 1.2))
     names = [each.name for each in read_findings(tmp_path)]
@@ -163,11 +166,10 @@ def test_what_is_divergence_of_a_large_batch_may_be_chance_of_a_small_one(
 def test_a_finding_is_written_when_it_appears_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_metrics(tmp_path, [])
-    watch = HealthWatch(tmp_path, total_steps=100, start_step=0)
+    watch = watching(tmp_path)
     with caplog.at_level(logging.INFO, "rather.tracking"):
-        for step in range(1, 20):
-            watch.log(step, line(step, loss=0.69 if step < 5 else 3.0))
+        for record in DIVERGING:
+            watch.log(record["step"], record)
     (found,) = read_findings(tmp_path)
     assert (found.name, found.severity, found.step) == ("learning_rate_too_high", "serious", 6)
     (said,) = [record.getMessage() for record in caplog.records]
@@ -178,17 +180,14 @@ def test_a_finding_is_written_when_it_appears_and_logged_once(
 def test_a_resume_keeps_only_findings_before_the_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    records = [line(step, loss=0.69 if step < 5 else 3.0) for step in range(1, 20)]
-    write_metrics(tmp_path, [])
-    watch = HealthWatch(tmp_path, total_steps=100, start_step=0)
-    for record in records:
+    watch = watching(tmp_path)
+    for record in DIVERGING:
         watch.log(record["step"], record)
     whole = (tmp_path / HEALTH).read_text()
-    write_metrics(tmp_path, records[:4])
     caplog.clear()
-    watch = HealthWatch(tmp_path, total_steps=100, start_step=4)
+    watch = watching(tmp_path, DIVERGING[:4], 4)
     assert not (tmp_path / HEALTH).exists()
-    for record in records[4:]:
+    for record in DIVERGING[4:]:
         watch.log(record["step"], record)
     assert (tmp_path / HEALTH).read_text() == whole
     assert not caplog.records
@@ -196,26 +195,16 @@ def test_a_resume_keeps_only_findings_before_the_checkpoint(
 
 def test_a_finding_whose_line_was_lost_is_written_again(tmp_path: Path) -> None:
     """Killed between metrics.jsonl and health.jsonl, or within a line."""
-    write_metrics(tmp_path, [line(step, loss=0.69 if step < 5 else 3.0) for step in range(1, 20)])
     (tmp_path / HEALTH).write_text('{"step": 6, "name": "learn')
-    HealthWatch(tmp_path, total_steps=100, start_step=19)
+    watching(tmp_path, DIVERGING, 19)
     assert [one.name for one in read_findings(tmp_path)] == ["learning_rate_too_high"]
 
 
 def test_a_damaged_findings_file_does_not_stop_a_run(tmp_path: Path) -> None:
     """A cut character, a line of another version, and a line that is not a finding."""
-    good = {
-        "step": 1,
-        "name": "a",
-        "severity": "warning",
-        "text": "ü",
-        "number": 1.0,
-        "advice": "b",
-    }
-    lines = [
-        json.dumps(one, ensure_ascii=False) for one in (good, {"step": 2, "kind": "older"}, 3, good)
-    ]
-    whole = "\n".join(lines).encode()
+    good = asdict(HealthFinding(1, "a", "warning", "ü", 1.0, "b"))
+    lines = (good, {"step": 2, "kind": "older"}, 3, good)
+    whole = "\n".join(json.dumps(one, ensure_ascii=False) for one in lines).encode()
     (tmp_path / HEALTH).write_bytes(whole + b"\n" + whole[: whole.index("ü".encode()) + 1])
     assert counts(tmp_path) == {"serious": 0, "warning": 2, "info": 0}
 
@@ -223,13 +212,8 @@ def test_a_damaged_findings_file_does_not_stop_a_run(tmp_path: Path) -> None:
 def test_nonfinite_numbers_are_ignored() -> None:
     health = Health(100)
     for step in range(1, 30):
-        nothing = {
-            "loss": None,
-            "rewards/accuracies": math.nan,
-            "sft_loss": math.inf,
-            "nonfinite": {"loss": "nan"},
-        }
-        assert not health.look(line(step, **nothing))
+        nothing = {"loss": None, "sft_loss": math.inf, "nonfinite": {"loss": "nan"}}
+        assert not health.look(line(step, **nothing, **{"rewards/accuracies": math.nan}))
 
 
 def test_a_window_holds_enough_lines_and_enough_pairs_and_no_more() -> None:
@@ -250,15 +234,8 @@ def test_each_held_out_set_is_judged_separately() -> None:
     for step in range(1, 13):
         history.add(line(step, loss=0.69 - 0.05 * step))
         if step % 2 == 0:
-            worse = 0.6 + 0.05 * step
-            history.add(
-                {
-                    "step": step,
-                    "eval/good/loss": 0.5,
-                    "eval/bad/loss": worse,
-                    "eval/bad/sft_loss": 1.0,
-                }
-            )
+            held_out = {"eval/good/loss": 0.5, "eval/bad/loss": 0.6 + 0.05 * step}
+            history.add({"step": step, "eval/bad/sft_loss": 1.0, **held_out})
             found.append(RULES["overfitting"].find(history))
     assert set(history.evaluations) == {"good", "bad"}
     assert not found[1], "one evaluation is not believed"
@@ -279,27 +256,21 @@ def test_files_with_the_old_name_of_a_metric_are_read() -> None:
 
 
 def test_data_findings_come_from_the_report_of_the_data(tmp_path: Path) -> None:
-    one = {
-        "set": "train",
-        "number": 0.2,
+    one: dict[str, Any] = {
         "text": "20 % are cut.",
+        "number": 0.2,
         "advice": "Raise sequence_length.",
     }
     found = [
-        {"name": "truncation", "severity": "warning", **one},
-        {"name": "leakage", "severity": "serious", **one, "set": "eval"},
-        {"name": "sampled", "severity": "info", **one},
+        {"name": "truncation", "severity": "warning", "set": "train", **one},
+        {"name": "leakage", "severity": "serious", "set": "eval", **one},
+        {"name": "sampled", "severity": "info", "set": "train", **one},
     ]
-    (tmp_path / "data_report.json").write_text(json.dumps({"look": {"findings": found}}))
-    write_metrics(tmp_path, [])
-    HealthWatch(tmp_path, total_steps=9, start_step=0)
+    write(tmp_path / "data_report.json", {"look": {"findings": found}})
+    watching(tmp_path)
     assert read_findings(tmp_path) == [
-        HealthFinding(
-            0, "data/truncation", "warning", "20 % are cut.", 0.2, "Raise sequence_length."
-        ),
-        HealthFinding(
-            0, "data/eval/leakage", "serious", "20 % are cut.", 0.2, "Raise sequence_length."
-        ),
+        HealthFinding(0, "data/truncation", "warning", *one.values()),
+        HealthFinding(0, "data/eval/leakage", "serious", *one.values()),
     ]
 
 
@@ -308,26 +279,20 @@ def test_data_findings_come_from_the_report_of_the_data(tmp_path: Path) -> None:
 
 def test_the_command_prints_the_worst_first(tiny_runs: TinyRuns) -> None:
     run_dir = ill(tiny_runs, WILD).run_dir
-    table = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["health", str(run_dir)])
+    table, shown = rather("health", run_dir), told("health", run_dir)
     assert table.exit_code == 0
     for one in read_findings(run_dir):
         assert one.name in table.output
-    plain = CliRunner().invoke(app, ["health", str(run_dir), "--json"])
-    told = json.loads(plain.output)
-    assert sorted(one["name"] for one in told) == sorted(one.name for one in read_findings(run_dir))
-    assert [one["severity"] for one in told] == sorted(
-        (one["severity"] for one in told), key=SEVERITIES.index
-    )
-    assert set(told[0]) == {"step", "name", "severity", "text", "number", "advice"}
+    assert sorted(one["name"] for one in shown) == sorted(names(ill(tiny_runs, WILD)))
+    severities = [one["severity"] for one in shown]
+    assert severities == sorted(severities, key=SEVERITIES.index)
+    assert set(shown[0]) == {"step", "name", "severity", "text", "number", "advice"}
 
 
-def test_the_command_on_a_healthy_run_and_on_no_run(tiny_runs: TinyRuns, tmp_path: Path) -> None:
+def test_the_command_on_a_healthy_run(tiny_runs: TinyRuns) -> None:
     run_dir = tiny_runs.trained("sigmoid", HEALTHY["sigmoid"]).run_dir
-    assert "No problems found." in CliRunner().invoke(app, ["health", str(run_dir)]).output
-    assert json.loads(CliRunner().invoke(app, ["health", str(run_dir), "--json"]).output) == []
-    refused = CliRunner().invoke(app, ["health", str(tmp_path)])
-    assert refused.exit_code == 2
-    assert "not a run folder" in refused.output
+    assert "No problems found." in rather("health", run_dir).output
+    assert told("health", run_dir) == []
 
 
 @pytest.mark.parametrize(("calibrated", "is_found"), [(0.61, False), (0.63, True)])

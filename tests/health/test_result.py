@@ -2,95 +2,56 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rather.config.run_config import DPOConfig
-from rather.errors import ConfigError, RatherError
-from rather.outcome.result import (
-    LINES,
-    answer_lines,
-    result_lines,
-    run_result,
-    shown_lines,
-)
+from rather.errors import RatherError
+from rather.outcome.result import LINES, answer_lines, result_lines, run_result, shown_lines
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.board.runs import RESULT_LINES
-from tests.commands.conftest import told
-from tests.commands.fake_server import serving
-from tests.commands.test_generate import write
-from tests.commands.test_judge import longer, says
-from tests.health.test_forgetting import EASY, asked_as_trained
-from tests.health.tiny_runs import TinyRuns
+from tests.commands.conftest import json_of, rows_of, told, write
+from tests.commands.fake_server import longer, says, serving
+from tests.health.tiny_runs import EASY, TinyRuns
 from tests.tiny import make_config, metrics
 
-RULE = "def score(prompt, answer):\n    return -len(answer)\n"
 
-
-@pytest.fixture(scope="module")
-def run(tiny_runs: TinyRuns) -> DPOConfig:
-    rule = tiny_runs.folder / "rule.py"
-    rule.write_text(RULE)
-    config = tiny_runs.config(
-        "four-lines", EASY, forgetting=str(asked_as_trained(tiny_runs.folder))
-    )
-    values = config.model_dump(mode="json", exclude_unset=True)
-    values["eval_prompts"]["judge"] = {"with": f"{rule}:score"}
-    config = DPOConfig.model_validate(values)
-    DPOPipeline(config).run()
-    return config
-
-
-def test_the_lines_are_in_report_card_and_page(run: DPOConfig) -> None:
-    report = json.loads((run.run_dir / "report.json").read_text())
-    lines = report["result"]
-    assert lines == run_result(run.run_dir)
+def test_the_lines_are_in_report_card_and_page(measured_run: DPOConfig) -> None:
+    folder = measured_run.run_dir
+    lines = json_of(folder / "report.json")["result"]
+    assert lines == run_result(folder)
     assert RESULT_LINES == LINES
-    starts = (
-        "Held-out accuracy is",
-        "Win rate against the base is",
-        "Forgetting: the loss",
-        "Drift",
-    )
+    starts = "Held-out accuracy is", "Win rate against the base is", "Forgetting: the loss", "Drift"
     for line, start in zip(lines, starts, strict=False):
         assert line.startswith(start), lines
     assert [line.split(":")[0] for line in lines[LINES:]] == ["Prompt", "Before", "After"] * 2
-    card = (run.run_dir / "model" / "README.md").read_text()
-    assert " ".join(lines[:LINES]) in card
-
-
-def test_the_win_rate_is_that_of_the_answers(run: DPOConfig) -> None:
-    last = metrics(run)[-1]
-    rows = [json.loads(line) for line in (run.run_dir / "answers.jsonl").read_text().splitlines()]
-    lengths = [(len(row["reference"]), len(row["policy"])) for row in rows if row["step"] == 4]
-    wins = sum((before > after) + (before == after) / 2 for before, after in lengths)
-    assert last["eval/win_rate"] == wins / len(lengths)
-    assert last["eval/win_rate_low"] <= last["eval/win_rate"] <= last["eval/win_rate_high"]
-    assert not any("eval/win_rate" in line for line in metrics(run)[:-1])  # asked once
-
-
-def judged_run(tiny_runs: TinyRuns, name: str, judge: dict[str, str]) -> DPOConfig:
-    config = tiny_runs.config(name, EASY, forgetting="off")
-    values = config.model_dump(mode="json", exclude_unset=True)
-    values["eval_prompts"]["judge"] = judge
-    config = DPOConfig.model_validate(values)
-    DPOPipeline(config).run()
-    return config
+    assert " ".join(lines[:LINES]) in (folder / "model" / "README.md").read_text()
 
 
 def answers_of(config: DPOConfig, who: str) -> list[str]:
-    lines = (config.run_dir / "answers.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = rows_of(config.run_dir / "answers.jsonl")
     return [row[who] for row in rows if row["step"] == EASY.steps]
 
 
+def test_the_win_rate_is_that_of_the_answers(measured_run: DPOConfig) -> None:
+    *before, last = metrics(measured_run)
+    answers = zip(*(answers_of(measured_run, who) for who in ("reference", "policy")), strict=True)
+    lengths = [(len(first), len(second)) for first, second in answers]
+    wins = sum((first > second) + (first == second) / 2 for first, second in lengths)
+    assert last["eval/win_rate"] == wins / len(lengths)
+    assert last["eval/win_rate_low"] <= last["eval/win_rate"] <= last["eval/win_rate_high"]
+    assert not any("eval/win_rate" in line for line in before)  # asked once
+
+
+def judged_run(tiny_runs: TinyRuns, name: str, judge: dict[str, str]) -> DPOConfig:
+    return tiny_runs.trained(name, EASY, forgetting="off", eval_prompts__judge=judge)
+
+
 def test_a_reward_model_judges_the_end_of_a_run(tiny_runs: TinyRuns) -> None:
-    reward = tiny_runs.config(
-        "reward", EASY, task="reward", pref_loss="bradley_terry", eval_prompts=None
-    )
-    DPOPipeline(reward).run()
+    changes = {"task": "reward", "pref_loss": "bradley_terry", "eval_prompts": None}
+    reward = tiny_runs.trained("reward", replace(EASY, steps=1), **changes)
     model = str(reward.run_dir / "model")
     config = judged_run(tiny_runs, "by-reward", {"with": model})
     assert config.eval_prompts
@@ -151,21 +112,6 @@ def test_length_alone_is_named() -> None:
     assert "has not been shown to beat length" in result_lines(held_out, bias)[0]
     bias["look"]["sets"]["eval"]["length_bias"]["longer_wins"] = 0.55
     assert "Always picking the longer answer is right on 55.0%." in result_lines(held_out, bias)[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"eval_prompts": {"prompts": ["w1"], "judge": {}}}, r"needs eval_prompts\.judge\.with"),
-        (
-            {"metric_for_best_model": "eval/win_rate", "save_best": True},
-            r"needs eval_prompts\.judge",
-        ),
-    ],
-)
-def test_a_judge_needs_a_name(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_config(tmp_path, **changes)
 
 
 def test_a_judge_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from rather.cli import app
 from rather.config.load import load
 from rather.tools import tune
-from tests.health.test_forgetting import asked_as_trained
-from tests.health.tiny_runs import RATE, Case, TinyRuns, kind
+from tests.commands.conftest import json_of, refusal, succeed, told
+from tests.health.tiny_runs import RATE, Case, TinyRuns, asked_as_trained, kind
 
 CASE = Case(kind, kind, count=64, steps=8, rate=RATE / 3)
 
@@ -28,10 +25,8 @@ def test_a_setting_is_chosen_and_a_broken_one_refused(
     config = tiny_runs.config("tuned", CASE, output_dir=str(tmp_path), forgetting=str(texts))
     file, out = tmp_path / "dpo.yaml", tmp_path / "best.yaml"
     file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
-    options = ["tune", str(file), "--budget", "600s", "--out", str(out)]
-    result = CliRunner().invoke(app, [*options, "--json"])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    options = ("tune", file, "--budget", "600s", "--out", out)
+    found = told(*options)
     broken = found["runs"][f"range-learning_rate-{100 * RATE / 3:.3g}"]
     assert "drift_limit" in broken["problem"]
     best = found["runs"][found["best"]]
@@ -53,16 +48,10 @@ def test_a_setting_is_chosen_and_a_broken_one_refused(
         wanted = getattr(written.actor_train.training_args, name)
         assert getattr(trained.actor_train.training_args, name) == wanted
     # Nothing is left to do, and no second is spent; the answer of the winner is on screen.
-    again = CliRunner().invoke(app, options)
-    assert again.exit_code == 0, again.output
-    assert (
-        json.loads((tmp_path / "tuned-tune" / "tune.json").read_text())["seconds"]
-        == found["seconds"]
-    )
+    again = succeed(*options)
+    assert json_of(tmp_path / "tuned-tune" / "tune.json")["seconds"] == found["seconds"]
     assert "before: w" in again.output
     assert "after: w" in again.output
     assert f"Best: {found['best']}" in again.output
     assert "held-out pairs decide; with fewer than" in again.output
-    other = CliRunner().invoke(app, [*options, "beta=0.5"])
-    assert other.exit_code == 2
-    assert "was tuned with other settings" in other.output
+    assert "was tuned with other settings" in refusal(2, *options, "beta=0.5")

@@ -7,10 +7,9 @@ learns that in seconds, and ends its answers by itself.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
+from tests.commands.conftest import write
 from tests.tiny import WORDS, make_config, make_model
 
 Row = dict[str, str]
-KIND, GRUMPY, PROMPTS = (
-    0,
-    20,
-    40,
-)  # where the words of each begin; ten further lie the synonyms of a manner
+# Where the words of each begin; ten further lie the synonyms of a manner.
+KIND, GRUMPY, PROMPTS = 0, 20, 40
 LENGTHS = (2, 3, 3, 4, 4, 5, 5, 5, 5, 5, 5, 6, 7, 8, 9, 10)
 BASE_STEPS, BASE_ROWS = 120, 32
 HELD_OUT = 104
@@ -106,9 +103,9 @@ class TinyRuns:
         self.runs: dict[str, DPOConfig] = {}
         make_base(folder / "base")
 
-    def trained(self, name: str, case: Case) -> DPOConfig:
+    def trained(self, name: str, case: Case, **changes: Any) -> DPOConfig:
         if name not in self.runs:
-            config = self.config(name, case)
+            config = self.config(name, case, **changes)
             DPOPipeline(config).run()
             self.runs[name] = config
         return self.runs[name]
@@ -129,18 +126,15 @@ class TinyRuns:
         held_out = [case.held_out(draw) for _ in range(HELD_OUT)]
         asked = [prompt(draw) for _ in range(4)]
         training = "actor_train__training_args__"
+        file, held_out_file = (self.folder / f"{name}{end}.jsonl" for end in ("", "-held-out"))
         usual = {
             "exp_name": name,
             "seed": case.seed,
             "max_steps": case.steps,
             "eval_steps": max(1, case.steps // 4),
             "report_html": False,
-            "actor_train__data_args__file_name": str(
-                write_rows(self.folder / f"{name}.jsonl", train)
-            ),
-            "validation__data_args__file_name": str(
-                write_rows(self.folder / f"{name}-held-out.jsonl", held_out)
-            ),
+            "actor_train__data_args__file_name": str(write(file, *train)),
+            "validation__data_args__file_name": str(write(held_out_file, *held_out)),
             "eval_prompts": {"prompts": asked, "max_new_tokens": 16},
             f"{training}learning_rate": case.rate,
             f"{training}per_device_train_batch_size": 16,
@@ -150,18 +144,35 @@ class TinyRuns:
         return make_config(self.folder, **{**usual, **case.changes, **changes})
 
 
-def write_rows(file: Path, rows: Sequence[Row]) -> Path:
-    file.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
-    return file
+EASY = Case(kind, kind, count=64, steps=4)
+
+
+def asked_as_trained(folder: Path) -> Path:
+    """Texts and questions of the small language; it has no chat template."""
+    draw = random.Random(3)
+    rows: list[dict[str, object]] = []
+    for _ in range(12):
+        text = f"{prompt(draw)} {words(KIND, 5, draw)}"
+        rows += [
+            {"text": text},
+            {"question": prompt(draw), "answers": [f"w{i}" for i in range(40)]},
+        ]
+    return write(folder / "own.jsonl", *rows)
+
+
+def measures_all(folder: Path) -> dict[str, Any]:
+    """Settings by which a run also measures forgetting, and a rule judges its answers."""
+    rule = folder / "rule.py"
+    rule.write_text("def score(prompt, answer):\n    return -len(answer)\n")
+    judge = {"with": f"{rule}:score"}
+    return {"forgetting": str(asked_as_trained(folder)), "eval_prompts__judge": judge}
 
 
 def make_base(folder: Path) -> None:
     """A model that has heard both manners equally often."""
     make_model(folder, initializer_range=0.1)
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModelForCausalLM.from_pretrained(folder),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     draw = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(

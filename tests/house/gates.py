@@ -2,11 +2,11 @@
 
 - Complexity of a function: 1, plus one for each branch: if, for, while, except, case, ternary, further
   operand of and/or, and each `for` and `if` of a comprehension. Nested functions count on their own.
-- Generic names: the share of names bound in functions that say nothing about what they hold.
+- Generic names: the share of bound names that say nothing about what they hold.
 - Holders of the whole config: functions with a parameter, and classes with an attribute, that is the
-  config of the run or `Any` under the name config. Such a signature does not say what it depends on.
-- Words of long texts: words in string literals of more than 20 words, docstrings left out, and in
-  packaged YAML, JavaScript, HTML and CSS files. Tokens do not see them.
+  config of the run, one of its base classes, or `Any` under the name config. Such a signature does not
+  say what it depends on.
+- Circles: modules that import each other, imports for type checking included.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.house.size import measure, part_of
-from tests.house.source import ROOT, imports, module_name, nodes, python_files, where
+from rather.config.run_config import DPOConfig
+from tests.house.source import imports, module_name, nodes, python_files, where
 
 GENERIC = set(
     """
-    found own each given known part parts place places several wanted asked left here rest said
-    named taken kept made seen one other others some many more most what both whole
-    data value item result res tmp obj info out ret
+    found own each given known part parts place places several wanted asked said named some more other
+    others one ones all rest both many most least first last next left here there now whole made taken
+    kept ready own_ seen thing things what which who
     """.split()  # noqa: SIM905 - a table of names
 )
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.match_case)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # They read the config to build everything else.
-MAY_HOLD_THE_CONFIG = ("config", "cli", "commands", "tools", "ranks", "__init__")
+MAY_HOLD_THE_CONFIG = ("config", "cli", "commands", "tools", "__init__")
+CONFIGS = "|".join(
+    each.__name__ for each in DPOConfig.__mro__ if each.__module__.startswith("rather.")
+)
 OF_TRANSFORMERS = ("model", "parallel")  # there `config: Any` is that of a transformers model
-LONG_TEXT = 20  # words
-PACKAGED = {".yaml", ".yml", ".js", ".html", ".css", ".jinja"}
 
 
 def functions(file: Path) -> Iterator[Function]:
@@ -74,16 +75,15 @@ def complexities() -> Counter[str]:
 
 
 def bound_names() -> tuple[Counter[str], int]:
-    """Return generic names bound in functions, and the number of all bound names."""
-    generic: Counter[str] = Counter()
-    total = 0
-    for file in python_files("rather"):
-        for function in functions(file):
-            for node in own_nodes(function):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    total += 1
-                    generic[node.id] += node.id.strip("_") in GENERIC
-    return +generic, total
+    """Return how often generic names are bound in the package, and the number of all bound names."""
+    names = Counter(
+        node.id
+        for file in python_files("rather")
+        for node in nodes(file)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    )
+    generic = {name: count for name, count in names.items() if name in GENERIC}
+    return Counter(generic), names.total()
 
 
 def generic_share() -> float:
@@ -93,7 +93,7 @@ def generic_share() -> float:
 
 def _is_config(room: str, name: str, annotation: ast.expr | None) -> bool:
     text = ast.unparse(annotation) if annotation else ""
-    if re.search(r"\b(DPOConfig|RunConfig)\b", text):
+    if re.search(rf"\b({CONFIGS})\b", text):
         return True
     is_untyped = name in ("config", "pipeline_config") and text == "Any"
     return is_untyped and room not in OF_TRANSFORMERS
@@ -147,35 +147,7 @@ def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return reached
 
 
-def words_of_long_texts() -> int:
-    words = 0
-    for file in python_files("rather"):
-        docstrings = {
-            node.body[0].value
-            for node in nodes(file)
-            if isinstance(node, Function | ast.ClassDef | ast.Module)
-            and node.body
-            and isinstance(node.body[0], ast.Expr)
-        }
-        for node in nodes(file):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                count = len(node.value.split())
-                words += count if count > LONG_TEXT and node not in docstrings else 0
-    for file in (ROOT / "rather").rglob("*"):
-        if file.suffix in PACKAGED:
-            words += len(file.read_text(encoding="utf-8").split())
-    return words
-
-
-def tokens_of_parts() -> Counter[str]:
-    totals: Counter[str] = Counter()
-    for room, tokens in measure().tokens.items():
-        totals[part_of(room)] += tokens
-    return totals
-
-
 def main() -> None:
-    print("tokens:", dict(tokens_of_parts()), " words of long texts:", words_of_long_texts())
     print("in a circle:", *circles(), sep="\n  ")
     found = complexities()
     print(f"complexity above 20: {sum(value > 20 for value in found.values())}")

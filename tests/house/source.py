@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,13 @@ def text_files() -> list[Path]:
 
 @cache
 def tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+    # Python 3.11 counts the depth of all parsers of a process together. A collection of garbage may
+    # let another thread parse in the midst of this, which then ends with a SystemError.
+    gc.disable()
+    try:
+        return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+    finally:
+        gc.enable()
 
 
 @cache

@@ -21,6 +21,6 @@ def test_a_mutation_can_be_applied_and_its_tests_exist(mutation: Mutation) -> No
     changed = (ROOT / mutation.file).read_text().replace(mutation.before, mutation.after)
     ast.parse(changed)
     for test in mutation.tests:
-        file, _, name = test.partition("::")
+        file, _, name = test.partition("[")[0].partition("::")
         tree = ast.parse((ROOT / file).read_text())
         assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}, test

@@ -35,9 +35,9 @@ def wanted() -> list[Requirement]:
 
 def test_the_base_install_needs_no_extra() -> None:
     base = {Requirement(text).name for text in PROJECT["project"]["dependencies"]}
-    optional = ("ray", "plotly", "tensorboard", "wandb", "trackio", "mlflow", "swanlab", "boto3")
+    optional = ("ray", "tensorboard", "wandb", "trackio", "mlflow", "swanlab", "boto3")
     assert not base.intersection(optional)
-    for name in ("ray", "report", "tensorboard", "wandb", "trackio", "mlflow", "swanlab", "s3"):
+    for name in ("ray", "tensorboard", "wandb", "trackio", "mlflow", "swanlab", "s3"):
         assert PROJECT["project"]["optional-dependencies"][name], name
 
 

@@ -18,21 +18,26 @@ from rather.data.pack import pack
 from rather.losses.objective import PairLoss, configure
 from rather.model.policy import PolicyModel, pair_columns
 from rather.optim.optimizer import Optimizer
-from rather.train.rank_trainer import RankTrainer
+from rather.parallel.mesh import Mesh
+from rather.parallel.shard import shard
+from rather.train.rank_trainer import RankTrainer, WholeModelRunner
 from tests.losses.formulas import PAIRWISE
 from tests.padded import fill, plain_columns, random_pairs, ranked_pairs
 from tests.tiny import tiny_policy
 
 VOCAB = 61
+MODIFIERS = {
+    "rpo_alpha": 0.7,
+    "pref_ftx": 0.7,
+    "ld_alpha": 0.4,
+    "use_weighting": True,
+    "soft_labels": True,
+}
 OBJECTIVES: dict[str, PairLoss] = {
     **{name: configure([name], {}) for name in PAIRWISE},
-    "rpo_alpha": configure(["sigmoid"], {}, modifiers={"rpo_alpha": 0.7}),
-    "pref_ftx": configure(["sigmoid"], {}, modifiers={"pref_ftx": 0.7}),
-    "ld_alpha": configure(["sigmoid"], {}, modifiers={"ld_alpha": 0.4}),
+    **{k: configure(["sigmoid"], {}, modifiers={k: value}) for k, value in MODIFIERS.items()},
     "aot ld_alpha": configure(["aot"], {}, modifiers={"ld_alpha": 0.4}),
-    "use_weighting": configure(["sigmoid"], {}, modifiers={"use_weighting": True}),
     "use_weighting sft": configure(["simpo", "sft"], {}, modifiers={"use_weighting": True}),
-    "soft_labels": configure(["sigmoid"], {}, modifiers={"soft_labels": True}),
     "sigmoid + sft": configure(["sigmoid", "sft"], {}, [1.0, 0.5]),
     "aot + sft": configure(["aot", "sft"], {}, [1.0, 0.5]),
 }
@@ -110,14 +115,42 @@ def reference_of(policy: PolicyModel, objective: PairLoss, batches: Sequence[Pai
     }
 
 
+@dataclass
+class Stepper:
+    """A policy on `dp` ranks, whose step is returned instead of taken."""
+
+    policy: PolicyModel
+    objective: PairLoss
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        self.mesh = Mesh.build(replicate=self.dp) if self.dp > 1 else Mesh()
+        if self.dp > 1:
+            shard(self.policy, self.mesh, "ddp", compute=next(self.policy.parameters()).dtype)
+        self.optimizer = Recording(
+            self.policy.named_parameters(),
+            TrainingArgs(),
+            schedule=lambda _: 0.0,
+            max_grad_norm=0.0,
+        )
+        runner = WholeModelRunner(self.policy, "ddp")
+        self.trainer = RankTrainer(
+            self.policy, self.objective, self.optimizer, mesh=self.mesh, runner=runner
+        )
+
+    def share(self, pairs: Sequence[TokenPair], budget: int, most: int | None = None) -> Any:
+        """This rank's micro-batches."""
+        return pack(pairs, budget, most, ranks=self.dp)[self.mesh.rank("dp") :: self.dp]
+
+    def step(self, batches: Any, reference: Any, facts: PairFacts | None = None) -> Outcome:
+        result = self.trainer.train_step(batches, reference, facts)
+        return Outcome(self.optimizer.seen, result.sums, result.policy)
+
+
 def step(
     policy: PolicyModel, objective: PairLoss, batches: Sequence[PairBatch], reference: Any
 ) -> Outcome:
-    optimizer = Recording(
-        policy.named_parameters(), TrainingArgs(), schedule=lambda n: 0.0, max_grad_norm=0.0
-    )
-    result = RankTrainer(policy, objective, optimizer).train_step(batches, reference)
-    return Outcome(optimizer.seen, result.sums, result.policy)
+    return Stepper(policy, objective).step(batches, reference)
 
 
 def assert_same(one: Outcome, other: Outcome, tolerance: float) -> None:

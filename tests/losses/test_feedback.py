@@ -11,17 +11,14 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from rather.config.schema import TrainingArgs
-from rather.data.batch import PairBatch, PairFacts, PairLogps, TokenPair
+from rather.data.batch import PairFacts, PairLogps, TokenPair
 from rather.data.pack import pack
 from rather.errors import ConfigError
 from rather.losses.losses import LOSSES
 from rather.losses.objective import configure
-from rather.parallel.mesh import Mesh
-from rather.parallel.shard import shard
-from rather.train.rank_trainer import RankTrainer, WholeModelRunner
+from rather.train.rank_trainer import RankTrainer
 from tests.losses.formulas import PAIRWISE, as_logps, cost, prob, some_pairs
-from tests.losses.test_batching import VOCAB, Outcome, Recording, small
+from tests.losses.test_batching import VOCAB, Outcome, Stepper, small
 from tests.padded import random_pairs
 
 PAIRS = some_pairs(8)
@@ -133,29 +130,20 @@ def labelled_pairs() -> list[TokenPair]:
 
 def kto_step(dtype: torch.dtype, order: list[int], micro: int, dp: int = 1) -> Outcome:
     """One step of KTO in any order, in any micro-batches and on any number of ranks."""
-    loss, pairs, policy = configure(["kto"], {"beta": 0.5}), labelled_pairs(), small(dtype)
-    rows, mesh = [pairs[i] for i in order], Mesh.build(replicate=dp) if dp > 1 else Mesh()
+    loss, pairs = configure(["kto"], {"beta": 0.5}), labelled_pairs()
+    rows = [pairs[i] for i in order]
     noise = torch.randn(8, 2, generator=torch.Generator().manual_seed(5)).double()
     both = RankTrainer(small(dtype), loss).log_probs(pack(pairs, 10**6))["sum"]
     reference = {"sum": (both - noise.abs())[order]}
-    if dp > 1:
-        shard(policy, mesh, "ddp", compute=dtype)
-    optimizer = Recording(
-        policy.named_parameters(), TrainingArgs(), schedule=lambda _: 0.0, max_grad_norm=0.0
+    stepper = Stepper(small(dtype), loss, dp)
+    chosen, rejected = (
+        stepper.share([row.only(side) for row in rows], 10**6, micro)
+        for side in ("chosen", "rejected")
     )
-    trainer = RankTrainer(
-        policy, loss, optimizer, mesh=mesh, runner=WholeModelRunner(policy, "ddp")
-    )
-
-    def own(side: str) -> list[PairBatch]:
-        every = pack([row.only(side) for row in rows], 10**6, micro, ranks=dp)
-        return every[mesh.rank("dp") :: dp]
-
-    known, _ = loss.with_baseline(trainer.log_probs(own("rejected"), 8), reference, [0, 0.0])
+    partners = stepper.trainer.log_probs(rejected, 8)
+    known, _ = loss.with_baseline(partners, reference, [0, 0.0])
     assert float(known["baseline"][0, 0]) > 0.1
-    facts = PairFacts.of_pairs([row.only("chosen") for row in rows])
-    result = trainer.train_step(own("chosen"), known, facts)
-    return Outcome(optimizer.seen, result.sums, result.policy)
+    return stepper.step(chosen, known, PairFacts.of_pairs([row.only("chosen") for row in rows]))
 
 
 ROWS, SHUFFLED = list(range(8)), [5, 2, 7, 0, 3, 6, 1, 4]

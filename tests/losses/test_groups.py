@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from rather.config.schema import TrainingArgs
 from rather.data.batch import GroupLogps, PairFacts, PairLogps, TokenPair
 from rather.data.pack import pack
 from rather.data.prepare import BadRows, prepare
@@ -22,11 +21,9 @@ from rather.errors import ConfigError
 from rather.losses.losses import LOSSES
 from rather.losses.metrics import order_agreement
 from rather.losses.objective import configure, from_config
-from rather.parallel.mesh import Mesh
-from rather.parallel.shard import shard
 from rather.pipeline.pipeline import DPOPipeline
-from rather.train.rank_trainer import RankTrainer, WholeModelRunner
-from tests.losses.test_batching import VOCAB, Outcome, Recording, assert_same, small
+from rather.train.rank_trainer import RankTrainer
+from tests.losses.test_batching import VOCAB, Outcome, Stepper, assert_same, small
 from tests.padded import random_pairs
 from tests.tiny import make_config, metrics
 
@@ -147,23 +144,14 @@ def scored_answers() -> list[TokenPair]:
 
 def group_step(name: str, order: list[int], budget: int, dp: int = 1) -> Outcome:
     """One step in any order, in any micro-batches and on any number of ranks, in float64."""
-    loss, policy = configure([name], {}), small(torch.float64)
-    mesh = Mesh.build(replicate=dp) if dp > 1 else Mesh()
-    answers = scored_answers()
+    loss, answers = configure([name], {}), scored_answers()
     moved = torch.randn(9, 2, generator=torch.Generator().manual_seed(5)).double() / 9
     known = RankTrainer(small(torch.float64), loss).log_probs(pack(answers, 10**6))["sum"]
-    reference = {"sum": (known + moved)[order]}
     rows = [answers[i] for i in order]
-    if dp > 1:
-        shard(policy, mesh, "ddp", compute=torch.float64)
-    optimizer = Recording(
-        policy.named_parameters(), TrainingArgs(), schedule=lambda _: 0.0, max_grad_norm=0.0
-    )
-    runner = WholeModelRunner(policy, "ddp")
-    trainer = RankTrainer(policy, loss, optimizer, mesh=mesh, runner=runner)
-    batches = pack(rows, budget, ranks=dp)[mesh.rank("dp") :: dp]
-    result = trainer.train_step(batches, reference, PairFacts.of_pairs(rows))
-    return Outcome(optimizer.seen, result.sums, result.policy[np.argsort(order)])
+    stepper = Stepper(small(torch.float64), loss, dp)
+    reference = {"sum": (known + moved)[order]}
+    found = stepper.step(stepper.share(rows, budget), reference, PairFacts.of_pairs(rows))
+    return replace(found, policy=found.policy[np.argsort(order)])
 
 
 ORDER, SHUFFLED = list(range(9)), [4, 2, 8, 0, 1, 7, 3, 6, 5]

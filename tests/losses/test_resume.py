@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rather.checkpoint.checkpoint import open_checkpoint
+from rather.config.run_config import DPOConfig
 from rather.errors import CheckpointError
 from rather.pipeline.pipeline import DPOPipeline
+from tests.checkpoint.runs import TIMES
 from tests.losses.formulas import PAIRWISE
+from tests.runs import assert_equal, assert_resumes, saved, steps, trained
 from tests.tiny import make_config, make_model, make_pairs, metrics
 
-TIMES = {"pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait"}
+pytestmark = pytest.mark.usefixtures("no_self_check")
 RUN: dict[str, Any] = {
     "save_steps": 3,
     "actor_train__training_args__num_train_epochs": 3.0,  # 4 steps an epoch: the cut is inside the first
@@ -63,67 +65,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, name: str, **changes: Any) -> DPOPipeline:
-    pipeline = DPOPipeline(make_config(folder, **{**RUN, "exp_name": name, **changes}))
-    assert pipeline.run() == 0
-    return pipeline
+def train(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    return trained(folder, name.replace(" ", "-"), **{**RUN, **changes})
 
 
-def lines(pipeline: DPOPipeline, after: int = 0) -> list[dict[str, Any]]:
-    every = [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(pipeline.config)]
-    return [line for line in every if line["step"] > after]
+def lines(config: DPOConfig) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(config)]
 
 
-def tensors(pipeline: DPOPipeline, step: int) -> dict[str, Tensor]:
-    saved = open_checkpoint(pipeline.config.run_dir / f"checkpoint-{step}")
-    groups = [
-        "model",
-        "optimizer",
-        "rng",
-        *(["reference"] if pipeline.config.sync_ref_model else []),
-    ]
-    return {
-        f"{group}/{name}": tensor
-        for group in groups
-        for name, tensor in saved.tensors(group).items()
-    }
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def tensors(config: DPOConfig, step: int) -> dict[str, Tensor]:
+    moving = ["reference"] if config.sync_ref_model else []
+    return saved(config, step, "model", "optimizer", "rng", *moving)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_loss_resumes_to_the_same_bits(folder: Path, name: str) -> None:
     """Six steps, and the last three once more from the checkpoint between them."""
-    without_evaluation = {"validation__data_args__file_name": None}
-    changes = {"max_steps": 6, **without_evaluation, **OBJECTIVES[name]}
-    whole = train(folder, f"whole {name}".replace(" ", "-"), **changes)
-    middle = str(whole.config.run_dir / "checkpoint-3")
-    rest = train(folder, f"rest {name}".replace(" ", "-"), resume_from_checkpoint=middle, **changes)
-    assert [line["step"] for line in lines(rest)] == [4, 5, 6]
-    assert lines(rest) == lines(whole, after=3)
-    assert_same(tensors(rest, 6), tensors(whole, 6))
+    changes = {**RUN, "max_steps": 6, "validation__data_args__file_name": None}
+    config = make_config(folder, exp_name=name.replace(" ", "-"), **changes, **OBJECTIVES[name])
+    assert_resumes(config, 3)
+    assert [line["step"] for line in steps(config)] == [1, 2, 3, 4, 5, 6]
     head = "model/causal_lm.model.embed_tokens.weight"
-    assert not torch.equal(tensors(whole, 3)[head], tensors(whole, 6)[head])
+    assert not torch.equal(saved(config, 3)[head], saved(config, 6)[head])
 
 
 @pytest.fixture(scope="module")
-def moving(folder: Path) -> DPOPipeline:
+def moving(folder: Path) -> DPOConfig:
     """TR-DPO over six steps, without a break."""
     return train(folder, "moving", max_steps=6, eval_steps=3, **SYNCED)
 
 
-def test_a_moving_reference_resumes_to_the_same_bits(folder: Path, moving: DPOPipeline) -> None:
+def test_a_moving_reference_resumes_to_the_same_bits(folder: Path, moving: DPOConfig) -> None:
     """Stopped a step after a sync, and a step before one."""
     train(folder, "stopped", max_steps=3, eval_steps=3, **SYNCED)
     rest = train(folder, "stopped", max_steps=6, eval_steps=3, **SYNCED)
     assert lines(rest) == lines(moving)
-    assert_same(tensors(rest, 6), tensors(moving, 6))
+    assert_equal(tensors(rest, 6), tensors(moving, 6))
 
 
-def test_the_synced_reference_is_in_the_checkpoint(folder: Path, moving: DPOPipeline) -> None:
+def test_the_synced_reference_is_in_the_checkpoint(folder: Path, moving: DPOConfig) -> None:
     """After step 2 it was mixed once: 0.6 of the policy then, 0.4 of the base model."""
     early = train(folder, "early", max_steps=2, **SYNCED)
     saved, base = tensors(early, 2), dict(starting_model(early).named_parameters())
@@ -140,8 +120,8 @@ def test_the_synced_reference_is_in_the_checkpoint(folder: Path, moving: DPOPipe
     assert all(moved)
 
 
-def starting_model(pipeline: DPOPipeline) -> torch.nn.Module:
-    fresh = DPOPipeline(pipeline.config)
+def starting_model(config: DPOConfig) -> torch.nn.Module:
+    fresh = DPOPipeline(config)
     fresh.initialize()
     return fresh.actor_train.trainer.policy
 
@@ -149,7 +129,7 @@ def starting_model(pipeline: DPOPipeline) -> torch.nn.Module:
 def test_a_fixed_reference_is_not_saved(folder: Path) -> None:
     fixed = train(folder, "fixed", max_steps=1)
     with pytest.raises(CheckpointError, match="reference"):
-        open_checkpoint(fixed.config.run_dir / "checkpoint-1").tensors("reference")
+        saved(fixed, 1, "reference")
 
 
 def test_evaluation_after_a_sync_uses_the_new_reference(folder: Path) -> None:
@@ -173,7 +153,7 @@ def test_training_after_a_sync_uses_the_new_reference(folder: Path) -> None:
     assert margin[4] != 0
 
 
-def test_another_way_to_sync_is_another_run(folder: Path, moving: DPOPipeline) -> None:
+def test_another_way_to_sync_is_another_run(folder: Path, moving: DPOConfig) -> None:
     for change in (
         {"ref_model_mixup_alpha": 0.5},
         {"ref_model_sync_steps": 3},

@@ -11,10 +11,6 @@ from torch import Tensor
 from transformers import (
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     SmolVLMConfig,
@@ -27,66 +23,27 @@ from rather.model.attention import IMPLEMENTATION
 from rather.model.policy import PolicyModel
 from rather.model.towers import set_attention
 from rather.model.vision import Vision, keep_tower, pixels_of_rows
-from tests.model.towers import BLOCKS, MARKS, ROPE, SIGHT, TEXT
+from tests.model.towers import DEEP, MARKS, SIGHT, qwen2_5_vl, qwen3_5, text_of
+from tests.tiny import TEXT, widen
 
 IMAGE = MARKS["image_token_id"]
 FIRST_WORD = 9  # ids from here on are words
 PINPOINTS = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
-DEEP = {**BLOCKS, "depth": 2, "num_position_embeddings": 16}
-
-
-def qwen2_5_vl(vocabulary: int, marks: dict[str, int]) -> Any:
-    config = Qwen2_5_VLConfig(
-        text_config={
-            **TEXT,
-            "vocab_size": vocabulary,
-            "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]},
-        },
-        vision_config={**BLOCKS, "depth": 2, "fullatt_block_indexes": [1]},
-        **marks,
-    )
-    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def qwen3_vl(vocabulary: int, marks: dict[str, int]) -> Any:
     config = Qwen3VLConfig(
-        text_config={
-            **TEXT,
-            "vocab_size": vocabulary,
-            "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]},
-        },
+        text_config=text_of(vocabulary),
         vision_config={**DEEP, "deepstack_visual_indexes": [0, 1]},
         **marks,
     )
     return Qwen3VLForConditionalGeneration(config)
 
 
-def qwen3_5(vocabulary: int, marks: dict[str, int]) -> Any:
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    rope = {**ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
-    kinds = ["linear_attention", "full_attention"]
-    text = {
-        **TEXT,
-        "vocab_size": vocabulary,
-        **linear,
-        **sizes,
-        "layer_types": kinds,
-        "rope_parameters": rope,
-    }
-    return Qwen3_5ForConditionalGeneration(
-        Qwen3_5Config(text_config=text, vision_config=DEEP, **marks)
-    )
-
-
 def llava_next(vocabulary: int, marks: dict[str, int]) -> Any:
+    text = {**TEXT, "vocab_size": vocabulary, "model_type": "mistral", "sliding_window": None}
     config = LlavaNextConfig(
-        text_config={
-            **TEXT,
-            "vocab_size": vocabulary,
-            "model_type": "mistral",
-            "sliding_window": None,
-        },
+        text_config=text,
         vision_config={**SIGHT, "model_type": "clip_vision_model", "num_hidden_layers": 2},
         image_grid_pinpoints=PINPOINTS,
         image_token_index=marks["image_token_id"],
@@ -187,12 +144,7 @@ def image_pairs(family: str, count: int, seed: int = 0) -> list[TokenPair]:
 def tiny_model(family: str, vocabulary: int, marks: dict[str, int]) -> Any:
     """A model with random weights wide enough that images matter."""
     torch.manual_seed(0)
-    model = SEEING[family](vocabulary, marks).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.15)
-    return model
+    return widen(SEEING[family](vocabulary, marks).eval())
 
 
 def make_seeing(family: str, frozen: tuple[str, ...] = ()) -> tuple[PolicyModel, RandomPixels]:

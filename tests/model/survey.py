@@ -33,12 +33,11 @@ import transformers
 from safetensors.torch import load_file
 
 from rather.cluster import worker
-from rather.data.pack import pack
 from rather.errors import ConfigError
-from rather.model.policy import PolicyModel, pair_columns
+from rather.model.policy import PolicyModel
 from rather.pipeline.pipeline import DPOPipeline
 from tests.model.small import PAIRS, small_model, tower_types, types
-from tests.padded import padded_logps
+from tests.padded import packed_logps, padded_logps
 from tests.tiny import PRELOADED, _model_and_pairs, make_config
 
 PINNED = Path(__file__).with_name("families.json")
@@ -69,9 +68,8 @@ def recorded_export() -> Iterator[list[torch.Tensor]]:
     export_run = worker.export_run
 
     def record(policy: PolicyModel, *args: Any) -> Any:
-        (batch,) = pack(PAIRS, 10**6)
         with torch.no_grad():
-            logps.append(pair_columns(policy, batch)["sum"])
+            logps.append(packed_logps(policy, PAIRS))
         return export_run(policy, *args)
 
     worker.export_run = record

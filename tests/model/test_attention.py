@@ -23,6 +23,11 @@ def segments() -> tuple[Segments, int]:
     return batch.segments, len(batch.ids_N)
 
 
+def segments_and_inputs() -> tuple[Segments, list[Tensor]]:
+    parts, tokens = segments()
+    return parts, [torch.randn(1, HEADS, tokens, WIDTH) for _ in range(3)]
+
+
 def by_hand(
     query: Tensor,
     key: Tensor,
@@ -63,16 +68,8 @@ def test_equals_the_definition(
     ]
     ours = [x.clone().requires_grad_() for x in given]
     exact = [x[0].double().requires_grad_() for x in given]
-    got, weights = segment_attention(
-        nn.Identity(),
-        *ours,
-        None,
-        segments=parts,
-        scaling=0.5,
-        sliding_window=window,
-        softcap=softcap,
-        dropout=0.0,
-    )
+    options = {"segments": parts, "scaling": 0.5, "sliding_window": window, "softcap": softcap}
+    got, weights = segment_attention(nn.Identity(), *ours, None, dropout=0.0, **options)
     want = by_hand(*exact, parts, 0.5, window, softcap)
     assert weights is None
     assert got.shape == (1, tokens, HEADS, WIDTH)
@@ -112,13 +109,38 @@ def kernel_backward(grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         return torch.autograd.grad(kernel(*leaves, *rest)[0], leaves, grad)
 
 
-@pytest.fixture
-def kernels_on_the_cpu() -> Iterator[None]:
+def on_the_cpu(forward: Any, backward: Any) -> Iterator[None]:
+    """Take the place of the kernels of a GPU."""
     library = torch.library.Library("rather", "IMPL")
-    library.impl("segment_attention", kernel, "CPU")
-    library.impl("segment_attention_backward", kernel_backward, "CPU")
+    library.impl("segment_attention", forward, "CPU")
+    library.impl("segment_attention_backward", backward, "CPU")
     yield
     library._destroy()
+
+
+@pytest.fixture
+def kernels_on_the_cpu() -> Iterator[None]:
+    yield from on_the_cpu(kernel, kernel_backward)
+
+
+def assert_paths_agree(shapes: list[tuple[int, ...]], values: int, window: int | None) -> None:
+    """The path of a GPU gives the output and the gradients of one segment after another.
+
+    `shapes` are those of queries, keys, values and, if there are some, sinks.
+    """
+    parts, tokens = segments()
+    torch.manual_seed(0)
+    given = [torch.randn(1, heads, tokens, *width) for heads, *width in shapes[:3]]
+    given += [torch.randn(shape) for shape in shapes[3:]]
+    slope = torch.randn(1, tokens, HEADS, values)
+    results = []
+    for path, options in ((attention._varlen, ()), (attention._one_by_one, (None,))):
+        leaves = [x.clone().requires_grad_() for x in given]
+        out = path(*leaves[:3], parts, 0.5, window, *options, *leaves[3:])
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, slope)])
+    for found, expected in zip(*results, strict=True):
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, atol=1e-5)
 
 
 OTHER = pytest.mark.defect("R2")
@@ -135,23 +157,8 @@ def test_the_path_of_a_gpu_takes_values_of_another_width_than_keys(
     widths: tuple[int, int], window: int | None
 ) -> None:
     """As with multi-head latent attention (deepseek_v3: 192 and 128)."""
-    parts, tokens = segments()
-    torch.manual_seed(0)
     of_keys, of_values = widths
-    shapes = [(HEADS, of_keys), (2, of_keys), (2, of_values)]
-    given = [torch.randn(1, heads, tokens, width) for heads, width in shapes]
-    slope = torch.randn(1, tokens, HEADS, of_values)
-    results = []
-    for path in (
-        lambda *x: attention._varlen(*x, parts, 0.5, window),
-        lambda *x: attention._one_by_one(*x, parts, 0.5, window, None),
-    ):
-        leaves = [x.clone().requires_grad_() for x in given]
-        out = path(*leaves)
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, slope)])
-    for found, expected in zip(*results, strict=True):
-        assert found.shape == expected.shape
-        assert torch.allclose(found, expected, atol=1e-5)
+    assert_paths_agree([(HEADS, of_keys), (2, of_keys), (2, of_values)], of_values, window)
 
 
 def dense_scores(query: Tensor, key: Tensor, rest: Sequence[Any]) -> Tensor:
@@ -190,31 +197,14 @@ def flash_backward(grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
 
 @pytest.fixture
 def flash_on_the_cpu() -> Iterator[None]:
-    library = torch.library.Library("rather", "IMPL")
-    library.impl("segment_attention", flash, "CPU")
-    library.impl("segment_attention_backward", flash_backward, "CPU")
-    yield
-    library._destroy()
+    yield from on_the_cpu(flash, flash_backward)
 
 
 @pytest.mark.usefixtures("flash_on_the_cpu")
 @pytest.mark.parametrize("window", [None, 4])
 def test_sinks_on_the_path_of_a_gpu(window: int | None) -> None:
     """The kernel's own backward is right once it is given the sum over keys and sink."""
-    parts, tokens = segments()
-    torch.manual_seed(0)
-    shapes = [(1, HEADS, tokens, WIDTH), (1, 2, tokens, WIDTH), (1, 2, tokens, WIDTH), (HEADS,)]
-    given, slope = [torch.randn(shape) for shape in shapes], torch.randn(1, tokens, HEADS, WIDTH)
-    results = []
-    for path in (
-        lambda *x, sinks: attention._varlen(*x, parts, 0.5, window, sinks),
-        lambda *x, sinks: attention._one_by_one(*x, parts, 0.5, window, None, sinks),
-    ):
-        leaves = [x.clone().requires_grad_() for x in given]
-        out = path(*leaves[:3], sinks=leaves[3])
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, slope)])
-    for found, expected in zip(*results, strict=True):
-        assert torch.allclose(found, expected, atol=1e-5)
+    assert_paths_agree([(HEADS, WIDTH), (2, WIDTH), (2, WIDTH), (HEADS,)], WIDTH, window)
 
 
 @pytest.mark.parametrize("window", [4, 5, 6])
@@ -231,24 +221,22 @@ def test_a_window_as_long_as_the_sequence(window: int) -> None:
 
 
 def test_the_usual_scale_without_one() -> None:
-    parts, tokens = segments()
-    q, k, v = (torch.randn(1, HEADS, tokens, WIDTH) for _ in range(3))
-    given, _ = segment_attention(nn.Identity(), q, k, v, None, segments=parts, scaling=WIDTH**-0.5)
-    without, _ = segment_attention(nn.Identity(), q, k, v, None, segments=parts)
+    parts, inputs = segments_and_inputs()
+    given, _ = segment_attention(nn.Identity(), *inputs, None, segments=parts, scaling=WIDTH**-0.5)
+    without, _ = segment_attention(nn.Identity(), *inputs, None, segments=parts)
     assert torch.equal(given, without)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_sink_is_one_more_key_without_a_value(window: int | None) -> None:
-    parts, tokens = segments()
-    q, k, v = (torch.randn(1, HEADS, tokens, WIDTH) for _ in range(3))
+    parts, inputs = segments_and_inputs()
     sinks = torch.randn(HEADS, requires_grad=True)
     options: dict[str, Any] = {"segments": parts, "sliding_window": window}
-    got, _ = segment_attention(nn.Linear(1, 1), q, k, v, None, s_aux=sinks, **options)
-    plain, _ = segment_attention(nn.Linear(1, 1), q, k, v, None, **options)
+    got, _ = segment_attention(nn.Linear(1, 1), *inputs, None, s_aux=sinks, **options)
+    plain, _ = segment_attention(nn.Linear(1, 1), *inputs, None, **options)
     # A key whose score is far below all others takes nothing; a score far above takes all.
-    none, _ = segment_attention(nn.Linear(1, 1), q, k, v, None, s_aux=sinks - 1e3, **options)
-    whole, _ = segment_attention(nn.Linear(1, 1), q, k, v, None, s_aux=sinks + 1e3, **options)
+    none, _ = segment_attention(nn.Linear(1, 1), *inputs, None, s_aux=sinks - 1e3, **options)
+    whole, _ = segment_attention(nn.Linear(1, 1), *inputs, None, s_aux=sinks + 1e3, **options)
     assert torch.allclose(none, plain, atol=1e-6)
     assert torch.equal(whole, torch.zeros_like(whole))
     share = (got / plain).mean(-1)

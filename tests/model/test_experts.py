@@ -33,23 +33,15 @@ from rather.parallel.mesh import Mesh
 from rather.parallel.routers import balance_of
 from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
 from tests.padded import padded_logps, random_pairs, ranked_pairs
-from tests.tiny import tiny_policy
+from tests.tiny import TEXT, tiny_policy, widen
 
 VOCAB, BETA, COEFFICIENT = 97, 0.5, 0.3
 SMALL: dict[str, Any] = {
+    **TEXT,
     "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
     "moe_intermediate_size": 24,
     "num_experts_per_tok": 2,
-    "max_position_embeddings": 128,
     "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 DEEPSEEK: dict[str, Any] = {
     "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4,
@@ -78,14 +70,10 @@ def tiny(family: str, attention: str = IMPLEMENTATION, **changes: Any) -> Any:
     config = AutoConfig.for_model(family, **{**SMALL, **(FAMILIES | OTHERS)[family], **changes})
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, dtype=torch.float32
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.15)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(0, 0.05)
+    )
+    for name, buffer in widen(model.eval()).named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.05)
     return model
 
 
@@ -233,8 +221,6 @@ def test_loads_of_experts() -> None:
 
 
 def test_recomputed_layers_count_once() -> None:
-    from rather.model.layers import arrange_layers
-
     model = tiny("qwen3_moe")
     arrange_layers(PolicyModel(model), recompute="full")
     for budget in (10**6, 80):
@@ -275,12 +261,17 @@ def router_gradients(policy: PolicyModel) -> list[Tensor]:
     return [grad.clone() for grad in grads if grad is not None]
 
 
-@pytest.mark.defect("mutation 9")
-def test_recomputed_layers_count_the_tokens_of_their_own_micro_batch() -> None:
-    """A pipeline runs the forward pass of several micro-batches before the first backward pass."""
+def balanced() -> tuple[PolicyModel, Any]:
     policy = PolicyModel(tiny("qwen3_moe"))
     balance = balance_of(policy, Mesh(), COEFFICIENT, "cpu")
     assert balance is not None
+    return policy, balance
+
+
+@pytest.mark.defect("mutation 9")
+def test_recomputed_layers_count_the_tokens_of_their_own_micro_batch() -> None:
+    """A pipeline runs the forward pass of several micro-batches before the first backward pass."""
+    policy, balance = balanced()
     balance.slope.copy_(torch.linspace(-1, 1, 8))
     batches = pack(the_pairs(), 60, ladder=64)
     assert len(batches) == 2
@@ -301,9 +292,7 @@ def test_recomputed_layers_count_the_tokens_of_their_own_micro_batch() -> None:
 @pytest.mark.parametrize("budget", [60, 10**6], ids=["several micro-batches", "one"])
 def test_the_router_loss_is_multiplied_by_the_loss_scale(budget: int) -> None:
     """Of float16; the optimizer divides all gradients by it."""
-    policy = PolicyModel(tiny("qwen3_moe"))
-    balance = balance_of(policy, Mesh(), COEFFICIENT, "cpu")
-    assert balance is not None
+    policy, balance = balanced()
     runner, batches = WholeModelRunner(policy), pack(the_pairs(), budget)
     results = []
     for scale in (1.0, 1024.0):

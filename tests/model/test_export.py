@@ -25,10 +25,15 @@ from rather.model.policy import PolicyModel
 from rather.parallel.load import Start, load_policy
 from rather.pipeline.pipeline import DPOPipeline
 from tests.model.test_hybrids import hybrid
-from tests.model.towers import TEXT
-from tests.tiny import in_child, make_config, make_model
+from tests.tiny import TEXT, in_child, make_config, make_model
 
 Trained = tuple[DPOConfig, DPOPipeline]
+
+
+def loaded(folder: Path, **model: Any) -> tuple[PolicyModel, Any]:
+    """Make a model in the folder `base`; return its policy and its tokenizer."""
+    base = make_model(folder / "base", **model)
+    return load_policy(str(base), ModelArgs(), "cpu"), AutoTokenizer.from_pretrained(base)
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +71,10 @@ def test_tied_weights_are_stored_once(trained: Trained) -> None:
 
 
 def test_untied_weights_are_stored_both(tmp_path: Path) -> None:
-    policy = load_policy(
-        str(make_model(tmp_path / "base", tie_word_embeddings=False)), ModelArgs(), "cpu"
-    )
+    policy, tokenizer = loaded(tmp_path, tie_word_embeddings=False)
     names = dict(policy.named_parameters())
     weights = {name: p.detach() + (1 if "lm_head" in name else 2) for name, p in names.items()}
-    export_model(
-        policy,
-        weights,
-        AutoTokenizer.from_pretrained(tmp_path / "base"),
-        tmp_path / "model",
-        "card",
-    )
+    export_model(policy, weights, tokenizer, tmp_path / "model", "card")
     stored = load_file(tmp_path / "model" / "model.safetensors")
     assert {f"causal_lm.{name}" for name in stored} == names.keys()
     for name, weight in stored.items():
@@ -88,12 +85,8 @@ def test_the_model_card_says_what_it_is(trained: Trained) -> None:
     config = trained[0]
     card = (config.run_dir / "model" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
-    for fact in (
-        config.exp_name,
-        "sigmoid",
-        config.actor_train.model_path,
-        "40 in training, 8 per step, 2 steps",
-    ):
+    figures = "40 in training, 8 per step, 2 steps"
+    for fact in (config.exp_name, "sigmoid", config.actor_train.model_path, figures):
         assert fact in card
 
 
@@ -136,13 +129,8 @@ def test_the_dtype_of_the_source_whatever_it_was_trained_in(
 def test_sampling_settings_that_transformers_would_not_save(tmp_path: Path) -> None:
     """Published models set a temperature beside do_sample: false; that must not cost the trained weights."""
     base = make_model(tmp_path / "base")
-    settings = {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "do_sample": False,
-        "temperature": 0.7,
-        "top_p": 0.9,
-    }
+    settings = {"bos_token_id": 1, "eos_token_id": 2, "do_sample": False, "temperature": 0.7}
+    settings["top_p"] = 0.9
     (base / "generation_config.json").write_text(json.dumps(settings))
     policy = load_policy(str(base), ModelArgs(), "cpu")
     export_model(policy, {}, AutoTokenizer.from_pretrained(base), tmp_path / "model", "card")
@@ -153,9 +141,7 @@ def test_sampling_settings_that_transformers_would_not_save(tmp_path: Path) -> N
 
 def test_replaces_an_older_model_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """Also not what an export that was killed had left."""
-    base = make_model(tmp_path / "base")
-    policy = load_policy(str(base), ModelArgs(), "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    policy, tokenizer = loaded(tmp_path)
     out = tmp_path / "run"
     for name in ("model", ".tmp-model", ".old-model"):
         (out / name).mkdir(parents=True)
@@ -169,10 +155,8 @@ def test_replaces_an_older_model_and_leaves_nothing_behind(tmp_path: Path) -> No
 def _exported_twice(base: Path, out: Path) -> int:
     """In a process whose files may not grow, and then may."""
     policy = load_policy(str(base), ModelArgs(dtype="fp32"), "cpu")
-    tokenizer, limit = (
-        AutoTokenizer.from_pretrained(base),
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limit[1]))
     with pytest.raises(
         DiskError, match=r"model: could not be written \(.*File too large.*\)\. Free some"
@@ -197,9 +181,8 @@ def test_a_full_disk_keeps_the_old_model_and_the_next_export_is_complete(
 
 
 def _export(folder: Path) -> Path:
-    base = make_model(folder / "base")
-    policy = load_policy(str(base), ModelArgs(), "cpu")
-    export_model(policy, {}, AutoTokenizer.from_pretrained(base), folder / "model", "card")
+    policy, tokenizer = loaded(folder)
+    export_model(policy, {}, tokenizer, folder / "model", "card")
     return folder / "model"
 
 
@@ -243,10 +226,9 @@ def test_everything_is_synced_before_the_rename(
 
 
 def test_large_models_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = make_model(tmp_path / "base")
-    policy = load_policy(str(base), ModelArgs(), "cpu")
+    policy, tokenizer = loaded(tmp_path)
     monkeypatch.setattr("rather.model.export.LARGEST_FILE", 20_000)
-    export_model(policy, {}, AutoTokenizer.from_pretrained(base), tmp_path / "model", "card")
+    export_model(policy, {}, tokenizer, tmp_path / "model", "card")
     assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
     opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert all(map(torch.equal, opened.parameters(), policy.parameters()))

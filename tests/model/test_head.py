@@ -66,6 +66,12 @@ def gradients(logps: Tensor, tensors: Any) -> list[Tensor]:
     return list(torch.autograd.grad((logps * torch.linspace(-1, 2, len(logps))).sum(), given))
 
 
+def assert_same_bits(one: Tensor, other: Tensor, tensors: Any) -> None:
+    """Of log-probs and of their gradients."""
+    assert torch.equal(one, other)
+    assert all(map(torch.equal, gradients(one, tensors), gradients(other, tensors)))
+
+
 @pytest.fixture(params=[1, 3, ROWS], ids=lambda rows: f"chunks of {rows}")
 def chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setitem(head.CHUNK_BYTES, "cpu", request.param * VOCAB * 8)
@@ -117,13 +123,7 @@ def test_statistics_leave_log_probs_and_gradients_as_they_are(
     assert torch.allclose(entropy, expected, atol=1e-6)
     assert torch.allclose(mean_logit, logits.mean(-1), atol=1e-6)
     assert is_largest.tolist() == (logits.argmax(-1) == targets).float().tolist()
-    assert torch.equal(with_statistics, without)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(
-            gradients(with_statistics, tensors), gradients(without, tensors), strict=True
-        )
-    )
+    assert_same_bits(with_statistics, without, tensors)
 
 
 @KEPT_OR_NOT
@@ -139,9 +139,7 @@ def test_squares_on_request(treatment: str, keep_bytes: int, chunk_rows: int) ->
     want = torch.stack(each).exp().square().sum(0).log()
     assert torch.allclose(squares, want, rtol=1e-12)
     assert not squares.requires_grad
-    bare = token_logps(*tensors, targets, **options)
-    assert torch.equal(logps, bare)
-    assert all(map(torch.equal, gradients(logps, tensors), gradients(bare, tensors)))
+    assert_same_bits(logps, token_logps(*tensors, targets, **options), tensors)
 
 
 @pytest.mark.parametrize("treatment", TREATMENTS)
@@ -151,8 +149,7 @@ def test_kept_and_recomputed_logits_give_the_same_bits(treatment: str, chunk_row
     kept, recomputed = (
         token_logps(*tensors, targets, **options, keep_bytes=n) for n in (1 << 30, 0)
     )
-    assert torch.equal(kept, recomputed)
-    assert all(map(torch.equal, gradients(kept, tensors), gradients(recomputed, tensors)))
+    assert_same_bits(kept, recomputed, tensors)
 
 
 @KEPT_OR_NOT

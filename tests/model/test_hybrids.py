@@ -9,13 +9,10 @@ import torch
 from transformers import AutoConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from rather.data.pack import pack
-from rather.model.attention import IMPLEMENTATION
 from rather.model.check import twin_of
 from rather.model.mixers import _Unit
-from rather.model.policy import PolicyModel, pair_columns
 from tests.cells import cells
-from tests.padded import padded_logps, ranked_pairs
+from tests.padded import assert_packed_equals_padded, ranked_pairs
 
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {},
@@ -69,33 +66,9 @@ def hybrid(name: str) -> Any:
     return model
 
 
-def sums(policy: PolicyModel, pairs: Any, budget: int) -> torch.Tensor:
-    out = torch.zeros(len(pairs), 2, dtype=torch.float64)
-    for batch in pack(pairs, budget):
-        out = out.index_add(0, batch.pair_P, pair_columns(policy, batch)["sum"])
-    return out
-
-
-def gradients(model: Any, logps: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    (logps[:, 0] - logps[:, 1]).tanh().sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("name", cells(FAST, [name for name in HYBRIDS if name not in FAST]))
 def test_packed_equals_padded_with_every_gradient(name: str) -> None:
-    model, pairs = hybrid(name), ranked_pairs(128)[:9]
-    want = padded_logps(model, pairs)
-    wanted = gradients(model, want)
-    policy = PolicyModel(model)
-    model.set_attn_implementation(IMPLEMENTATION)
-    for budget in (10**6, 60):
-        got = sums(policy, pairs, budget)
-        assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
-        found = gradients(model, got)
-        assert found.keys() == wanted.keys()
-        for key, gradient in wanted.items():
-            assert (found[key] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, key
+    assert_packed_equals_padded(hybrid(name), ranked_pairs(128)[:9], [10**6, 60])
 
 
 def test_vectors_of_length_one_are_those_of_the_family() -> None:

@@ -50,20 +50,11 @@ def one_batch() -> PairBatch:
     return batch
 
 
+OPT = {"hidden_size": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 2, "ffn_dim": 24}
+OPT |= {"num_attention_heads": 2, "max_position_embeddings": 64}
 DROPOUT: dict[str, tuple[type[Any], PretrainedConfig]] = {
     "gpt2": (GPT2LMHeadModel, GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, **SMALL)),
-    "opt": (
-        OPTForCausalLM,
-        OPTConfig(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            ffn_dim=24,
-            word_embed_proj_dim=16,
-            max_position_embeddings=64,
-            **SMALL,
-        ),
-    ),
+    "opt": (OPTForCausalLM, OPTConfig(**OPT, **SMALL)),
 }
 
 
@@ -95,6 +86,10 @@ def seen(policy: PolicyModel, batch: PairBatch) -> list[torch.Tensor]:
     return [logps.detach(), *(p.grad.clone() for p in policy.parameters() if p.grad is not None)]
 
 
+def assert_same_bits(policy: PolicyModel, batch: PairBatch, plain: list[torch.Tensor]) -> None:
+    assert all(map(torch.equal, plain, seen(policy, batch)))
+
+
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("family", ["llama", *DROPOUT])
@@ -104,7 +99,7 @@ def test_no_bit_changes(
     policy, batch = policy_of(family, base, tmp_path), one_batch()
     plain = seen(policy, batch)
     arrange_layers(policy, recompute=level, offload=offload)
-    assert all(map(torch.equal, plain, seen(policy, batch)))
+    assert_same_bits(policy, batch, plain)
     with torch.no_grad():
         assert torch.equal(policy(batch)[0], plain[0])  # no dropout
 
@@ -146,11 +141,11 @@ def test_no_bit_changes_in_groups_of_layers(layers: int) -> None:
     hidden = torch.ones(1, 3, 16)
     assert all(layer(hidden) is hidden for layer in (first, *rest[:2]))  # wait for the last one
     for _ in range(2):
-        assert all(map(torch.equal, plain, seen(policy, batch)))
+        assert_same_bits(policy, batch, plain)
     with plain_layers(policy):
-        assert all(map(torch.equal, plain, seen(policy, batch)))
+        assert_same_bits(policy, batch, plain)
     arrange_layers(policy, recompute="full")
-    assert all(map(torch.equal, plain, seen(policy, batch)))
+    assert_same_bits(policy, batch, plain)
 
 
 @pytest.mark.usefixtures("traced")
@@ -158,7 +153,7 @@ def test_each_layer_of_a_group_keeps_its_own_arguments() -> None:
     policy, batch = two_attentions(), one_batch()
     plain = seen(policy, batch)
     arrange_layers(policy, compiled=True, alone=True)
-    assert all(map(torch.equal, plain, seen(policy, batch)))
+    assert_same_bits(policy, batch, plain)
 
 
 @pytest.mark.parametrize(
@@ -246,14 +241,13 @@ def test_on_a_cpu_configured_limits_are_used_and_nothing_is_recomputed_by_defaul
     base: Path,
 ) -> None:
     policy = load_policy(str(base), ModelArgs(), "cpu")
-
     rest: dict[str, Any] = {"offload": False, "compiled": False, "largest_pair": 9000}
-    assert choose_budget(policy, Never(), tokens=None, recompute=None, **rest) == Budget(
-        4096, "none"
-    )
-    assert choose_budget(policy, Never(), tokens=700, recompute="full", **rest) == Budget(
-        700, "full"
-    )
+    for tokens, level, budget_chosen in (
+        (None, None, (4096, "none")),
+        (700, "full", (700, "full")),
+    ):
+        chosen = choose_budget(policy, Never(), tokens=tokens, recompute=level, **rest)
+        assert chosen == Budget(*budget_chosen)
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,6 @@ def with_config(**changes: Any) -> Callable[[Path], None]:
     return work
 
 
-def pickled(folder: Path) -> None:
-    """As in old repositories: weights that only torch.load reads."""
-    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
-
-
 def cut(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:5000])
 
@@ -74,7 +69,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         with_weights(lambda w: w.update({"a\x1b[2Jb": w[QUERY].clone()})),
         r"the name of a tensor has control characters: 'a\\x1b\[2Jb'",
     ),
-    "only pickled weights": (pickled, r"its weights cannot be opened.*model\.safetensors"),
     "cut off": (cut, r"its weights cannot be opened.*incomplete"),
     "no config": (lambda folder: (folder / "config.json").unlink(), r"its config cannot be opened"),
     "a broken config": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,11 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from rather.data.pack import pack
-from rather.model.policy import pair_columns
 from rather.pipeline.pipeline import DPOPipeline
 from tests.cells import cells
-from tests.model.towers import BLOCKS, MARKS, ROPE, SIGHT, TEXT
-from tests.padded import padded_logps, random_pairs
-from tests.tiny import make_config
+from tests.model.towers import DEEP, LINEAR, MARKS, SIGHT
+from tests.padded import packed_logps, padded_logps, random_pairs
+from tests.tiny import TEXT, make_config
 
 WEIGHTS = "model.safetensors"
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -38,13 +37,9 @@ def kimi_k25() -> Any:
 
 
 def qwen3_5_moe() -> Any:
-    text = {**TEXT, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 3}
-    text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "moe_intermediate_size": 24}
-    text |= {"shared_expert_intermediate_size": 24, "num_experts_per_tok": 2}
-    text["layer_types"] = ["linear_attention", "full_attention"]
-    text["rope_parameters"] = {**ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
-    sight = {**BLOCKS, "num_position_embeddings": 16}
-    return AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=sight, **MARKS)
+    text = {**TEXT, **LINEAR, "num_experts": 3, "num_experts_per_tok": 2}
+    text |= {"shared_expert_intermediate_size": 24, "moe_intermediate_size": 24}
+    return AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=DEEP, **MARKS)
 
 
 def mistral_large4() -> Any:
@@ -94,14 +89,8 @@ def write_source(folder: Path, name: str, form: str) -> None:
     cells(
         [("kimi_k25", "released"), ("qwen3_5_moe", "saved"), ("mistral_large4", "saved")],
         [
-            ("kimi_k25", "saved"),
-            ("kimi_k25", "modules"),
-            ("qwen3_5_moe", "modules"),
-            ("mistral_large4", "modules"),
-            ("longcat_flash", "saved"),
-            ("longcat_flash", "modules"),
-            ("flint", "saved"),
-            ("flint", "modules"),
+            *product(["kimi_k25", "longcat_flash", "flint"], ["saved", "modules"]),
+            *product(["qwen3_5_moe", "mistral_large4"], ["modules"]),
         ],
     ),
 )
@@ -123,8 +112,7 @@ def test_a_trained_model_has_the_names_of_its_source_and_opens(
     assert {key: t.shape for key, t in after.items()} == {key: t.shape for key, t in before.items()}
     assert sum(not torch.equal(before[key], after[key]) for key in before) > 10
     pairs = random_pairs(4, 60)
-    (batch,) = pack(pairs, 10**6)
-    trained = pair_columns(pipeline.actor_train.trainer.policy, batch)["sum"]
+    trained = packed_logps(pipeline.actor_train.trainer.policy, pairs)
     opened = 0
     autos: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
     for auto in autos:

@@ -12,11 +12,10 @@ import torch
 from transformers import AutoConfig
 
 from rather.data.batch import PromptImage
-from rather.data.pack import pack
 from rather.errors import ConfigError, DataError
 from rather.model.generate import Decoding, generate
 from rather.model.image_tower import TowerGraphs
-from rather.model.policy import PolicyModel, pair_columns
+from rather.model.policy import PolicyModel
 from rather.model.vision import family_of
 from tests.cells import cells
 from tests.model.images import (
@@ -26,7 +25,9 @@ from tests.model.images import (
     padded_image_logps,
     tiny_model,
 )
-from tests.model.towers import MARKS, TEXT
+from tests.model.towers import MARKS
+from tests.padded import packed_logps
+from tests.tiny import TEXT
 
 
 def gradients(policy: PolicyModel) -> dict[str, torch.Tensor]:
@@ -34,13 +35,6 @@ def gradients(policy: PolicyModel) -> dict[str, torch.Tensor]:
     found = {name: p.grad.clone() for name, p in named if p.grad is not None}
     policy.zero_grad()
     return found
-
-
-def packed_logps(policy: PolicyModel, pairs: list, budget: int) -> torch.Tensor:
-    sums = torch.zeros(len(pairs), 2, dtype=torch.float64)
-    for batch in pack(pairs, budget):
-        sums = sums.index_add(0, batch.pair_P, pair_columns(policy, batch)["sum"])
-    return sums
 
 
 # Deep features, linear layers, tiles of two kinds; Qwen2.5-VL is Qwen3-VL with less.

@@ -18,8 +18,7 @@ from rather.model.policy import PolicyModel
 from rather.model.vision import PARTS, Vision
 from rather.parallel.load import load_divided, load_policy
 from rather.parallel.mesh import Mesh, build_mesh
-from rather.parallel.shard import STAGES
-from rather.train.rank_trainer import RankTrainer, WholeModelRunner
+from rather.train.rank_trainer import RankTrainer
 from tests.cells import cells
 from tests.model.images import RandomPixels, image_pairs, make_seeing
 from tests.same.canonical import (
@@ -90,8 +89,7 @@ def divided(folder: Path, case: Case) -> Outcome:
     policy = load_divided(str(folder), args, "cpu", mesh, layout, trains=True, frozen=case.frozen)
     assert isinstance(policy, PolicyModel)
     see(policy, case.family, sums_gradients=mesh.sums_gradients)
-    runner = WholeModelRunner(policy, STAGES[layout.stage])
-    return train(make_trainer(SETUP, mesh, policy, runner), case.family)
+    return train(make_trainer(SETUP, mesh, policy, layout.stage), case.family)
 
 
 @cache

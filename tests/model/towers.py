@@ -23,21 +23,8 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 
-from tests.tiny import make_model
+from tests.tiny import TEXT, make_model
 
-TEXT: dict[str, Any] = {
-    "vocab_size": 63,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 SIGHT: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -47,7 +34,7 @@ SIGHT: dict[str, Any] = {
     "patch_size": 4,
 }
 BLOCKS: dict[str, Any] = {
-    "depth": 1,
+    "depth": 2,
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_heads": 2,
@@ -86,24 +73,34 @@ def mistral3() -> Any:
     return Mistral3ForConditionalGeneration(config)
 
 
-def qwen2_5_vl() -> Any:
+def text_of(vocabulary: int, **settings: Any) -> dict[str, Any]:
+    rope = {**ROPE, "mrope_section": [1, 1, 2]}
+    return {**TEXT, "vocab_size": vocabulary, "rope_parameters": rope, **settings}
+
+
+def qwen2_5_vl(vocabulary: int = TEXT["vocab_size"], marks: dict[str, int] = MARKS) -> Any:
     config = Qwen2_5_VLConfig(
-        text_config={**TEXT, "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
-        vision_config={**BLOCKS, "fullatt_block_indexes": [0]},
-        **MARKS,
+        text_config=text_of(vocabulary),
+        vision_config={**BLOCKS, "fullatt_block_indexes": [1]},
+        **marks,
     )
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def qwen3_5() -> Any:
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    rope = {**ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
-    kinds = ["linear_attention", "full_attention"]
-    text = {**TEXT, **linear, **sizes, "layer_types": kinds, "rope_parameters": rope}
-    config = Qwen3_5Config(
-        text_config=text, vision_config={**BLOCKS, "num_position_embeddings": 16}, **MARKS
-    )
+# Sizes of language models with linear layers.
+LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {**ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5},
+}
+DEEP = {**BLOCKS, "num_position_embeddings": 16}
+
+
+def qwen3_5(vocabulary: int = TEXT["vocab_size"], marks: dict[str, int] = MARKS) -> Any:
+    config = Qwen3_5Config(text_config=text_of(vocabulary, **LINEAR), vision_config=DEEP, **marks)
     return Qwen3_5ForConditionalGeneration(config)
 
 

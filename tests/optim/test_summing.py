@@ -134,24 +134,35 @@ def adapted(rank: int = 2, **options: Any) -> PolicyModel:
     return PolicyModel(model).eval()
 
 
+def results_of(layer: Any, rows: int = 4) -> list[Tensor]:
+    """Output and all gradients of a layer."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, rows, layer.in_features, generator=generator).requires_grad_()
+    y = layer(x)
+    y.square().sum().backward()
+    trained = [p.grad for p in layer.parameters() if p.requires_grad and p.grad is not None]
+    assert x.grad is not None
+    return [y.detach(), x.grad, *trained]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("reference", [False, True], ids=["adapter", "adapter off"])
 def test_an_adapted_layer_computes_what_peft_computes(reference: bool) -> None:
     results = []
-    for replaced in (False, True):
+    for kind in (LoraLinear, AdaptedLinear):
         policy = adapted()
-        if replaced:
+        if kind is AdaptedLinear:
             AdaptedLinear.replace(policy.causal_lm)
         layer = layers_of(policy)[0].mlp.down_proj
-        assert type(layer) is (AdaptedLinear if replaced else LoraLinear)
-        x = torch.randn(1, 4, 24, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        assert type(layer) is kind
         with as_reference(policy) if reference else torch.enable_grad():
-            y = layer(x)
-        y.square().sum().backward()
-        trained = [p.grad for p in layer.parameters() if p.requires_grad and p.grad is not None]
-        assert bool(trained) is not reference
-        results.append([y.detach(), x.grad, *trained])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            results.append(results_of(layer))
+    assert (len(results[0]) == 2) is reference
+    assert_close(*results)
 
 
 def test_an_adapter_of_another_kind_keeps_its_layer() -> None:
@@ -171,11 +182,8 @@ def test_an_adapter_may_be_part_of_the_product(name: str, rank: int) -> None:
         modules = dict(layers_of(policy)[0].named_modules())
         layer = next(module for path, module in modules.items() if path.endswith(name))
         assert layer.joins is (joins and rank == 8)
-        x = torch.randn(1, 4, layer.in_features, generator=torch.Generator().manual_seed(1))
-        layer(x.requires_grad_()).square().sum().backward()
-        results.append([x.grad, *(p.grad for p in layer.parameters() if p.requires_grad)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        results.append(results_of(layer))
+    assert_close(*results)
 
 
 @pytest.mark.parametrize("part", ["mlp", "self_attn"])

@@ -10,15 +10,13 @@ import struct
 import threading
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from rather.cli import app
 from rather.cluster.worker import ActorWorker
 from rather.commands.verify import check_files
 from rather.config.run_config import DPOConfig
@@ -38,7 +36,8 @@ from rather.tools.report.pairs import (
     read_ledger,
 )
 from rather.tracking.ledger import LEDGER_SCHEMA, ledger_part
-from tests.tiny import make_config
+from tests.commands.conftest import json_of, rows_of, succeed, write
+from tests.tiny import make_config, metrics
 
 BETA = 0.1
 
@@ -49,15 +48,42 @@ def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
     return make_config(folder, **{**own, **changes})
 
 
+class Watched(NamedTuple):
+    """A run, the threads that wrote its ledger, and what its worker answered to each step."""
+
+    config: DPOConfig
+    threads: list[threading.Thread]
+    results: list[Any]
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> DPOConfig:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     folder = tmp_path_factory.mktemp("ledger")
     config = config_of(folder, "whole")
-    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    lines = [json.dumps({**row, "id": f"row-{place}"}) for place, row in enumerate(rows)]
-    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
-    assert DPOPipeline(config).run() == 0
-    return config
+    rows = rows_of(folder / "pairs.jsonl")
+    write(
+        folder / "pairs.jsonl", *({**row, "id": f"row-{place}"} for place, row in enumerate(rows))
+    )
+    run, train_step = Watched(config, [], []), ActorWorker.train_step
+
+    def part(batch: Any, *, is_first: bool) -> bytes:
+        run.threads.append(threading.current_thread())
+        return ledger_part(batch, is_first=is_first)
+
+    def step(self: ActorWorker, *args: Any, **options: Any) -> Any:
+        run.results.append(train_step(self, *args, **options))
+        return run.results[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rather.tracking.run.ledger_part", part)
+        patch.setattr(ActorWorker, "train_step", step)
+        assert DPOPipeline(config).run() == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(watched: Watched) -> DPOConfig:
+    return watched.config
 
 
 def test_every_pair_is_there_once_an_epoch_in_the_order_of_the_steps(run: DPOConfig) -> None:
@@ -71,30 +97,20 @@ def test_every_pair_is_there_once_an_epoch_in_the_order_of_the_steps(run: DPOCon
 
 
 def test_margin_and_gradient_weight_are_those_of_the_loss(run: DPOConfig) -> None:
-    rows = {n: c.to_numpy() for n, c in zip(*_columns(read_ledger(run.run_dir)), strict=True)}
+    ledger = read_ledger(run.run_dir)
+    rows = {name: ledger.column(name).to_numpy() for name in ledger.column_names}
     assert np.allclose(rows["margin"], rows["chosen"] - rows["rejected"])
     assert np.allclose(rows["margin"][:8], 0, atol=1e-5)  # policy = reference before the first step
     assert np.abs(rows["margin"][40:]).min() > 1e-4
     weight = BETA / (1 + np.exp(BETA * rows["margin"]))
     assert np.allclose(rows["gradient_weight"], weight, rtol=1e-5)
-    logged = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").open()]
-    margins = [each["rewards/margins"] for each in logged if "rewards/margins" in each]
+    margins = [each["rewards/margins"] for each in metrics(run) if "rewards/margins" in each]
     assert np.allclose(margins, BETA * rows["margin"].reshape(10, 8).mean(1), atol=1e-6)
 
 
-def test_the_thread_that_trains_does_not_write_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = []
-
-    def recorded(batch: Any, *, is_first: bool) -> bytes:
-        threads.append(threading.current_thread())
-        return ledger_part(batch, is_first=is_first)
-
-    monkeypatch.setattr("rather.tracking.run.ledger_part", recorded)
-    assert DPOPipeline(config_of(tmp_path, "run", max_steps=2)).run() == 0
-    assert len(threads) >= 2
-    assert threading.main_thread() not in threads
+def test_the_thread_that_trains_does_not_write_it(watched: Watched) -> None:
+    assert len(watched.threads) >= 10
+    assert threading.main_thread() not in watched.threads
 
 
 def test_what_fails_in_that_thread_ends_the_run(
@@ -108,23 +124,8 @@ def test_what_fails_in_that_thread_ends_the_run(
         DPOPipeline(config_of(tmp_path, "run", max_steps=1)).run()
 
 
-def _columns(table: Any) -> tuple[list[str], list[Any]]:
-    return table.column_names, table.columns
-
-
-def test_a_worker_answers_with_twelve_bytes_a_pair(
-    run: DPOConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(Path(run.output_dir).parent, "bytes", max_steps=2)
-    results, train_step = [], ActorWorker.train_step
-
-    def kept(self: ActorWorker, *args: Any, **options: Any) -> Any:
-        results.append(train_step(self, *args, **options))
-        return results[-1]
-
-    monkeypatch.setattr(ActorWorker, "train_step", kept)
-    assert DPOPipeline(config).run() == 0
-    sent = vars(pickle.loads(pickle.dumps(results[1]))).values()
+def test_a_worker_answers_with_twelve_bytes_a_pair(watched: Watched) -> None:
+    sent = vars(pickle.loads(pickle.dumps(watched.results[1]))).values()
     tensors = [value for value in sent if isinstance(value, torch.Tensor)]
     # What is pickled is the whole storage, also of a slice.
     assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 12 * 8
@@ -141,11 +142,11 @@ def test_off_means_no_file_and_the_same_weights(run: DPOConfig) -> None:
 
 
 def test_without_a_reference_values_are_per_token(run: DPOConfig) -> None:
-    config = config_of(Path(run.output_dir).parent, "simpo", pref_loss="simpo", beta=2.5)
+    simpo = {"pref_loss": "simpo", "beta": 2.5, "max_steps": 1}
+    config = config_of(Path(run.output_dir).parent, "simpo", **simpo)
     assert DPOPipeline(config).run() == 0
     rows = read_ledger(config.run_dir).to_pydict()
-    logged = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").open()]
-    rewards = next(each["rewards/chosen"] for each in logged if each["step"] == 1)
+    rewards = next(each["rewards/chosen"] for each in metrics(config) if each["step"] == 1)
     assert 2.5 * np.mean(rows["chosen"][:8]) == pytest.approx(rewards, rel=1e-6)
     assert all(weight > 0 for weight in rows["gradient_weight"])
 
@@ -261,18 +262,12 @@ def test_corrections_drop_weight_and_flip_by_identity(run: DPOConfig, tmp_path: 
     digests = [hex_id(each) for each in plain.train.column("pair_hash").tolist()]
     lines = [{"id": digests[0], "weight": 0}, {"id": digests[1], "flip": True}]
     lines += [{"id": digests[2], "weight": 0.5}, {"id": "0" * 16, "weight": 0}]
-    file, again = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    again.write_text(json.dumps(lines[1]) + "\n")
+    file, again = write(tmp_path / "a.jsonl", *lines), write(tmp_path / "b.jsonl", lines[1])
 
     def train(*files: Path) -> tuple[list[Any], Any]:
-        names = [str(each) for each in files]
-        data = prepare(run.model_copy(deep=True, update={}))
-        config = config_of(
-            Path(run.output_dir).parent, "corrected", actor_train__data_args__corrections=names
-        )
-        found = prepare(config)
-        assert data.train.fingerprint != found.train.fingerprint
+        names = {"actor_train__data_args__corrections": [str(each) for each in files]}
+        found = prepare(config_of(Path(run.output_dir).parent, "corrected", **names))
+        assert plain.train.fingerprint != found.train.fingerprint
         return found.train.take(range(len(found.train))), found.report["corrections"]
 
     before = plain.train.take(range(40))
@@ -285,10 +280,10 @@ def test_corrections_drop_weight_and_flip_by_identity(run: DPOConfig, tmp_path: 
     kept = {key: counts[key] for key in ("dropped", "flipped", "weighted", "unknown_ids")}
     assert kept == {"dropped": 1, "flipped": 1, "weighted": 1, "unknown_ids": 1}
     assert train(file, again)[0][0].chosen.tolist() == before[1].chosen.tolist()  # flipped twice
-    again.write_text('{"id": "12"}\n')
+    write(again, {"id": "12"})
     with pytest.raises(DataError, match=r"b\.jsonl:1"):
         train(again)
-    again.write_text(json.dumps(lines[3]) + "\n")
+    write(again, lines[3])
     with pytest.raises(DataError, match="no id belongs to a training pair"):
         train(again)
 
@@ -300,9 +295,8 @@ def test_a_flipped_pair_has_the_other_margin_and_soft_label(run: DPOConfig) -> N
     assert torch.equal(torch.tensor(once.chosen), torch.tensor(pair.rejected))
 
 
-def invoke_pairs(run: DPOConfig, *arguments: str) -> str:
-    result = CliRunner().invoke(app, ["pairs", str(run.run_dir), *arguments])
-    assert result.exit_code == 0, result.output
+def invoke_pairs(run: DPOConfig, *arguments: object) -> str:
+    result = succeed("pairs", run.run_dir, *arguments)
     return str(result.stdout)
 
 
@@ -310,20 +304,11 @@ def invoke_pairs(run: DPOConfig, *arguments: str) -> str:
 def test_the_command_writes_no_doubtful_correction(run: DPOConfig, tmp_path: Path) -> None:
     """Ten steps of a tiny model disagree with labels, which is no evidence against them."""
     file = tmp_path / "corrections.jsonl"
-    text = invoke_pairs(run, "--write", str(file), "--shown", "3")
+    text = invoke_pairs(run, "--write", file, "--shown", 3)
     assert not file.exists()
     assert "nothing to correct" in text
     assert "No pair is called likely flipped" in text
     assert "Held-out accuracy of the model: " in text
-
-
-def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["pairs", str(tmp_path)])
-    assert result.exit_code == 2
-    assert result.output.splitlines() == [
-        f"rather: {tmp_path}: not a run folder (metrics.jsonl is missing); "
-        "give <output_dir>/<exp_name>."
-    ]
 
 
 @pytest.mark.defect("U25")
@@ -337,12 +322,12 @@ def test_the_command_shows_texts_and_row_ids(run: DPOConfig) -> None:
     pair = prepare(run).train.take([rows[0]["place"]])[0]
     tokenizer = load_tokenizer(run.actor_train.tokenizer_path, None, False)
     start = tokenizer.decode(pair.chosen.tolist(), skip_special_tokens=True)[:60]
-    assert start in invoke_pairs(run, "--shown", "3")
+    assert start in invoke_pairs(run, "--shown", 3)
 
 
 def test_planted_flips_calibrate_the_command(run: DPOConfig) -> None:
-    invoke_pairs(run, "--plant", "0.2")
-    known = json.loads((run.run_dir / "pairs.json").read_text())
+    invoke_pairs(run, "--plant", 0.2)
+    known = json_of(run.run_dir / "pairs.json")
     assert 0 <= known["auc"] <= 1
     assert known["share"] == 0.2
     assert "Planted flips: AUC" in invoke_pairs(run)
@@ -357,22 +342,18 @@ def test_corrections_are_written_for_likely_flipped_pairs(
     monkeypatch.setattr(Doctor, "findings", {"likely_flipped": flags})
     monkeypatch.setattr("rather.tools.report.pairs.MEANINGS", {"likely_flipped": "wrong"})
     file = tmp_path / "corrections.jsonl"
-    arguments = ["pairs", str(run.run_dir), "--write", str(file), "--action", "flip"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    printed, lines = invoke_pairs(run, "--write", file, "--action", "flip"), rows_of(file)
     ids = PairHistory.of(read_ledger(run.run_dir)).ids[flags]
     assert {line["id"] for line in lines} == {hex_id(int(each)) for each in ids}
     assert all(line["flip"] is True for line in lines)
-    assert f"3 corrections in {file}" in result.stdout
+    assert f"3 corrections in {file}" in printed
 
 
 @pytest.mark.defect("E12")
 def test_sources_are_columns_or_files(run: DPOConfig, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (Path(run.output_dir).parent / "pairs.jsonl").open()]
-    file, held_out = tmp_path / "two.jsonl", tmp_path / "other.jsonl"
-    file.write_text("".join(json.dumps({**row, "source": "a"}) + "\n" for row in rows[:30]))
-    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[30:]))
+    rows = rows_of(Path(run.output_dir).parent / "pairs.jsonl")
+    file = write(tmp_path / "two.jsonl", *({**row, "source": "a"} for row in rows[:30]))
+    held_out = write(tmp_path / "other.jsonl", *rows[30:])
     names = {"actor_train__data_args__file_name": str(file)}
     config = config_of(tmp_path, "split", **names, validation__data_args={"split": 5}, max_steps=1)
     assert DPOPipeline(config).run() == 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rather.errors import ConfigError, NonFiniteError
 from rather.tools import tune
+from tests.cells import cells
 from tests.tiny import make_config
 
 
@@ -34,28 +36,25 @@ def test_a_budget_needs_a_unit(text: str) -> None:
 
 GOOD = {"values": {tune.RATE: "1e-6"}, "steps": 4, "step_seconds": 0.1, "start_seconds": 1.0}
 STATE = {"seconds": 3.0, "runs": {"a": GOOD}, "rounds": {"range": 4, "rate": "1e-6"}, "asked": {}}
-DAMAGED = {
-    "not JSON": "{",
-    "another type": "[]",
-    "no runs": json.dumps({"seconds": 1.0, "rounds": {}}),
-    "text as seconds": json.dumps({**STATE, "seconds": "many"}),
-    "runs as a list": json.dumps({**STATE, "runs": []}),
-    "a run without values": json.dumps({**STATE, "runs": {"a": {"steps": 4}}}),
-    "negative steps": json.dumps({**STATE, "runs": {"a": {**GOOD, "steps": -1}}}),
-    "no times": json.dumps({**STATE, "runs": {"a": {"values": {}, "steps": 4}}}),
-    "a rate of 0": json.dumps({**STATE, "rounds": {"rate": "0"}}),
-    "an older version's shares": json.dumps(
-        {**STATE, "runs": {"a": {**GOOD, "forgetting_kept": 0.9}}}
-    ),
-    "a loss that is a text": json.dumps({**STATE, "runs": {"a": {**GOOD, "loss": "x"}}}),
+DAMAGED: dict[str, Any] = {
+    "another type": [],
+    "no runs": {"seconds": 1.0, "rounds": {}},
+    "text as seconds": {**STATE, "seconds": "many"},
+    "runs as a list": {**STATE, "runs": []},
+    "a run without values": {**STATE, "runs": {"a": {"steps": 4}}},
+    "negative steps": {**STATE, "runs": {"a": {**GOOD, "steps": -1}}},
+    "no times": {**STATE, "runs": {"a": {"values": {}, "steps": 4}}},
+    "a rate of 0": {**STATE, "rounds": {"rate": "0"}},
+    "an older version's shares": {**STATE, "runs": {"a": {**GOOD, "forgetting_kept": 0.9}}},
+    "a loss that is a text": {**STATE, "runs": {"a": {**GOOD, "loss": "x"}}},
 }
 
 
 @pytest.mark.defect("X13")
-@pytest.mark.parametrize("case", DAMAGED)
+@pytest.mark.parametrize("case", ["not JSON", *DAMAGED])
 def test_a_damaged_state_is_refused(tmp_path: Path, case: str) -> None:
     file = tmp_path / tune.STATE
-    file.write_text(DAMAGED[case])
+    file.write_text(json.dumps(DAMAGED[case]) if case in DAMAGED else "{")
     with pytest.raises(ConfigError, match=r"tune\.json: is damaged .* to tune from scratch"):
         tune.read_state(file)
 
@@ -153,101 +152,69 @@ def test_a_budget_without_two_full_runs_is_refused(tmp_path: Path) -> None:
     assert state.reserved == pytest.approx(3 * 1.15 * 101)
 
 
-class Sequence:
-    """Finalists in the order in which `_next_finalist` asks for them, with results that are given."""
+BEYOND = {"problem": "eval/drift is 3 nats per token, above drift_limit (1)."}
+LOST, KEPT = {"forgetting_kept": 0.9}, {"forgetting_kept": 0.96}
+FIRST, LOWER, HIGHER = ("1e-06", "-"), ("3.33e-07", "-"), ("3e-06", "-")
+TRADED = [("3.33e-07", "0.3"), ("1.11e-07", "0.9")]  # the same rewards with smaller rates
+GENTLER = [("3.7e-08", "0.9"), ("1.23e-08", "0.9")]
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tune.Tuning, "beta", lambda _, values: float(values.get("beta", 0.1)))
-        self.margins: dict[str, tune.Rewards] = {}  # of the choosing pairs, of each finalist
-        monkeypatch.setattr(tune.Tuning, "_chooses", lambda _, name: self.margins[name])
-        self.state = tuning(folder, 0.5)
-        self.tried: list[tuple[str, str]] = []
 
-    def finish(self, loss: float, **more: str | float) -> None:
-        values = self.state._next_finalist()
+@pytest.mark.parametrize(
+    ("losses", "others", "tried", "is_last"),
+    [
+        # First the rate, in the direction that was better; then beta, traded for the rate.
+        ([0.4, 0.5, 0.45, 0.4, 0.4], [{}] * 5, [FIRST, LOWER, HIGHER, *TRADED], True),
+        # A trade that is clearly worse is not followed by another.
+        ([0.4, 0.5, 0.45, 0.6], [{}] * 4, [FIRST, LOWER, HIGHER, TRADED[0]], True),
+        # The best rate exceeds a limit: first its rewards from smaller rates, then the next one's.
+        (
+            [0.4, 0.5, 0.4, 0.4, 0.55], [BEYOND, {}, {}, {}, {}],
+            [FIRST, LOWER, *TRADED, ("1.11e-07", "0.3")], True,
+        ),
+        # Beyond a limit nothing stronger is tried: beta and rate, then ever smaller rates.
+        (
+            [0.4, 0.45, 0.41, 0.42, 0.5, 0.6], [BEYOND] * 5 + [{}],
+            [FIRST, LOWER, *TRADED, *GENTLER], True,
+        ),
+        # Lost answers ask for gentler finalists before stronger ones, and for two more than usual.
+        (
+            [0.4, 0.5, 0.4, 0.4, 0.4, 0.4, 0.5], [LOST] * 7,
+            [FIRST, LOWER, *TRADED, *GENTLER, HIGHER], True,
+        ),
+        # The first of these is clearly worse: the next would be as well, and could not win.
+        ([0.4, 0.5, 0.4, 0.4, 0.6, 0.5], [LOST] * 6,
+         [FIRST, LOWER, *TRADED, GENTLER[0], HIGHER], False),
+        # One that keeps the answers is enough if it is about as good as the best.
+        ([0.4, 0.5, 0.4, 0.4, 0.5], [LOST, LOST, LOST, KEPT, LOST],
+         [FIRST, LOWER, *TRADED, HIGHER], False),
+        ([0.4, 0.5, 0.4, 0.4, 0.4], [LOST, KEPT, LOST, LOST, LOST],
+         [FIRST, LOWER, *TRADED, GENTLER[0]], False),
+    ],
+)  # fmt: skip
+def test_which_finalists_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    losses: list[float], others: list[dict[str, Any]], tried: list[Any], is_last: bool,
+) -> None:  # fmt: skip
+    """With these results, in the order in which `_next_finalist` asks for them."""
+    monkeypatch.setattr(tune.Tuning, "beta", lambda _, values: float(values.get("beta", 0.1)))
+    chosen: dict[str, tune.Rewards] = {}
+    monkeypatch.setattr(tune.Tuning, "_chooses", lambda _, name: chosen[name])
+    state = tuning(tmp_path, 0.5)
+    asked = []
+    for number, (loss, more) in enumerate(zip(losses, others, strict=True)):
+        values = state._next_finalist()
         assert values is not None
-        self.tried.append((values[tune.RATE], values.get("beta", "-")))
-        name = f"final-{len(self.tried)}"
-        self.state.runs[name] = {**GOOD, "values": values, "loss": loss, **more}
-        self.margins[name] = rewards(*np.linspace(-0.1, 0.1, 100) - loss)
-
-    def restart(self) -> None:
-        self.state.runs.clear()
-        self.state.runs["a"] = dict(GOOD, loss=0.5)
-        self.tried.clear()
+        asked.append((values[tune.RATE], values.get("beta", "-")))
+        state.runs[f"final-{number}"] = {**GOOD, "values": values, "loss": loss, **more}
+        chosen[f"final-{number}"] = rewards(*np.linspace(-0.1, 0.1, 100) - loss)
+    assert asked == tried
+    assert not is_last or state._next_finalist() is None
 
 
-def test_finalists_follow_the_better_direction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """First the rate, in the direction that was better; then beta, traded for the rate."""
-    finalists = Sequence(tmp_path, monkeypatch)
-    state, tried = finalists.state, finalists.tried
-    finish, restart = finalists.finish, finalists.restart
-    finish(0.4)
-    finish(0.5)
-    finish(0.45)  # three times the first: too much
-    assert tried == [("1e-06", "-"), ("3.33e-07", "-"), ("3e-06", "-")]
-    # The best rate is between the others. The same rewards with a smaller rate, twice:
-    finish(0.4)
-    finish(0.4)
-    assert tried[3:] == [("3.33e-07", "0.3"), ("1.11e-07", "0.9")]
-    assert state._next_finalist() is None
-    # A trade that is clearly worse is not followed by another.
-    restart()
-    for loss in (0.4, 0.5, 0.45, 0.6):
-        finish(loss)
-    assert state._next_finalist() is None
-    # The best rate exceeds a limit: first its rewards from smaller rates, then those of the next.
-    restart()
-    beyond = "eval/drift is 3 nats per token, above drift_limit (1)."
-    finish(0.4, problem=beyond)
-    for loss in (0.5, 0.4, 0.4, 0.55):
-        finish(loss)
-    assert tried[2:] == [("3.33e-07", "0.3"), ("1.11e-07", "0.9"), ("1.11e-07", "0.3")]
-    assert state._next_finalist() is None
-    # Beyond a limit nothing stronger is tried: beta and rate, then ever smaller rates.
-    restart()
-    for loss in (0.4, 0.45, 0.41, 0.42, 0.5):
-        finish(loss, problem=beyond)
-    finish(0.6)
-    rates = ["1e-06", "3.33e-07", "3.33e-07", "1.11e-07", "3.7e-08", "1.23e-08"]
-    assert tried == list(zip(rates, ["-", "-", "0.3", "0.9", "0.9", "0.9"], strict=True))
-    assert state._next_finalist() is None
-    # Full runs that cost little follow the range test directly, from a third of its best rate on.
-    restart()
+def test_full_runs_that_cost_little_follow_the_range_test(tmp_path: Path) -> None:
+    state = tuning(tmp_path, 0.5)
     state.state["rounds"]["direct"] = 1
-    finish(0.4)
-    assert tried == [("3.33e-07", "-")]
-
-
-def test_lost_answers_ask_for_gentler_finalists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They come before stronger ones, and are two more than usual."""
-    finalists = Sequence(tmp_path, monkeypatch)
-    state, tried = finalists.state, finalists.tried
-    finish, restart = finalists.finish, finalists.restart
-    rescued = [("1e-06", "-"), ("3.33e-07", "-"), ("3.33e-07", "0.3"), ("1.11e-07", "0.9")]
-    rescues = [("3.7e-08", "0.9"), ("1.23e-08", "0.9")]
-    for loss in (0.4, 0.5, 0.4, 0.4, 0.4, 0.4, 0.5):
-        finish(loss, forgetting_kept=0.9)
-    assert tried == [*rescued, *rescues, ("3e-06", "-")]
-    assert state._next_finalist() is None
-    # The first of these is clearly worse: the next would be as well, and could not win.
-    restart()
-    for loss in (0.4, 0.5, 0.4, 0.4, 0.6, 0.5):
-        finish(loss, forgetting_kept=0.9)
-    assert tried == [*rescued, rescues[0], ("3e-06", "-")]
-    # One that keeps the answers is enough if it is about as good as the best.
-    restart()
-    for kept, loss in ((0.9, 0.4), (0.9, 0.5), (0.9, 0.4), (0.96, 0.4), (0.9, 0.5)):
-        finish(loss, forgetting_kept=kept)
-    assert tried == [*rescued, ("3e-06", "-")]
-    restart()
-    for kept, loss in ((0.9, 0.4), (0.96, 0.5), (0.9, 0.4), (0.9, 0.4), (0.9, 0.4)):
-        finish(loss, forgetting_kept=kept)
-    assert tried == [*rescued, rescues[0]]
+    assert (state._next_finalist() or {})[tune.RATE] == "3.33e-07", "a third of its best rate"
 
 
 class Finalists:
@@ -281,10 +248,12 @@ class Finalists:
         self.rewards[f"final-{name}"] = rewards(*(self.margins + noise + better_by))
 
 
-def test_of_equal_finalists_one_that_keeps_the_right_answers_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finalists = Finalists(tmp_path, monkeypatch)
+@pytest.fixture
+def finalists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Finalists:
+    return Finalists(tmp_path, monkeypatch)
+
+
+def test_of_equal_finalists_one_that_keeps_the_right_answers_wins(finalists: Finalists) -> None:
     finalists.add("strong", 0.02, lost=3, drift=0.2)
     finalists.add("gentlest", 0.0, lost=2, drift=0.05)
     finalists.add("keeps", 0.0, lost=1, drift=0.1)
@@ -302,7 +271,7 @@ def test_of_equal_finalists_one_that_keeps_the_right_answers_wins(
 
 
 @pytest.mark.defect("E4")
-@pytest.mark.parametrize("spread", [0.3, 2.0])
+@pytest.mark.parametrize("spread", cells([0.3], [2.0]))
 def test_settings_that_change_nothing_are_rarely_written(spread: float) -> None:
     """At most 5 % of 200 cases; settings that are worse are written less often."""
     for pairs, finalists in ((20, 8), (60, 2), (300, 8)):
@@ -358,8 +327,7 @@ def test_enough_pairs_are_held_out_and_enough_are_left(pairs: int, held_out: int
 
 
 @pytest.mark.defect("E4")
-def test_what_was_not_shown_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finalists = Finalists(tmp_path, monkeypatch)
+def test_what_was_not_shown_is_said(finalists: Finalists) -> None:
     finalists.margins = np.random.default_rng(1).permutation(np.linspace(-0.97, 1.23, 402))
     finalists.add("small", 0.0, lost=0, drift=0.2)
     found = finalists.tuning.result()
@@ -371,10 +339,7 @@ def test_what_was_not_shown_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.defect("E7")
-def test_a_finalist_beyond_a_limit_does_not_win(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finalists = Finalists(tmp_path, monkeypatch)
+def test_a_finalist_beyond_a_limit_does_not_win(finalists: Finalists) -> None:
     finalists.add("far", 2.0, lost=0, drift=0.1, problem="eval/drift is 3, above drift_limit (1)")
     assert finalists.tuning.result()["best"] == tune.NOTHING
     finalists.add("near", 0.5, lost=0, drift=0.1)
@@ -382,10 +347,9 @@ def test_a_finalist_beyond_a_limit_does_not_win(
 
 
 def test_if_none_keeps_the_right_answers_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finalists: Finalists, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of those that lost too many, the one that kept most is chosen, with both numbers."""
-    finalists = Finalists(tmp_path, monkeypatch)
     finalists.add("strong", 0.05, lost=5, won=7, drift=0.2)
     finalists.add("gentle", 0.0, lost=3, won=5, drift=0.1)
     finalists.add("gentlest", 0.0, lost=4, won=9, drift=0.05)
@@ -409,9 +373,8 @@ def test_if_none_keeps_the_right_answers_it_is_said(
 
 @pytest.mark.parametrize(("rate", "is_said"), [("1e-09", True), ("1e-07", False)])
 def test_gentler_settings_that_did_not_fit_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: str, is_said: bool
+    finalists: Finalists, monkeypatch: pytest.MonkeyPatch, rate: str, is_said: bool
 ) -> None:
-    finalists = Finalists(tmp_path, monkeypatch)
     finalists.add("strong", 0.0, lost=3, drift=0.2)
     monkeypatch.setattr(tune.Tuning, "_next_finalist", lambda _: {tune.RATE: rate})
     reason = finalists.tuning.result()["reason"]

@@ -7,15 +7,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from rather.commands.prepare import recipes_app
 from rather.config.load import load_config
 from rather.config.run_config import DPOConfig
 from rather.errors import ConfigError
 from rather.losses.losses import LOSSES
 from rather.losses.objective import from_config
 from rather.recipes import copy_recipe, find_recipe, list_recipes
+from tests.commands.conftest import refusal, succeed
 
 RECIPES = list_recipes()
 
@@ -108,17 +107,10 @@ def test_copy_never_overwrites_unless_forced(tmp_path: Path) -> None:
 
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    runner = CliRunner()
-    listed = runner.invoke(recipes_app, ["list"])
-    assert listed.exit_code == 0
-    assert all(
-        re.search(rf"^ {re.escape(recipe)} ", listed.output, re.MULTILINE) for recipe in RECIPES
-    )
-    assert runner.invoke(recipes_app, ["show", "dpo"]).output == text_of("dpo")
-    assert runner.invoke(recipes_app, ["copy", "dpo"]).exit_code == 0
+    listed = succeed("recipes", "list").output
+    assert all(re.search(rf"^ {re.escape(recipe)} ", listed, re.MULTILINE) for recipe in RECIPES)
+    assert succeed("recipes", "show", "dpo").output == text_of("dpo")
+    succeed("recipes", "copy", "dpo")
     assert (tmp_path / "dpo.yaml").exists()
-    again = runner.invoke(recipes_app, ["copy", "dpo"])
-    assert again.exit_code == 2
-    assert "--force" in again.output
-    assert runner.invoke(recipes_app, ["copy", "dpo", "--force"]).exit_code == 0
-    assert runner.invoke(recipes_app, ["show", "dop"]).exit_code == 2
+    assert "--force" in refusal(2, "recipes", "copy", "dpo")
+    succeed("recipes", "copy", "dpo", "--force")

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rather.cluster.worker import ActorWorker
 from rather.data.batch import Columns, TokenPair
@@ -28,18 +27,13 @@ from rather.model import files
 from rather.pipeline.pipeline import DPOPipeline
 from rather.reference.logprob_cache import BlockFile, block_of
 from rather.reference.logps import ReferenceLogps
+from tests.runs import assert_equal, exported, trained
 from tests.tiny import in_child, make_config, make_pairs, metrics
 
 TOKENS = {"pref_loss": "sigmoid", "ld_alpha": 0.4}
 EPOCHS = "actor_train__training_args__num_train_epochs"
 BATCH = "actor_train__training_args__per_device_train_batch_size"
-
-
-@pytest.fixture(autouse=True)
-def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is half the time of a tiny run, and has tests of its own."""
-    for name in ("check_family", "check_model"):
-        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
+pytestmark = pytest.mark.usefixtures("no_self_check")
 
 
 @pytest.fixture
@@ -51,8 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     """What the report of a run says of its reference."""
-    config = make_config(folder, exp_name=name, **changes)
-    assert DPOPipeline(config).run() == 0
+    config = trained(folder, name, **changes)
     told: dict[str, Any] = json.loads((config.run_dir / "report.json").read_text())["reference"]
     return told
 
@@ -61,10 +54,6 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     every = metrics(make_config(folder, exp_name=name))
     times = ("_per_second", "time/reference", "time/train", "time/wait")
     return [{k: v for k, v in line.items() if not k.endswith(times)} for line in every]
-
-
-def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    return load_file(folder / "output" / name / "model" / "model.safetensors")
 
 
 def counters(told: dict[str, Any]) -> tuple[int, int, int]:
@@ -104,10 +93,7 @@ def test_another_beta_does_no_forward_and_loads_no_reference(
     assert told["cache"].startswith(str(folder / "output" / ".cache" / "reference"))
     for one, other in zip(lines(folder, "second"), lines(folder, "off"), strict=True):
         assert one == pytest.approx(other, rel=1e-12, abs=1e-12)
-    assert all(
-        torch.equal(weights(folder, "off")[key], value)
-        for key, value in weights(folder, "second").items()
-    )
+    assert_equal(*(exported(make_config(folder, exp_name=name)) for name in ("second", "off")))
     with pytest.raises(AssertionError, match="the reference was loaded"):
         run(folder, "third", reference__cache__enabled=False)
 
@@ -213,18 +199,6 @@ def test_precision_is_part_of_the_key(folder: Path) -> None:
     half = run(folder, "half", actor_train__model_args__dtype="bf16")
     assert half["forwards"] == 6
     assert half["cache"] != exact["cache"]
-
-
-def test_damaged_blocks_are_computed_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(folder, "first")
-    (segment,) = segments(folder)
-    data = bytearray(segment.read_bytes())
-    data[60] ^= 4  # in the first block, that of the evaluation
-    segment.write_bytes(data[:-3])  # and half of the last one, that of the last step
-    told = run(folder, "second")
-    assert counters(told) == (32, 17, 2)
-    assert "are damaged; the log-probs they held are computed again" in caplog.text
-    assert lines(folder, "second") == lines(folder, "first")
 
 
 def test_a_hub_name_is_its_snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from rather.parallel import load
 from rather.pipeline.pipeline import DPOPipeline
 from rather.reference import logprob_cache as store
 from rather.reference.logprob_cache import BlockFile
+from tests.runs import assert_equal, saved
 from tests.tiny import in_child, make_config
-from tests.train.test_resume import RUN, assert_same, outcome
+from tests.train.test_resume import RUN, assert_whole, config_of
 from tests.train.test_resume import train as train_quietly
 
 TOKENS = {"pref_loss": "sigmoid", "ld_alpha": 0.4}
@@ -90,7 +91,7 @@ def test_cached_values_can_be_distinguished_from_others(folder: Path) -> None:
     """Else the other tests would prove nothing."""
     plain = {**RUN, **TOKENS, "exp_name": "plain", "reference__cache__enabled": False}
     assert in_child(train, folder, plain) == 0
-    one, other = outcome(folder, "plain")[1], outcome(folder, "whole")[1]
+    one, other = (saved(config_of(folder, name), 12) for name in ("plain", "whole"))
     assert not all(torch.equal(one[key], other[key]) for key in one)
     assert all(torch.allclose(one[key].double(), other[key].double(), atol=1e-4) for key in one)
 
@@ -100,7 +101,7 @@ def test_killed_after_a_step(folder: Path, step: int) -> None:
     name = f"killed-{step}"
     assert in_child(train, folder, changes_of(folder, name), str(step)) == -signal.SIGKILL
     assert in_child(train, folder, changes_of(folder, name)) == 0
-    assert_same(outcome(folder, name), outcome(folder, "whole"))
+    assert_whole(folder, name)
 
 
 def train_until_write(folder: Path, changes: dict[str, Any], number: int) -> int:
@@ -129,7 +130,7 @@ def test_killed_in_the_middle_of_a_block(folder: Path, number: int) -> None:
     damaged.append(BlockFile(folder / "output" / name / "reference.log").read()[1])
     assert sum(map(bool, damaged)) == 1
     assert in_child(train, folder, changes) == 0
-    assert_same(outcome(folder, name), outcome(folder, "whole"))
+    assert_whole(folder, name)
 
 
 def test_what_the_run_used_is_stored_in_the_run_folder(folder: Path) -> None:
@@ -138,7 +139,7 @@ def test_what_the_run_used_is_stored_in_the_run_folder(folder: Path) -> None:
     assert in_child(train, folder, changes, "7") == -signal.SIGKILL
     shutil.rmtree(folder / "cache-deleted")
     assert in_child(train, folder, changes) == 0
-    assert_same(outcome(folder, "deleted"), outcome(folder, "whole"))
+    assert_whole(folder, "deleted")
 
 
 def test_a_checkpoint_of_another_run_brings_its_values(folder: Path) -> None:
@@ -146,9 +147,7 @@ def test_a_checkpoint_of_another_run_brings_its_values(folder: Path) -> None:
     changes = {**changes_of(folder, "taken-over"), "resume_from_checkpoint": checkpoint}
     shutil.rmtree(folder / "cache-taken-over")
     assert in_child(train, folder, changes) == 0
-    one, other = (outcome(folder, name)[1] for name in ("taken-over", "whole"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert_equal(*(saved(config_of(folder, name), 12) for name in ("taken-over", "whole")))
 
 
 def test_starting_from_scratch_discards_them(folder: Path) -> None:

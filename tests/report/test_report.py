@@ -9,8 +9,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,15 +19,16 @@ from typer.testing import CliRunner, Result
 
 from rather.cli import app
 from rather.config.redaction import HIDDEN
+from rather.errors import ConfigError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.starts import command, record_start
 from rather.run_folder import control
-from rather.tools.report import sections, write
-from rather.tools.report.folder import Folder, MetricColumns, MetricsReader, without_secrets
-from rather.tools.report.page import plotly_bundle
+from rather.tools.report import sections
+from rather.tools.report.folder import Folder, MetricsReader, without_secrets
+from rather.tools.report.page import MOST_POINTS
 from rather.tools.report.pairs import PairHistory, read_ledger
 from rather.tools.report.sections import report_page
-from rather.tools.report.write import LiveReport, start_child, write_report
+from rather.tools.report.write import write_last_report, write_report
 from tests.browser import (
     NARROW,
     WIDE,
@@ -50,6 +49,12 @@ FINDING = {
     "number": 0.8,
     "advice": f"Raise beta. <b>{SECRET}</b>",
 }
+METRICS_OF_A_RUN = (
+    "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "logps/chosen",
+    "logps/rejected", "logps/chosen_below_reference", "lengths/chosen", "lengths/rejected",
+    "rewards/length_correlation", "grad_norm", "lr", "pairs_per_second", "time/train", "time/reference",
+    "time/wait",
+)  # fmt: skip
 STATS = {"tokens": 9, "repetition": 0.25, "ended": True}
 INCIDENT = {"time": "2026-01-01T00:00:00+00:00", "kind": "nonfinite", "step": 3, "action": "skip"}
 
@@ -57,6 +62,21 @@ INCIDENT = {"time": "2026-01-01T00:00:00+00:00", "kind": "nonfinite", "step": 3,
 def answer(step: int) -> dict[str, Any]:
     texts = {"prompt": "w1 <w2>", "reference": "w50 w51", "policy": f"w3 of step {step}"}
     return {"step": step, **texts, "reference_stats": STATS, "policy_stats": STATS}
+
+
+def write_lines(file: Path, *records: dict[str, Any]) -> Path:
+    file.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
+    return file
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def series(text: str, anchor: str) -> list[dict[str, Any]]:
+    """The lines or bars of a chart."""
+    drawn: list[dict[str, Any]] = figures(text)[anchor]["series"]
+    return drawn
 
 
 def invoke(*arguments: object) -> Result:
@@ -87,9 +107,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert done.exit_code == 0, done.output
         said = {"health": [FINDING], "answers": [answer(0), answer(12)], "incidents": [INCIDENT]}
         for name, lines in said.items():
-            (config.run_dir / f"{name}.jsonl").write_text(
-                "\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8"
-            )
+            write_lines(config.run_dir / f"{name}.jsonl", *lines)
         assert invoke("report", config.run_dir).exit_code == 0
         yield config.run_dir
 
@@ -114,11 +132,9 @@ def rows(text: str, caption: str) -> list[tuple[str, list[str]]]:
 
 
 def test_curves_show_the_metrics(run_dir: Path, text: str) -> None:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    training, held_out = (
-        [line for line in records if ("eval/loss" in line) == wanted] for wanted in (False, True)
-    )
-    drawn = figures(text)
+    records = read_records(run_dir)
+    training = [record for record in records if "loss" in record]
+    held_out = [record for record in records if "eval/loss" in record]
     for anchor, metrics in {
         "loss": ["loss"],
         "accuracy": ["rewards/accuracies"],
@@ -128,10 +144,11 @@ def test_curves_show_the_metrics(run_dir: Path, text: str) -> None:
     }.items():
         expected = [[line[name] for line in training] for name in metrics]
         expected += [[line[f"eval/{name}"] for line in held_out] for name in metrics]
-        assert [line["y"] for line in drawn[anchor]["data"]] == expected, anchor
-        assert drawn[anchor]["data"][0]["x"] == list(range(1, 13))
-    assert [line["name"] for line in drawn["loss"]["data"]] == ["training", "held-out"]
-    assert {"time-of-a-step", "speed", "prompt-lengths"} <= drawn.keys()
+        drawn = [line["y"] for line in series(text, anchor)]
+        assert [pytest.approx(values, rel=1e-4) for values in expected] == drawn, anchor
+        assert series(text, anchor)[0]["x"] == list(range(1, 13))
+    assert [line["name"] for line in series(text, "loss")] == ["training", "held-out"]
+    assert {"time-of-a-step", "speed", "prompt-lengths"} <= figures(text).keys()
 
 
 def test_one_report_covers_both_starts(text: str) -> None:
@@ -151,28 +168,14 @@ def test_one_report_covers_both_starts(text: str) -> None:
 @pytest.mark.parametrize(
     ("last", "low", "longer", "health", "answer", "reason"),
     [
-        (
-            0.766,
-            0.731,
-            0.5,
-            [],
-            "Yes",
-            "76.6% (95 %: 73.1% to 80.0%) on 500 pairs; all ties before",
-        ),
+        (0.766, 0.731, 0.5, [], "Yes", "76.6% (95 %: 73.1% to 80.0%) on 500 pairs; all ties before"),
         (0.766, 0.731, 0.78, [], "Not shown", "the longer answer is right on 78.0%: the model has"),
-        (
-            0.766,
-            0.731,
-            0.22,
-            [],
-            "Not shown",
-            "Always picking the shorter answer is right on 78.0%",
-        ),
+        (0.766, 0.731, 0.22, [], "Not shown", "Always picking the shorter answer is right on 78.0%"),
         (0.9, 0.85, 0.78, [FINDING], "Perhaps", "Health has 1 serious finding: chosen log-prob f"),
         (0.52, 0.48, 0.5, [], "Not shown", "That may be chance."),
         (0.46, 0.42, 0.5, [], "No", "That may be chance."),
     ],
-)
+)  # fmt: skip
 def test_one_sentence_says_whether_it_was_worth_it(
     tmp_path: Path, last: float, low: float, longer: float, health: Any, answer: str, reason: str
 ) -> None:
@@ -180,8 +183,7 @@ def test_one_sentence_says_whether_it_was_worth_it(
     before = {"step": 0, "eval/loss": 0.69, name: 0.0, "eval/rewards/ties": 1.0}
     after = {"step": 9, "eval/loss": 0.5, name: last, "eval/rewards/ties": 0.0}
     after |= {f"{name}_low": low, f"{name}_high": 0.8, "eval/pairs": 500}
-    lines = "".join(json.dumps(record) + "\n" for record in (before, after))
-    (tmp_path / "metrics.jsonl").write_text(lines)
+    write_lines(tmp_path / "metrics.jsonl", before, after)
     run = Folder(tmp_path)
     run.data = {
         "rows": "pairs",
@@ -200,13 +202,13 @@ def test_single_answers_are_desirable_or_not(tmp_path: Path) -> None:
     values = {"rewards/accuracies": 0.9, "rewards/chosen": 1.0, "rewards/rejected": -1.0}
     record = {"step": 9, "eval/loss": 0.5} | {f"eval/{name}": x for name, x in values.items()}
     before = record | {"step": 0, "eval/rewards/accuracies": 0.0}
-    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(before)}\n{json.dumps(record)}\n")
+    write_lines(tmp_path / "metrics.jsonl", before, record)
     run = Folder(tmp_path)
     sets = {"eval": {"length_bias": {"longer_wins": 0.8}}}
     run.data = {"rows": "labelled", "look": {"sets": sets}}
     page = report_page(run, "finished")
     assert "The longer of a desirable and an undesirable answer is the desirable one" in page
-    names = {line["name"] for line in figures(page)["rewards"]["data"]}
+    names = {line["name"] for line in series(page, "rewards")}
     assert names == {"held-out, desirable", "held-out, undesirable"}
 
 
@@ -218,12 +220,11 @@ def test_suspicious_pairs_have_their_texts(run_dir: Path, text: str) -> None:
     shown = {" ".join(cells[-2].split()) for _, cells in suspects}
     assert len(suspects) == 20
     assert shown <= {" ".join(answer.split()) for answer in answers}
-    drawn = figures(text)["margins-of-the-pairs"]["data"]
+    drawn = series(text, "margins-of-the-pairs")
     assert [line["name"] for line in drawn] == ["first seen", "last seen"]
     once = PairHistory.of(read_ledger(run_dir).slice(0, 8))
-    assert [
-        line["name"] for line in figures(sections._margins_chart(once)).popitem()[1]["data"]
-    ] == ["first seen"]
+    drawn = series(sections._margins_chart(once), "margins-of-the-pairs")
+    assert [line["name"] for line in drawn] == ["first seen"]
 
 
 def test_settings_against_their_defaults(text: str) -> None:
@@ -240,8 +241,7 @@ def test_machine_time_and_cost(run_dir: Path, text: str) -> None:
     assert {"torch", "transformers", "Python", "device"} <= machine.keys()
     assert (machine["devices"], machine["hosts"]) == (["1"], ["1"])
     cost = cells(text, "Cost of all steps in metrics.jsonl; a shared prompt counts once")
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    training = [record for record in records if "tokens" in record]
+    training = [record for record in read_records(run_dir) if "tokens" in record]
     assert cost["Pairs"] == [f"{sum(record['pairs'] for record in training)}"]
     assert cost["Tokens"] == [f"{sum(record['tokens'] for record in training):,}"]
     seconds = sum(record["pairs"] / record["pairs_per_second"] for record in training)
@@ -262,15 +262,10 @@ def test_findings_answers_and_incidents(text: str) -> None:
     assert "action: skip" in text
 
 
-def test_pairs_of_the_ledger_are_shown(text: str) -> None:
-    assert "Margins of the pairs" in text
-    assert "The pairs with the highest flip score" in text
-    assert "cannot be shown" not in text
-
-
 def test_no_secret_and_no_markup_from_data(text: str) -> None:
     assert SECRET not in text
     assert f"&lt;b&gt;{HIDDEN}&lt;/b&gt;" in text
+    assert "cannot be shown" not in text
 
 
 def test_texts_are_redacted_separately(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,14 +317,14 @@ def test_a_damaged_file_costs_only_its_part(run_dir: Path, tmp_path: Path) -> No
         ("answers", {"prompt": []}),
         ("starts", {"settings": 3}),
     ):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+        write_lines(tmp_path / f"{name}.jsonl", line)
     (tmp_path / "incidents.jsonl").mkdir()
     for name in ("data_report", "plan", "report"):
         (tmp_path / f"{name}.json").write_text(
             '{"measured": 1, "parts": 1, "seconds": "x"}', encoding="utf-8"
         )
     page = report_page(Folder(tmp_path), "not finished")
-    assert figures(page)["loss"]["data"][0]["x"] == list(range(1, 13))
+    assert series(page, "loss")[0]["x"] == list(range(1, 13))
     told = dict(re.findall(r'<h2 id="([^"]+)">.*?</h2>(.{,80})', page))
     damaged = {anchor for anchor, text in told.items() if "is damaged" in text}
     assert told.keys() - damaged == {"curves", "incidents"}
@@ -337,9 +332,7 @@ def test_a_damaged_file_costs_only_its_part(run_dir: Path, tmp_path: Path) -> No
 
 def test_a_lone_surrogate_is_replaced(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
-    (tmp_path / "health.jsonl").write_text(
-        json.dumps({**FINDING, "text": "half \ud83d"}) + "\n", encoding="utf-8"
-    )
+    write_lines(tmp_path / "health.jsonl", {**FINDING, "text": "half \ud83d"})
     assert "half ?" in write_report(tmp_path, state="running").read_text(encoding="utf-8")
 
 
@@ -353,16 +346,12 @@ def test_the_current_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_two_writers_at_once(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rather report` while the run writes its own: each has a file of its own until it is
-    whole.
-    """
-    out, move, pid = tmp_path / "report.html", os.replace, os.getpid()
+    """`rather report` while the run ends: each has a file of its own until it is whole."""
+    out, move = tmp_path / "report.html", os.replace
 
     def other_first(source: Path, target: Path) -> None:
-        with monkeypatch.context() as other:
-            other.setattr(os, "replace", move)
-            other.setattr(os, "getpid", lambda: pid + 1)
-            write_report(run_dir, out, state="running")
+        monkeypatch.setattr(os, "replace", move)
+        write_report(run_dir, out, state="running")
         move(source, target)
 
     monkeypatch.setattr(os, "replace", other_first)
@@ -393,75 +382,52 @@ def test_a_start_that_cannot_be_recorded_does_not_end_the_run(
         "sys.argv", ["rather", "train", "caf\udce9.yaml"]
     )  # a name in Latin-1, as Python reads it
     record_start(config, "cpu", 0, 5)
-    (start,) = Folder(_with_metrics(config.run_dir)).starts
+    (config.run_dir / "metrics.jsonl").touch()
+    (start,) = Folder(config.run_dir).starts
     assert start["command"] == "rather train 'caf\udce9.yaml'"
     monkeypatch.setattr("sys.argv", [])
     record_start(config, "cpu", 0, 5)
     assert "this start was not recorded" in caplog.text
 
 
-def _with_metrics(folder: Path) -> Path:
-    (folder / "metrics.jsonl").touch()
-    return folder
-
-
-def columns_of(folder: Path, *records: dict[str, Any]) -> MetricColumns:
-    file = folder / "metrics.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return MetricsReader(file).update()
-
-
-def test_nonfinite_values_are_read_from_their_texts(tmp_path: Path) -> None:
-    second = {"step": 2, "loss": None, "nonfinite": {"loss": "inf"}}
-    column = columns_of(tmp_path, {"step": 1, "loss": 0.5}, second)["loss"]
-    assert (list(column.steps), list(column.values)) == ([1, 2], [0.5, float("inf")])
-
-
-def test_lines_may_have_different_metrics(tmp_path: Path) -> None:
-    more = {"step": 2, "loss": 2.0, "more": 7.0}
-    last = {"step": 3, "loss": 1.0}
-    columns = columns_of(tmp_path, {"step": 1, "loss": 3.0}, more, last, {"step": "x"}, {})
-    assert [list(each) for each in columns["loss"]] == [[1, 2, 3], [3.0, 2.0, 1.0]]
-    assert [list(each) for each in columns["more"]] == [[2], [7.0]]
-
-
-def test_the_old_name_of_a_metric_is_read(tmp_path: Path) -> None:
-    old = {"step": 1, "logps/falling": 0.5, "eval/logps/falling": 0.25}
-    new = {"step": 2, "logps/chosen_below_reference": 0.75}
-    columns = columns_of(tmp_path, old, new)
-    assert list(columns["logps/chosen_below_reference"].values) == [0.5, 0.75]
-    assert set(columns) == {"logps/chosen_below_reference", "eval/logps/chosen_below_reference"}
-    title = "chosen-answers-less-likely-than-under-the-reference"
-    assert figures(report_page(Folder(tmp_path), "running"))[title]["data"][0]["y"] == [
-        0.5,
-        0.75,
+def test_metrics_are_read_as_columns(tmp_path: Path) -> None:
+    """Lines have different metrics, values that are not finite, an old name, or are damaged."""
+    lines: list[dict[str, Any]] = [
+        {"step": 1, "loss": 3.0, "logps/falling": 0.5, "eval/logps/falling": 0.25},
+        {"step": 2, "loss": None, "nonfinite": {"loss": "inf"}, "more": 7.0},
+        {"step": 3, "loss": 1.0, "logps/chosen_below_reference": 0.75},
+        {"step": "x"},
+        {},
     ]
+    columns = MetricsReader(write_lines(tmp_path / "metrics.jsonl", *lines)).update()
+    read = {name: (list(each.steps), list(each.values)) for name, each in columns.items()}
+    assert read == {
+        "loss": ([1, 2, 3], [3.0, float("inf"), 1.0]),
+        "more": ([2], [7.0]),
+        "logps/chosen_below_reference": ([1, 3], [0.5, 0.75]),
+        "eval/logps/chosen_below_reference": ([1], [0.25]),
+    }
+    page = report_page(Folder(tmp_path), "running")
+    anchor = "chosen-answers-less-likely-than-under-the-reference"
+    assert series(page, anchor)[0]["y"] == [0.5, 0.75]
+    assert series(page, "loss")[0]["y"] == [3.0, None, 1.0]
 
 
-def test_without_plotly_no_report_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    plotly_bundle.cache_clear()
-    with caplog.at_level(logging.INFO), LiveReport(tmp_path, wanted="auto"):
-        pass
-    assert [each.getMessage() for each in caplog.records] == [
-        "report.html is not written: plotly is not installed; `pip install 'rather[report]'` adds "
-        "it"
+def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
+    records = [
+        {"step": step, **dict.fromkeys(METRICS_OF_A_RUN, 1 / step)} for step in range(1, 2001)
     ]
-    done = invoke("report", tmp_path)
-    assert done.exit_code == 2
-    assert "pip install 'rather[report]'" in done.output
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_a_hundred_thousand_lines(tmp_path: Path) -> None:
-    with (tmp_path / "metrics.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(f'{{"step": {step}, "loss": {1 / step}}}\n' for step in range(1, 100_001))
-    drawn = figures(report_page(Folder(tmp_path), "running"))["loss"]["data"][0]
-    assert len(drawn["x"]) <= 1000
-    assert (drawn["x"][0], drawn["x"][-1], drawn["y"][0]) == (1, 100_000, 1.0)
+    held_out = [
+        {"step": step, **{f"eval/{name}": 1 / step for name in METRICS_OF_A_RUN}}
+        for step in range(10, 2001, 10)
+    ]
+    write_lines(tmp_path / "metrics.jsonl", *records, *held_out)
+    page = report_page(Folder(tmp_path), "running")
+    (training, _) = series(page, "loss")
+    assert len(training["x"]) <= MOST_POINTS
+    assert (training["x"][0], training["x"][-1], training["y"][0]) == (1, 2000, 1.0)
+    assert len(figures(page)) == 12
+    assert len(page) < 250_000
 
 
 def test_the_reproduction_command_gives_the_same_numbers(run_dir: Path, text: str) -> None:
@@ -474,11 +440,10 @@ def test_the_reproduction_command_gives_the_same_numbers(run_dir: Path, text: st
     there = run_dir.with_name("run-again")
 
     def numbers(folder: Path) -> list[dict[str, Any]]:
-        told = ("second", "time/")
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        clock = ("second", "time/")
         return [
-            {name: value for name, value in each.items() if not any(map(name.count, told))}
-            for each in records
+            {name: value for name, value in each.items() if not any(map(name.count, clock))}
+            for each in read_records(folder)
         ]
 
     assert numbers(there) == numbers(run_dir)
@@ -493,160 +458,55 @@ def test_settings_changed_by_a_resumed_run_are_named(run_dir: Path) -> None:
     assert "max_steps was changed when the run was resumed" in report_page(run, "stopped")
 
 
-def test_an_unwritable_report_gives_one_warning(
+@pytest.mark.defect("N20")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_stopped_writes_its_small_report_at_the_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: signal.Signals,
+) -> None:
+    config = make_config(tmp_path, max_steps=4, logging_steps=1, eval_steps=1, report_html=True)
+    page = config.run_dir / "report.html"
+    signals = [number]  # a second one would quit at once
+
+    def signal_at_step_two(run_dir: Path, step: int) -> None:
+        assert not page.exists()
+        if step == 2 and signals:
+            os.kill(os.getpid(), signals.pop())
+
+    monkeypatch.setattr(control, "take_requests", signal_at_step_two)
+    with caplog.at_level(logging.WARNING):
+        assert DPOPipeline(config).run() == 128 + number
+    assert not caplog.records
+    text = page.read_text(encoding="utf-8")
+    assert "<dd>stopped</dd>" in text
+    assert "<dd>2 of 4</dd>" in text
+    assert len(text) < 100_000
+
+
+def test_the_report_of_a_failed_run_says_so_and_a_full_disk_costs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(tmp_path, max_steps=1, save_steps=None, report_html=True)
+    page = write_lines(tmp_path / "metrics.jsonl", {"step": 1, "loss": 1.0}).with_name(
+        "report.html"
+    )
+    write_last_report(tmp_path, MemoryError)
+    assert "<dd>failed</dd>" in page.read_text(encoding="utf-8")
 
     def full_disk(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rather.tools.report.write.replace_own", full_disk)
-    with caplog.at_level(logging.WARNING):
-        assert DPOPipeline(config).run() == 0
-    assert [each.getMessage()[:40] for each in caplog.records] == [
-        "report.html failed and is off from now o"
-    ]
-    assert (config.run_dir / "model").exists()
-    assert not list(config.run_dir.glob(".report*"))
+    monkeypatch.setattr("os.replace", full_disk)
+    write_last_report(tmp_path, None)
+    (record,) = caplog.records
+    assert "report.html was not written (OSError: [Errno 28]" in record.getMessage()
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "report.html"]
 
 
-class Clock:
-    """Stands in for the module `time`; a child takes `cost` seconds for a page."""
-
-    def __init__(self) -> None:
-        self.now, self.cost = 1000.0, 0.5
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-class FinishedChild:
-    """A child process that has written its page."""
-
-    returncode = 0
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def poll(self) -> int:
-        return self.returncode
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        return f"{self.seconds}\n", ""
-
-
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str]]:
-    """When reports were written, and in which state, by a clock that the test moves."""
-    found: list[tuple[float, str]] = []
-    clock = Clock()
-    monkeypatch.setattr(write, "time", clock)
-
-    def noted(run_dir: Path, *, state: str) -> None:
-        found.append((clock.now, state))
-
-    def start_child(run_dir: Path) -> FinishedChild:
-        noted(run_dir, state="running")
-        return FinishedChild(clock.cost)
-
-    monkeypatch.setattr(write, "write_report", noted)
-    monkeypatch.setattr(write, "start_child", start_child)
-    return found
-
-
-def test_writing_takes_less_than_a_hundredth_of_the_time(
-    written: list[Any], tmp_path: Path
-) -> None:
-    live = LiveReport(tmp_path, wanted=True)
-    clock: Any = write.time
-    for second in range(10_000):
-        clock.now += 1.0
-        live.log(evaluated=second % 10 == 0)
-    assert 0.005 < len(written) * clock.cost / (clock.now - 1000) <= 0.01
-    assert written[0][0] - 1000 >= write.FIRST
-
-
-def test_without_evaluations_it_is_written_every_few_minutes(
-    written: list[Any], tmp_path: Path
-) -> None:
-    clock: Any = write.time
-    with LiveReport(tmp_path, wanted=True) as live:
-        for _ in range(3600):
-            clock.now += 1.0
-            live.log(evaluated=False)
-    assert [state for _, state in written] == ["running"] * (3600 // 300) + ["stopped"]
-
-
-def test_the_report_of_a_failed_run_says_so(written: list[Any], tmp_path: Path) -> None:
-    def fails() -> None:
-        with LiveReport(tmp_path, wanted=True):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fails()
-    assert [state for _, state in written] == ["failed"]
-
-
-def test_a_report_that_is_not_wanted_is_not_written(written: list[Any], tmp_path: Path) -> None:
-    for live in (LiveReport(tmp_path, wanted=False),):
-        with live:
-            pass
-    assert not written
-
-
-def test_it_is_written_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "FIRST", 0.0)
-    monkeypatch.setattr(write, "SHARE", 1e9)
-    pages = []
-    children = []
-
-    def noted(run_dir: Path) -> subprocess.Popen[str]:
-        (run_dir / "report.html").unlink(missing_ok=True)
-        child = start_child(run_dir)
-        assert child.wait() == 0
-        pages.append((run_dir / "report.html").read_text(encoding="utf-8"))
-        children.append(child)
-        return child
-
-    monkeypatch.setattr(write, "start_child", noted)
-    config = make_config(tmp_path, max_steps=2, eval_steps=1, save_steps=None, report_html=True)
-    DPOPipeline(config).run()
-    assert len(pages) == 3
-    assert all("<dd>running</dd>" in page for page in pages)
-    assert "<dd>running</dd>" not in (config.run_dir / "report.html").read_text(encoding="utf-8")
-    assert all(child.returncode == 0 for child in children)
-
-
-def test_a_child_that_fails_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(write, "FIRST", 0.0)
-    live = LiveReport(tmp_path / "missing", wanted=True)
-    for _ in range(2):
-        live.log(evaluated=True)
-        assert live._child is None or live._child.wait() == 1
-    assert [record.getMessage()[:41] for record in caplog.records] == [
-        "report.html failed and is off from now on"
-    ]
-    assert "missing" in caplog.text
-
-
-def test_no_child_is_left_when_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "FIRST", 0.0)
-    monkeypatch.setattr(write, "PATIENCE", 0.1)
-    hanging = subprocess.Popen(
-        [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    monkeypatch.setattr(write, "start_child", lambda run_dir: hanging)
-    monkeypatch.setattr(write, "write_report", lambda run_dir, *, state: None)
-    with LiveReport(tmp_path, wanted=True) as live:
-        live.log(evaluated=True)
-        assert hanging.poll() is None
-    assert hanging.returncode == -signal.SIGKILL
+def test_auto_is_not_a_choice(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="report_html: 'auto' is not true or false"):
+        make_config(tmp_path, report_html="auto")
 
 
 def test_the_command_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,7 +524,7 @@ def test_in_a_browser(
     open_page: OpenPage, run_dir: Path, size: tuple[int, int], theme: str
 ) -> None:
     page = open_page(run_dir / "report.html", size=size, theme=theme)
-    assert page.locator(".plot svg.main-svg").count() >= page.locator("figure.chart").count() >= 12
+    assert page.locator(".plot svg").count() == page.locator("figure.chart").count() >= 12
     assert sum(points >= 5 for points in drawn_points(page)) >= 15
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (max(map(int, re.findall(r"\d+", ground)[:3])) < 60) == (theme == "dark")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -35,9 +36,9 @@ from rather.tools.rounds.answers import AnswerSource, _port
 from rather.tools.rounds.run import run_rounds
 from rather.tools.rounds.settings import ServerKeys, load_plan
 from rather.tools.rounds.status import best_round, status_of
-from tests.commands.conftest import rather
-from tests.commands.fake_server import serving
-from tests.commands.test_judge import says
+from tests.commands.conftest import json_of, rows_of, succeed, write
+from tests.commands.fake_server import honest, says, serving
+from tests.commands.kills import Killed, killed_at
 from tests.rounds.tiny_rounds import write_plan
 
 FILES = (
@@ -51,10 +52,6 @@ FILES = (
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rounds"
 
 
-class Killed(BaseException):
-    """What a kill is for the process that it hits: nothing after it runs."""
-
-
 @contextmanager
 def working_in(folder: Path) -> Iterator[Path]:
     before = Path.cwd()
@@ -64,6 +61,13 @@ def working_in(folder: Path) -> Iterator[Path]:
         yield Path("output/own")
     finally:
         os.chdir(before)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -96,8 +100,9 @@ def quick() -> Iterator[None]:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     with working_in(folder):
-        write_plan(Path())
+        write_plan()
         run_rounds(load_plan(Path("rounds.yaml")))
+    gc.freeze()  # what it has imported: every stage ends with a collection, of half a second each
     return folder
 
 
@@ -116,7 +121,7 @@ def test_killed_in_every_stage_the_same_command_ends_in_the_same_files(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
     with working_in(tmp_path / "killed") as folder:
-        write_plan(Path())
+        write_plan()
         for owner, name, number in KILLS:
             with dying_at(owner, name, number), pytest.raises(Killed):
                 run_rounds(load_plan(Path("rounds.yaml")))
@@ -157,19 +162,11 @@ def test_status_and_board_show_one_run(uninterrupted: Path) -> None:
         found = status_of(load_plan(Path("rounds.yaml")))
         assert found["reason"] == "all 2 rounds are done"
         assert len(found["rounds"]) == 3
-        for name in (
-            "score",
-            "length",
-            "drift",
-            "diversity",
-            "forgetting_loss",
-            "pairs",
-            "dropped",
-        ):
-            assert found["rounds"][2][name] is not None, name
+        measured = {name for name, value in found["rounds"][2].items() if value is not None}
+        names = {"score", "length", "drift", "diversity", "forgetting_loss", "pairs", "dropped"}
+        assert names <= measured
         assert found["rounds"][found["best"]]["score"] == max(e["score"] for e in found["rounds"])
-        printed = rather("rounds", "status", "rounds.yaml")
-        assert printed.exit_code == 0, printed.output
+        printed = succeed("rounds", "status", "rounds.yaml")
         assert "win rate" in printed.stdout
         [row] = RunList(Path("output").absolute()).rows()
         assert (row["name"], row["step"], row["state"]) == ("own", 2, "ended")
@@ -203,26 +200,24 @@ def test_other_commands_name_rather_rounds(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(changes: Any, message: str, tmp_path: Path) -> None:
-    with working_in(tmp_path):
-        file = write_plan(Path(), **changes)
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            load_plan(file)
+def test_what_cannot_work_is_refused(changes: Any, message: str, place: Path) -> None:
+    file = write_plan(**changes)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_plan(file)
 
 
-def test_the_training_of_a_round(tmp_path: Path) -> None:
-    with working_in(tmp_path):
-        plan = load_plan(write_plan(Path()))
-        second = plan.training(2)
-        assert second.actor_train.model_path == "output/own/round-1/train/model"
-        assert second.reference.model_path == "base"
-        assert second.actor_train.data_args.file_name == ["output/own/round-2/scored.jsonl"]
-        assert second.run_dir == Path("output/own/round-2/train")
-        other = {"reference": "previous", "start_from": "base", "keep_pairs": True}
-        second = load_plan(write_plan(Path(), rounds=other)).training(2)
-        assert second.actor_train.model_path == "base"
-        assert second.reference.model_path == "output/own/round-1/train/model"
-        assert len(second.actor_train.data_args.files) == 2
+def test_the_training_of_a_round(place: Path) -> None:
+    plan = load_plan(write_plan())
+    second = plan.training(2)
+    assert second.actor_train.model_path == "output/own/round-1/train/model"
+    assert second.reference.model_path == "base"
+    assert second.actor_train.data_args.file_name == ["output/own/round-2/scored.jsonl"]
+    assert second.run_dir == Path("output/own/round-2/train")
+    other = {"reference": "previous", "start_from": "base", "keep_pairs": True}
+    second = load_plan(write_plan(rounds=other)).training(2)
+    assert second.actor_train.model_path == "base"
+    assert second.reference.model_path == "output/own/round-1/train/model"
+    assert len(second.actor_train.data_args.files) == 2
 
 
 LORA = {
@@ -231,27 +226,25 @@ LORA = {
 }
 
 
-def test_a_round_with_an_adapter_begins_with_the_merged_weights(tmp_path: Path) -> None:
+def test_a_round_with_an_adapter_begins_with_the_merged_weights(place: Path) -> None:
     """The stage of the training alone: round 1 is a folder that a training has exported."""
-    with working_in(tmp_path):
-        plan = load_plan(write_plan(Path(), actor_train=LORA, max_steps=1))
-        shutil.copytree("base", plan.model(1))
-        weights = Path(plan.model(1)) / "model.safetensors"
-        save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights)
-        rows = [{"prompt": "w1 w2", "responses": [" w3", " w4 w5"], "scores": [1, 0]}] * 4
-        plan.round_folder(2).mkdir(parents=True)
-        scored = plan.round_folder(2) / "scored.jsonl"
-        scored.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        run.RoundsRun(plan)._train(2)
-        result = plan.round_folder(2) / "train"
-        adapter = json.loads((result / "adapter" / "adapter_config.json").read_text())
-        assert adapter["base_model_name_or_path"].endswith("round-1/train/model")
-        before, after = load_file(weights), load_file(result / "model" / "model.safetensors")
-        moved = [name for name in before if not torch.equal(before[name], after[name])]
-        assert moved
-        assert all("proj" in name for name in moved)
-        for name, tensor in before.items():
-            assert torch.allclose(tensor, after[name], atol=0.05)
+    plan = load_plan(write_plan(actor_train=LORA, max_steps=1))
+    shutil.copytree("base", plan.model(1))
+    weights = Path(plan.model(1)) / "model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights)
+    rows = [{"prompt": "w1 w2", "responses": [" w3", " w4 w5"], "scores": [1, 0]}] * 4
+    plan.round_folder(2).mkdir(parents=True)
+    write(plan.round_folder(2) / "scored.jsonl", *rows)
+    run.RoundsRun(plan)._train(2)
+    result = plan.round_folder(2) / "train"
+    adapter = json_of(result / "adapter" / "adapter_config.json")
+    assert adapter["base_model_name_or_path"].endswith("round-1/train/model")
+    before, after = load_file(weights), load_file(result / "model" / "model.safetensors")
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert moved
+    assert all("proj" in name for name in moved)
+    for name, tensor in before.items():
+        assert torch.allclose(tensor, after[name], atol=0.05)
 
 
 # --- a server judges ---
@@ -267,7 +260,7 @@ def test_a_server_judges_rounds(uninterrupted: Path, tmp_path: Path) -> None:
     """The answers of two rounds were generated already: only what the judge does is run."""
     with working_in(tmp_path) as folder, serving(says(as_the_rule)) as server:
         judge = {"with": server.url, "model": "m"}
-        plan = load_plan(write_plan(Path(), rounds={"judge": judge}))
+        plan = load_plan(write_plan(rounds={"judge": judge}))
         for number in (0, 1, 2):
             source = uninterrupted / f"output/own/round-{number}"
             shutil.copytree(source, plan.round_folder(number))
@@ -276,10 +269,8 @@ def test_a_server_judges_rounds(uninterrupted: Path, tmp_path: Path) -> None:
             rounds._judge(1)
         asked_before_kill = len(server.requests)
         rounds._judge(1)
-        rows = [json.loads(line) for line in (folder / "round-1/scored.jsonl").open()]
-        by_rule = [
-            json.loads(line) for line in (uninterrupted / "output/own/round-1/scored.jsonl").open()
-        ]
+        rows = rows_of(folder / "round-1/scored.jsonl")
+        by_rule = rows_of(uninterrupted / "output/own/round-1/scored.jsonl")
         for row, rule_row in zip(rows, by_rule, strict=True):
             own, of_rule = row["scores"], rule_row["scores"]
             for i, j in combinations(range(4), 2):
@@ -297,7 +288,7 @@ def test_a_server_judges_rounds(uninterrupted: Path, tmp_path: Path) -> None:
             asked = len(server.requests)
             file = plan.round_folder(number) / "held_out.jsonl"
             scored = rounds._score(number, "held_out_scored", [file], first)
-            held_out[number] = [json.loads(line)["scores"] for line in scored.open()]
+            held_out[number] = [row["scores"] for row in rows_of(scored)]
             assert (len(server.requests) > asked) == bool(number)
         assert held_out[0] == [[0.5]] * 5
         before, after = (
@@ -306,6 +297,30 @@ def test_a_server_judges_rounds(uninterrupted: Path, tmp_path: Path) -> None:
         expected = {"[[A]]": 0.0, "[[B]]": 1.0, "[[C]]": 0.5}
         for old, new, scores in zip(before, after, held_out[2], strict=True):
             assert scores == [expected[as_the_rule(old.responses[0], new.responses[0])]]
+
+
+@pytest.mark.wide
+def test_killed_while_a_server_answers_the_same_command_ends_in_the_same_files(
+    tmp_path: Path,
+) -> None:
+    """At most the requests in flight are repeated; test_servers.py kills the process as well."""
+    names = ["base", "output/own/round-1/train/model"]
+    results = {}
+    with serving(honest, names) as server:
+        keys = {"url": server.url, "concurrency": 4}
+        for name, kills in (("whole", ()), ("killed", (3, 9, 20))):
+            server.requests.clear()
+            with working_in(tmp_path / name) as folder:
+                rounds = {"count": 1, "server": keys, "max_new_tokens": 8}
+                plan = load_plan(write_plan(rounds=rounds, max_steps=2))
+                for line in kills:
+                    killed_at(line, 0.5, run_rounds, plan)
+                run_rounds(plan)
+                rows = {file: rows_of(file) for file in sorted(folder.rglob("*answers.jsonl"))}
+                weights = file_sha(folder / "round-1/train/model/model.safetensors")
+                results[name] = (rows, weights, len(server.requests))
+    assert results["whole"][:2] == results["killed"][:2]
+    assert results["killed"][2] - results["whole"][2] <= 4 * 3
 
 
 # --- stop and choose ---
@@ -335,36 +350,36 @@ class Pretended(run.RoundsRun):
         self.evaluated.append({**figures, "drift": self.drifts.get(number)})
 
 
+LOW, HALF, HIGH = [0.0] * 9, [0.5] * 9, [1.0] * 9
+
+
 @pytest.mark.parametrize(
-    ("scores", "rounds", "best"),
+    ("scores", "drifts", "rounds", "best", "reason"),
     [
-        (
-            [[0.0] * 9, [1.0] * 9, [0.0] * 9, [1.0] * 9],
-            3,
-            1,
-        ),  # round 2 is worse: round 3 is not run
-        (
-            [[0.0] * 9, [0.5, 1.0] * 9, [1.0, 0.4] * 9, [1.0] * 9],
-            4,
-            3,
-        ),  # not by more than its interval
-        ([[1.0] * 9, [0.5] * 9, [1.0] * 9, [1.0] * 9], 2, 0),
+        # round 2 is worse: round 3 is not run
+        ([LOW, HIGH, LOW, HIGH], {}, 3, 1, "is worse than round"),
+        # not by more than its interval
+        ([LOW, [0.5, 1.0] * 9, [1.0, 0.4] * 9, HIGH], {}, 4, 3, "all 3 rounds are done"),
+        ([HIGH, HALF, HIGH, HIGH], {}, 2, 0, "is worse than round"),
+        ([LOW, HALF, HIGH, HIGH], {2: 1.5}, 3, 1, "round 2 exceeds a limit: rounds/drift is 1.5"),
     ],
 )
 def test_the_best_round_is_exported_and_a_worse_one_ends_the_run(
-    scores: Any, rounds: int, best: int, tmp_path: Path
-) -> None:
-    with working_in(tmp_path) as folder:
-        Pretended.scores = scores
-        plan = load_plan(write_plan(Path(), rounds={"count": 3}))
-        folder.mkdir(parents=True)
-        result = Pretended(plan).run()
-        assert len(result["rounds"]) == rounds
-        assert result["best"] == best
-        assert (folder / "model").is_dir() == bool(best)
-        if best:
-            assert (folder / "model" / "config.json").read_text() == str(best)
-        assert ("is worse than round" in result["reason"]) == (rounds < 4)
+    scores: Any, drifts: dict[int, float], rounds: int, best: int, reason: str, place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Pretended, "scores", scores)
+    monkeypatch.setattr(Pretended, "drifts", drifts)
+    folder = Path("output/own")
+    plan = load_plan(write_plan(rounds={"count": 3}))
+    folder.mkdir(parents=True)
+    result = Pretended(plan).run()
+    assert len(result["rounds"]) == rounds
+    assert result["best"] == best
+    assert (folder / "model").is_dir() == bool(best)
+    if best:
+        assert (folder / "model" / "config.json").read_text() == str(best)
+    assert reason in result["reason"]
 
 
 def test_without_a_judge_the_last_round_is_the_best() -> None:
@@ -387,37 +402,21 @@ def test_a_round_beyond_a_limit_is_never_the_best() -> None:
     assert best_round([{"drift": 0.0}, {"drift": 0.5}, {"drift": 2.0}], Limits()) == 1
 
 
-def test_a_round_beyond_a_limit_ends_the_run(tmp_path: Path) -> None:
-    with working_in(tmp_path):
-        Pretended.scores = [[0.0] * 9, [0.5] * 9, [1.0] * 9, [1.0] * 9]
-        Pretended.drifts = {2: 1.5}
-        plan = load_plan(write_plan(Path(), rounds={"count": 3}))
-        plan.folder.mkdir(parents=True)
-        result = Pretended(plan).run()
-        Pretended.drifts = {}
-        assert (len(result["rounds"]), result["best"]) == (3, 1)
-        assert result["reason"] == (
-            "round 2 exceeds a limit: rounds/drift is 1.5 nats per token, above drift_limit (1)"
-        )
-
-
 # --- the pool ---
 
 
 def test_answers_of_other_models_are_added(tmp_path: Path) -> None:
     row = {"prompt": "q", "responses": ["a", "b"], "ended": [True, False], "tokens_digest": "x"}
     other = row | {"responses": ["c", "d"], "ended": [True, True], "response_ids": [[5], [6]]}
-    files = []
-    for name, each in (("own", row | {"response_ids": [[1], [2]]}), ("weak", other)):
-        files.append(tmp_path / f"{name}.jsonl")
-        files[-1].write_text(json.dumps(each) + "\n")
+    own = write(tmp_path / "own.jsonl", row | {"response_ids": [[1], [2]]})
+    files = [own, write(tmp_path / "weak.jsonl", other)]
     [line] = run.scored_by_source(files)
     found = json.loads(line)
     assert found["responses"] == ["a", "b", "c", "d"]
     assert found["ended"] == [True, False, True, True]
     assert found["scores"] == [1, 1, 0, 0]
     assert found["response_ids"] == [[1], [2], [5], [6]]
-    files[1].write_text(json.dumps(other | {"tokens_digest": "y"}) + "\n")
+    write(files[1], other | {"tokens_digest": "y"})
     [line] = run.pooled(files)
     assert json.loads(line)["response_ids"] is None  # tokens of another tokenizer
 
@@ -455,34 +454,29 @@ def test_the_yaml_of_the_example_is_a_plan(tmp_path: Path) -> None:
 
 SERVE = """
 import sys, threading
-from tests.commands.fake_server import serving
+from tests.commands.fake_server import honest, serving
 def answer(path, body):
-    words = f"w{body.get('seed', 0) % 50} w3"
-    ids = body["prompt"] if isinstance(body["prompt"], list) else [1]
-    return 200, {"choices": [{"text": words, "finish_reason": "stop"}],
-                 "usage": {"prompt_tokens": len(ids), "completion_tokens": 2}}
+    return honest(path, body if isinstance(body["prompt"], list) else body | {"prompt": [1]})
 with serving(answer, [sys.argv[1]], int(sys.argv[2])):
     threading.Event().wait()
 """
 
 
-def test_a_server_is_started_asked_and_ended(tmp_path: Path) -> None:
-    with working_in(tmp_path):
-        write_plan(Path())
-        Path("serve.py").write_text(SERVE)
-        root = Path(__file__).resolve().parents[2]
-        start = f"env PYTHONPATH={root} {sys.executable} serve.py {{model}} {{port}}"
-        request = generate.AnswerRequest(2, Decoding(4, 1.0))
-        with AnswerSource("base", ServerKeys(start=start), Path(), 1) as source:
-            source.write(Path("prompts.jsonl"), Path("out.jsonl"), request)
-            process, port = source.process, Path("port").read_text()
-            assert process is not None
-            assert process.poll() is None
-        assert process.poll() is not None
-        rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
-        assert len(rows) == 8
-        assert all(text.endswith(" w3") for row in rows for text in row["responses"])
-        assert _port(Path("port")) == port  # the same after a kill
+def test_a_server_is_started_asked_and_ended(place: Path) -> None:
+    write_plan()
+    Path("serve.py").write_text(SERVE)
+    root = Path(__file__).resolve().parents[2]
+    start = f"env PYTHONPATH={root} {sys.executable} serve.py {{model}} {{port}}"
+    request = generate.AnswerRequest(2, Decoding(4, 1.0))
+    with AnswerSource("base", ServerKeys(start=start), Path(), 1) as source:
+        source.write(Path("prompts.jsonl"), Path("out.jsonl"), request)
+        process, port = source.process, Path("port").read_text()
+        assert process is not None
+        assert process.poll() is None
+    assert process.poll() is not None
+    rows = rows_of(Path("out.jsonl"))
+    assert [len(row["responses"]) for row in rows] == [2] * 8
+    assert _port(Path("port")) == port  # the same after a kill
 
 
 def test_a_server_that_ends_at_once_is_reported(tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.commands.conftest import write
 from tests.tiny import make_model
 
 RULE = """
@@ -17,16 +17,16 @@ def score(prompt, answer):
 """
 
 
-def write_plan(folder: Path, **changes: Any) -> Path:
+def write_plan(folder: Path = Path(), **changes: Any) -> Path:
     """Write model, prompts, rule and YAML; all paths are relative."""
     make_model(folder / "base")
     (folder / "rule.py").write_text(RULE)
     for name, first, count in (("prompts", 0, 8), ("held_out", 10, 5)):
-        rows = [{"prompt": f"w{i} w{i + 1}"} for i in range(first, first + count)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = ({"prompt": f"w{i} w{i + 1}"} for i in range(first, first + count))
+        write(folder / f"{name}.jsonl", *rows)
     rounds = {
         "count": 2, "prompts": "prompts.jsonl", "held_out_prompts": "held_out.jsonl",
-        "answers": 4, "max_new_tokens": 40, "judge": "rule.py:score",
+        "answers": 4, "max_new_tokens": 16, "judge": "rule.py:score",
     }  # fmt: skip
     rounds |= changes.pop("rounds", {})
     values = {

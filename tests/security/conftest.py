@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from rather.cli import app
 from tests.tiny import make_model, make_pairs
 
 MARKER = "code-ran-here"
+Config = Callable[..., Path]
+Data = Callable[..., str]
 
 
 class Bait:
@@ -29,7 +35,7 @@ class Bait:
         return os.system, (f"touch {self.marker}",)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """What hostile things try to make. The test ends with a look for it."""
     monkeypatch.chdir(tmp_path)  # for a bait that takes no path
@@ -57,6 +63,21 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def lora(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that changes the model."""
+    folder = tmp_path_factory.mktemp("adapter")
+    base: Any = AutoModelForCausalLM.from_pretrained(good / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(base, lora).save_pretrained(folder)
+    return folder
+
+
+def change(file: Path, **values: Any) -> None:
+    """Set keys of a JSON file."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.fixture(scope="session")
 def finished(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a real run of one step."""
     folder = tmp_path_factory.mktemp("finished")
@@ -75,8 +96,7 @@ def finished(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sequence_length=64",
         "actor_train.training_args.per_device_train_batch_size=8",
     ]
-    done = rather("train", file, *settings, *sizes)
-    assert done.exit_code == 0, done.output
+    exits(0, "train", file, *settings, *sizes)
     return folder / "run"
 
 
@@ -86,26 +106,31 @@ def model(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good / "base", tmp_path / "base"))
 
 
+def run_values(good: Path, folder: Path) -> dict[str, Any]:
+    """A config of two steps that writes to a folder."""
+    data = {"file_name": str(good / "pairs.jsonl"), "cache_dir": str(good / "cache")}
+    return {
+        "exp_name": "run",
+        "output_dir": str(folder / "out"),
+        "logging_dir": str(folder / "logs"),
+        "pretrain": str(good / "base"),
+        "sequence_length": 64,
+        "max_steps": 2,
+        "actor_train": {
+            "data_args": data,
+            "training_args": {"per_device_train_batch_size": 8},
+        },
+    }
+
+
 @pytest.fixture
-def config(good: Path, tmp_path: Path) -> Callable[..., Path]:
+def config(good: Path, tmp_path: Path) -> Config:
     """The YAML of a run of two steps in the test's own folder; dotted keys change it."""
 
     def write(**changes: Any) -> Path:
-        values: dict[str, Any] = {
-            "exp_name": "run",
-            "output_dir": str(tmp_path / "out"),
-            "logging_dir": str(tmp_path / "logs"),
-            "pretrain": str(tmp_path / "base" if (tmp_path / "base").exists() else good / "base"),
-            "sequence_length": 64,
-            "max_steps": 2,
-            "actor_train": {
-                "data_args": {
-                    "file_name": str(good / "pairs.jsonl"),
-                    "cache_dir": str(good / "cache"),
-                },
-                "training_args": {"per_device_train_batch_size": 8},
-            },
-        }
+        values = run_values(good, tmp_path)
+        if (tmp_path / "base").exists():
+            values["pretrain"] = str(tmp_path / "base")
         for key, value in changes.items():
             *parents, last = key.split("__")
             section = values
@@ -125,3 +150,33 @@ def rather(*args: object) -> Result:
     return CliRunner().invoke(
         app, [str(arg) for arg in args], env=environment, catch_exceptions=True
     )
+
+
+def exits(codes: int | tuple[int, ...], *command: object) -> str:
+    """Run a command that must end with this exit code, or one of these; return what it printed."""
+    done = rather(*command)
+    expected = codes if isinstance(codes, tuple) else (codes,)
+    assert done.exit_code in expected, (command, done.output, done.exception)
+    return done.output
+
+
+@pytest.fixture
+def data(config: Config) -> Data:
+    """`rather data` of a file, with its exit code; returns what `exits` does."""
+    return lambda code, file, **changes: exits(
+        code, "data", config(actor_train__data_args__file_name=str(file), **changes)
+    )
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """The arguments and options of every process that is started."""
+    calls: list[tuple[Any, dict[str, Any]]] = []
+    start = subprocess.Popen.__init__
+
+    def record(self: Any, command: Any, *rest: Any, **options: Any) -> None:
+        calls.append((command, options))
+        start(self, command, *rest, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", record)
+    return calls

@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from rather.config.schema import ModelArgs
 from rather.errors import ConfigError
 from rather.parallel.load import load_policy
-from tests.security.conftest import Bait, rather
+from tests.security.conftest import Bait, Config, change, exits
 
-Config = Callable[..., Path]
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 
-@pytest.fixture(scope="module")
-def made(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("adapter")
-    base: Any = AutoModelForCausalLM.from_pretrained(good / "base")
-    lora = LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
-    )  # which changes the model
-    get_peft_model(base, lora).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def adapter(made: Path, tmp_path: Path) -> Path:
+def adapter(lora: Path, tmp_path: Path) -> Path:
     """A copy, to be spoilt."""
-    return Path(shutil.copytree(made, tmp_path / "adapter"))
+    return Path(shutil.copytree(lora, tmp_path / "adapter"))
 
 
 def commands(good: Path, named: Path) -> list[tuple[Any, ...]]:
@@ -46,12 +31,6 @@ def commands(good: Path, named: Path) -> list[tuple[Any, ...]]:
         ("score", named, good / "pairs.jsonl"),
         ("export", named, "written"),
     ]
-
-
-def refused(*command: Any) -> str:
-    done = rather(*command)
-    assert done.exit_code == 2, (command, done.output, done.exception)
-    return str(done.stderr)
 
 
 def out_of_its_folder(file: Path) -> None:
@@ -82,36 +61,32 @@ def test_an_honest_adapter_and_the_links_of_a_hub_are_followed(
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_a_linked_adapter_cannot_lead_out(
-    config: Config, good: Path, adapter: Path, marker: Path, name: str
+    config: Config, good: Path, adapter: Path, name: str
 ) -> None:
     out_of_its_folder(adapter / name)
     file = config(actor_train__model_args__adapter_name_or_path=str(adapter))
     merge = ("merge", adapter, "--out", "written")
     for command in (("train", file), merge, *commands(good, adapter)):
-        assert f"{name}: is a link to" in refused(*command)
+        assert f"{name}: is a link to" in exits(2, *command)
     assert not Path("written").exists()
 
 
 def test_an_adapter_of_a_huge_rank(config: Config, good: Path, adapter: Path) -> None:
-    text = (adapter / CONFIG).read_text()
-    (adapter / CONFIG).write_text(text.replace('"r": 2', '"r": 1000000'))
+    change(adapter / CONFIG, r=1_000_000)
     file = config(actor_train__model_args__adapter_name_or_path=str(adapter))
     for command in (("train", file), *commands(good, adapter)):
-        assert "r: 1000000 is too large for the weights next to it" in refused(*command)
+        assert "r: 1000000 is too large for the weights next to it" in exits(2, *command)
 
 
 def test_a_pattern_of_layers_is_not_matched(
     config: Config, adapter: Path, good: Path, tmp_path: Path
 ) -> None:
     """PEFT would match the names of all modules; the file of the adapter has those that count."""
-    values = json.loads((adapter / CONFIG).read_text())
     for place, pattern in enumerate((".*[qv]_proj", "(.*a*)*" * 9 + "b", "(" * 5000)):
-        (adapter / CONFIG).write_text(json.dumps(values | {"target_modules": pattern}))
+        change(adapter / CONFIG, target_modules=pattern)
         out = tmp_path / f"merged-{place}"
-        done = rather("merge", adapter, "--base", good / "base", "--out", out)
-        assert done.exit_code == 0, (done.output, done.exception)
-    done = rather("train", config(actor_train__model_args__adapter_name_or_path=str(adapter)))
-    assert done.exit_code == 0, (done.output, done.exception)
+        exits(0, "merge", adapter, "--base", good / "base", "--out", out)
+    exits(0, "train", config(actor_train__model_args__adapter_name_or_path=str(adapter)))
     saved = json.loads((tmp_path / "out" / "run" / "adapter" / CONFIG).read_text())
     layers = json.loads((good / "base" / "config.json").read_text())["num_hidden_layers"]
     assert sorted(saved["target_modules"]) == [
@@ -121,28 +96,28 @@ def test_a_pattern_of_layers_is_not_matched(
 
 @pytest.mark.parametrize("linked", [True, False], ids=["linked", "there"])
 def test_an_adapter_next_to_a_model_is_not_loaded(
-    config: Config, good: Path, model: Path, made: Path, adapter: Path, marker: Path, linked: bool
+    config: Config, good: Path, model: Path, lora: Path, adapter: Path, linked: bool
 ) -> None:
     for name in (CONFIG, WEIGHTS):
-        shutil.copy(made / name, model / name)
+        shutil.copy(lora / name, model / name)
         if linked:
             out_of_its_folder(model / name)
     stray = "holds an adapter (adapter_config.json)"
     out = "outside of its folder"
-    assert (out if linked else "adapter_name_or_path") in refused("train", config())
+    assert (out if linked else "adapter_name_or_path") in exits(2, "train", config())
     stray = out if linked else stray
-    assert stray in refused("merge", adapter, "--base", model, "--out", "written")
+    assert stray in exits(2, "merge", adapter, "--base", model, "--out", "written")
     for command in commands(good, model):
-        assert "contains a model and an adapter; move adapter_* into a separate folder" in refused(
-            *command
+        assert "contains a model and an adapter; move adapter_* into a separate folder" in exits(
+            2, *command
         )
     assert not Path("written").exists()
 
 
-def test_a_model_that_is_an_adapter_is_refused(made: Path) -> None:
+def test_a_model_that_is_an_adapter_is_refused(lora: Path) -> None:
     """Else its base would be loaded, wherever its config says that it lies."""
     with pytest.raises(ConfigError, match=r"holds an adapter .*adapter_name_or_path"):
-        load_policy(str(made), ModelArgs(), "cpu")
+        load_policy(str(lora), ModelArgs(), "cpu")
 
 
 def test_a_pickled_adapter(
@@ -153,14 +128,16 @@ def test_a_pickled_adapter(
     file = config(actor_train__model_args__adapter_name_or_path=str(adapter))
     merge = ("merge", adapter, "--out", "written")
     for command in (("train", file), merge, *commands(good, adapter)):
-        assert "is not a PEFT adapter; use a folder with adapter_config.json and" in refused(
-            *command
+        assert "is not a PEFT adapter; use a folder with adapter_config.json and" in exits(
+            2, *command
         )
     (adapter / WEIGHTS).write_bytes(pickled)
-    assert "adapter_model.safetensors: is not a readable safetensors file" in refused("train", file)
+    assert "adapter_model.safetensors: is not a readable safetensors file" in exits(
+        2, "train", file
+    )
     for name in (CONFIG, PICKLED):
         shutil.copy(adapter / name, model / name)
-    assert "holds an adapter" in refused("train", config())
+    assert "holds an adapter" in exits(2, "train", config())
 
 
 @pytest.mark.parametrize(
@@ -169,9 +146,8 @@ def test_a_pickled_adapter(
      ("base_model_name_or_path", ["x"]), ("modules_to_save", ["x"] * 10_001), ("target_modules", [1])],
 )  # fmt: skip
 def test_a_value_of_another_kind_is_refused(adapter: Path, key: str, value: Any) -> None:
-    values = json.loads((adapter / CONFIG).read_text())
-    (adapter / CONFIG).write_text(json.dumps(values | {key: value}))
-    message = refused("merge", adapter, "--out", "written")
+    change(adapter / CONFIG, **{key: value})
+    message = exits(2, "merge", adapter, "--out", "written")
     assert f"{key}: {str(value)[:9]}" in message
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rather.checkpoint.manifest import MANIFEST, STATE, manifest_bytes
-from tests.security.conftest import Bait, rather
+from tests.security.conftest import Bait, Config, exits
 
-Config = Callable[..., Path]
+Resume = Callable[[int, Path], str]
 
 
 @pytest.fixture
@@ -34,62 +34,62 @@ def hashed(folder: Path, *more: str) -> Path:
     return folder
 
 
-def resume(config: Config, folder: Path) -> int:
-    done = rather("train", config(track_with=None), f"resume_from_checkpoint={folder}")
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code
+@pytest.fixture
+def resume(config: Config, marker: Path) -> Resume:
+    """Resume a run from a folder, which must end with this exit code and without the marker."""
+    return lambda code, folder: exits(
+        code, "train", config(track_with=None), f"resume_from_checkpoint={folder}"
+    )
 
 
-def test_the_copy_is_good_and_can_be_hashed_again(config: Config, copy: Path, marker: Path) -> None:
-    assert resume(config, hashed(copy)) == 0
+def test_the_copy_is_good_and_can_be_hashed_again(resume: Resume, copy: Path) -> None:
+    resume(0, hashed(copy))
 
 
-def test_pickles_in_the_place_of_tensors(
-    config: Config, copy: Path, marker: Path, pickled: bytes
-) -> None:
+def test_pickles_in_the_place_of_tensors(resume: Resume, copy: Path, pickled: bytes) -> None:
     for file in copy.glob("*.safetensors"):
         file.write_bytes(pickled)
-    assert resume(config, hashed(copy)) == 4
+    resume(4, hashed(copy))
 
 
-def test_files_of_torch_in_the_place_of_tensors(config: Config, copy: Path, marker: Path) -> None:
+def test_files_of_torch_in_the_place_of_tensors(resume: Resume, copy: Path, marker: Path) -> None:
     for file in copy.glob("*.safetensors"):
         torch.save({"x": Bait(marker)}, file)
-    assert resume(config, hashed(copy)) == 4
+    resume(4, hashed(copy))
 
 
 @pytest.mark.parametrize(
     "name", [".metadata", "__0_0.distcp", "optimizer.pt", "rng_state.pth", "state.pkl"]
 )
 def test_files_that_others_would_unpickle(
-    config: Config, copy: Path, marker: Path, pickled: bytes, name: str
+    resume: Resume, copy: Path, pickled: bytes, name: str
 ) -> None:
     (copy / name).write_bytes(pickled)
-    assert resume(config, copy) == 4  # the manifest does not name it
-    assert resume(config, hashed(copy)) == 4
+    resume(4, copy)  # the manifest does not name it
+    resume(4, hashed(copy))
 
 
 @pytest.mark.parametrize(
     "name", ["../state.json", "/etc/passwd", "a/../../model-00001.safetensors", "..", "", "\0"]
 )
-def test_a_manifest_cannot_lead_out(config: Config, copy: Path, marker: Path, name: str) -> None:
-    assert resume(config, hashed(copy, name)) == 4
+def test_a_manifest_cannot_lead_out(resume: Resume, copy: Path, name: str) -> None:
+    resume(4, hashed(copy, name))
 
 
-def test_a_gigantic_manifest(config: Config, copy: Path) -> None:
+def test_a_gigantic_manifest(resume: Resume, copy: Path) -> None:
     with open(copy / MANIFEST, "wb") as file:
         file.truncate(1 << 40)
-    assert resume(config, copy) == 4
-    assert rather("verify", copy).exit_code == 4
+    resume(4, copy)
+    exits(4, "verify", copy)
 
 
-def test_links_are_not_followed(config: Config, copy: Path, tmp_path: Path, marker: Path) -> None:
+def test_links_are_not_followed(resume: Resume, copy: Path, tmp_path: Path) -> None:
     shard = next(copy.glob("*.safetensors"))
     shard.rename(tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
-    assert resume(config, hashed(copy)) == 4
+    resume(4, hashed(copy))
     (tmp_path / "linked").symlink_to(copy)
-    assert resume(config, tmp_path / "linked") == 4
+    resume(4, tmp_path / "linked")
 
 
 STATES = {
@@ -100,6 +100,6 @@ STATES = {
 
 
 @pytest.mark.parametrize("case", STATES)
-def test_a_state_of_another_shape(config: Config, copy: Path, marker: Path, case: str) -> None:
+def test_a_state_of_another_shape(resume: Resume, copy: Path, case: str) -> None:
     (copy / STATE).write_text(json.dumps(STATES[case]))
-    assert resume(config, hashed(copy)) == 4
+    resume(4, hashed(copy))

@@ -15,9 +15,7 @@ import pytest
 from rather.errors import ConfigError
 from rather.files import MOST_DEPTH, inspect_folder, parse_json, parse_yaml, read_bytes, read_json
 from tests.house.source import nodes, python_files, where
-from tests.security.conftest import rather
-
-Config = Callable[..., Path]
+from tests.security.conftest import Config, exits
 
 # --- which code may read without the readers ---
 
@@ -32,74 +30,72 @@ OWNERS = {  # of names that other objects have too
     "compose": ("yaml",),
     "open": (None, "Path", "io", "gzip", "os"),
 }
-SYSTEM, PACKAGE = "a file of the kernel", "a file of the package"
-OWN_VALUE = "JSON that this process has just made"
-ALLOWED = {
-    # the readers
-    "rather/files.py: os.open": "regular, bounded",
-    "rather/files.py: open": "writes the file that the user named",
-    "rather/files.py: json.loads": "depth is checked",
-    "rather/data/images.py: open": "bytes in memory, by Pillow's decoders of five formats",
-    "rather/data/read.py: GzipFile": "bounded by json_rows.MOST_UNPACKED",
-    "rather/data/read.py: memory_map": "every batch is validated",
-    "rather/data/read.py: open_file": "every batch is validated",
-    "rather/data/read.py: open_stream": "every batch is validated",
-    "rather/data/read.py: ParquetFile": "every batch is validated",
-    "rather/tracking/ledger.py: memory_map": "a regular file, validated",
-    "rather/tracking/ledger.py: open_stream": "a regular file, validated",
-    "rather/checkpoint/sharded_tensors.py: safe_open": "the library limits the header",
-    "rather/checkpoint/dist_metadata.py: open": "the file that the parent opened",
-    # what this process, its children or the user's shell wrote
-    "rather/data/pairs.py: memory_map": "the cache, by its SHA-256",
-    "rather/data/pairs.py: open_file": "the cache, by its SHA-256",
-    "rather/data/pixel_loader.py: json.loads": "a message of the parent",
-    "rather/data/pool.py: json.loads": "a message of a child process",
-    "rather/data/rule.py: json.loads": "a message of the parent",
-    "rather/data/pool.py: open_stream": "a message of a child process",
-    "rather/data/cache.py: json.loads": OWN_VALUE,
-    "rather/data/cache.py: open": "writes the cache",
-    "rather/data/save.py: open": "writes a new folder",
-    "rather/data/save.py: memory_map": "counts the rows of a folder that it has written",
-    "rather/data/save.py: open_stream": "counts the rows of a folder that it has written",
-    "rather/data/prepare.py: json.loads": "the tokenizer, by the library that read it",
-    "rather/data/tokens.py: json.loads": "the tokenizer, by the library that read it",
-    "rather/checkpoint/checkpoint.py: open": "writes new files only (xb)",
-    "rather/model/export.py: open": "writes new files only (xb)",
-    "rather/model/export.py: json.loads": "the config.json that it has just written",
-    "rather/model/export.py: read_text": "the config.json that it has just written",
-    "rather/model/adapters.py: open": "writes new files only (xb)",
-    "rather/tools/gguf_file.py: json.loads": "the tokenizer, by the library that read it",
-    "rather/cluster/supervision.py: json.loads": "a message of a rank",
-    "rather/cluster/bridge.py: loads": "a message of a rank",
-    "rather/cluster/ray_ranks.py: json.loads": "a message of a rank",
-    "rather/cluster/rank_output.py: json.loads": "a message of a rank",
-    "rather/cluster/rank_warnings.py: json.loads": "a message of a rank",
-    "rather/tools/demo.py: json.loads": "its own run",
-    "rather/tools/demo.py: read_text": "its own run",
-    "rather/config/plugins.py: read_text": "the user's --import",
-    "rather/config/values.py: json.loads": "a word of the config",
-    "rather/config/load.py: json.loads": OWN_VALUE,
-    "rather/config/found.py: os.open": "writes the user's key, a new file",
-    "rather/tracking/json_lines.py: json.loads": OWN_VALUE,
-    "rather/config/show.py: json.loads": OWN_VALUE,
-    "rather/tools/report/page.py: json.loads": OWN_VALUE,
-    "rather/api/torch_optimizer.py: json.loads": OWN_VALUE,
-    "rather/commands/terminal.py: os.open": SYSTEM,
-    "rather/pipeline/starts.py: read_text": SYSTEM,
-    "rather/parallel/load.py: read_text": SYSTEM,
-    "rather/run_folder/layout.py: read_text": SYSTEM,
-    "rather/cluster/process.py: read_text": SYSTEM,
-    "rather/cluster/cleanup.py: read_text": SYSTEM,
-    "rather/cluster/cleanup.py: read_bytes": SYSTEM,
-    "rather/cluster/memory.py: read_text": SYSTEM,
-    "rather/tools/board/serve.py: read_bytes": PACKAGE,
-    "rather/tools/migrate/engine.py: read_text": PACKAGE,
-    "rather/tools/migrate/engine.py: json.loads": PACKAGE,
-    "rather/tools/migrate/peers/trl_versions.py: read_text": PACKAGE,
-    "rather/tools/report/page.py: read_text": PACKAGE,
-    "rather/recipes/__init__.py: read_text": PACKAGE,
-    "rather/commands/prepare.py: read_text": PACKAGE,
-}
+# The readers, then what this process, its children or the user's shell wrote.
+ALLOWED = """
+    rather/files.py: os.open - regular, bounded
+    rather/files.py: open - writes the file that the user named
+    rather/files.py: json.loads - depth is checked
+    rather/data/images.py: open - bytes in memory, by Pillow's decoders of five formats
+    rather/data/read.py: GzipFile - bounded by json_rows.MOST_UNPACKED
+    rather/data/read.py: memory_map - every batch is validated
+    rather/data/read.py: open_file - every batch is validated
+    rather/data/read.py: open_stream - every batch is validated
+    rather/data/read.py: ParquetFile - every batch is validated
+    rather/tracking/ledger.py: memory_map - a regular file, validated
+    rather/tracking/ledger.py: open_stream - a regular file, validated
+    rather/checkpoint/sharded_tensors.py: safe_open - the library limits the header
+    rather/checkpoint/dist_metadata.py: open - the file that the parent opened
+
+    rather/data/pairs.py: memory_map - the cache, by its SHA-256
+    rather/data/pairs.py: open_file - the cache, by its SHA-256
+    rather/data/pixel_loader.py: json.loads - a message of the parent
+    rather/data/pool.py: json.loads - a message of a child process
+    rather/data/rule.py: json.loads - a message of the parent
+    rather/data/pool.py: open_stream - a message of a child process
+    rather/data/cache.py: json.loads - JSON that this process has just made
+    rather/data/cache.py: open - writes the cache
+    rather/data/save.py: open - writes a new folder
+    rather/data/save.py: memory_map - counts the rows of a folder that it has written
+    rather/data/save.py: open_stream - counts the rows of a folder that it has written
+    rather/data/prepare.py: json.loads - the tokenizer, by the library that read it
+    rather/data/tokens.py: json.loads - the tokenizer, by the library that read it
+    rather/checkpoint/checkpoint.py: open - writes new files only (xb)
+    rather/model/export.py: open - writes new files only (xb)
+    rather/model/export.py: json.loads - the config.json that it has just written
+    rather/model/export.py: read_text - the config.json that it has just written
+    rather/model/adapters.py: open - writes new files only (xb)
+    rather/tools/gguf_file.py: json.loads - the tokenizer, by the library that read it
+    rather/cluster/supervision.py: json.loads - a message of a rank
+    rather/cluster/bridge.py: loads - a message of a rank
+    rather/cluster/ray_ranks.py: json.loads - a message of a rank
+    rather/cluster/rank_output.py: json.loads - a message of a rank
+    rather/cluster/rank_warnings.py: json.loads - a message of a rank
+    rather/tools/demo.py: json.loads - its own run
+    rather/tools/demo.py: read_text - its own run
+    rather/config/plugins.py: read_text - the user's --import
+    rather/config/values.py: json.loads - a word of the config
+    rather/config/load.py: json.loads - JSON that this process has just made
+    rather/config/found.py: os.open - writes the user's key, a new file
+    rather/tracking/json_lines.py: json.loads - JSON that this process has just made
+    rather/config/show.py: json.loads - JSON that this process has just made
+    rather/tools/report/page.py: json.loads - JSON that this process has just made
+    rather/api/torch_optimizer.py: json.loads - JSON that this process has just made
+    rather/commands/terminal.py: os.open - a file of the kernel
+    rather/pipeline/starts.py: read_text - a file of the kernel
+    rather/parallel/load.py: read_text - a file of the kernel
+    rather/run_folder/layout.py: read_text - a file of the kernel
+    rather/cluster/process.py: read_text - a file of the kernel
+    rather/cluster/cleanup.py: read_text - a file of the kernel
+    rather/cluster/cleanup.py: read_bytes - a file of the kernel
+    rather/cluster/memory.py: read_text - a file of the kernel
+    rather/tools/board/serve.py: read_bytes - a file of the package
+    rather/tools/migrate/engine.py: read_text - a file of the package
+    rather/tools/migrate/engine.py: json.loads - a file of the package
+    rather/tools/migrate/peers/trl_versions.py: read_text - a file of the package
+    rather/tools/report/page.py: read_text - a file of the package
+    rather/recipes/__init__.py: read_text - a file of the package
+    rather/commands/prepare.py: read_text - a file of the package
+"""
 
 
 def reads(code: Iterable[ast.AST]) -> set[str]:
@@ -133,8 +129,9 @@ def test_every_read_is_bounded_or_on_the_list() -> None:
     found = {
         f"{where(file)}: {call}" for file in python_files("rather") for call in reads(nodes(file))
     }
-    assert sorted(found - ALLOWED.keys()) == [], "use rather.files"
-    assert sorted(ALLOWED.keys() - found) == [], "no longer there"
+    allowed = {line.strip().partition(" - ")[0] for line in ALLOWED.split("\n") if line.strip()}
+    assert sorted(found - allowed) == [], "use rather.files"
+    assert sorted(allowed - found) == [], "no longer there"
 
 
 @pytest.mark.parametrize(
@@ -186,20 +183,15 @@ def test_a_yaml_bomb_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["deep lists", "aliases"])
 def test_every_command_reads_yaml_within_limits(tmp_path: Path, case: str) -> None:
-    run, file = tmp_path / "run", tmp_path / "trl.yaml"
-    run.mkdir()
-    for path in (file, run / "config.yaml"):
-        path.write_text(YAMLS[case])
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    file = tmp_path / "trl.yaml"
+    file.write_text(YAMLS[case])
     for command in (
         ("migrate", file, "--from", "trl", "--out", tmp_path / "new.yaml"),
-        ("compare", run, run),
         ("train", file),
         ("sweep", file, "beta=0.1,0.2"),
     ):
-        done = rather(*command)
-        assert done.exit_code == 2, (command, done.output, done.exception)
-        assert len(done.stderr) < 1_000
+        said = exits(2, *command)
+        assert len(said) < 1_000
 
 
 @pytest.mark.parametrize("text", ["[" * NESTED + "]" * NESTED, "[" * 100_000, "9" * 5_000])
@@ -208,39 +200,34 @@ def test_a_json_bomb_is_refused(tmp_path: Path, text: str) -> None:
         parse_json(text)
     file = tmp_path / "trl.json"
     file.write_text(f'{{"a": {text}}}')
-    done = rather("migrate", file, "--from", "trl", "--out", tmp_path / "new.yaml")
-    assert done.exit_code == 2
+    exits(2, "migrate", file, "--from", "trl", "--out", tmp_path / "new.yaml")
 
 
 def test_values_that_insert_one_another(config: Config, tmp_path: Path) -> None:
     file = config()
     lines = [f"b{i}: ${{b{i - 1}}}${{b{i - 1}}}\n" for i in range(1, 60)]
     file.write_text(file.read_text() + "b0: " + "x" * 100 + "\n" + "".join(lines))
-    done = rather("config", "show", file)
-    assert done.exit_code == 2
-    assert "its ${...} insert too much text" in done.stderr
+    assert "its ${...} insert too much text" in exits(2, "config", "show", file)
     lists = [f"b{i}: ['${{b{i - 1}}}', '${{b{i - 1}}}']\n" for i in range(1, 60)]
     file.write_text(file.read_text().partition("b0: ")[0] + "b0: x\n" + "".join(lists))
-    assert rather("config", "show", file).exit_code == 2
+    exits(2, "config", "show", file)
 
 
 def test_a_bomb_in_a_defaults_list(config: Config, tmp_path: Path) -> None:
     (tmp_path / "more.yaml").write_text(LAUGHS)
     file = config()
     file.write_text("defaults: [more, _self_]\n" + file.read_text())
-    done = rather("config", "show", file)
-    assert done.exit_code == 2
-    assert "more.yaml:" in done.stderr
-    assert "unfold to more than 20,000 values" in done.stderr
+    said = exits(2, "config", "show", file)
+    assert "more.yaml:" in said
+    assert "unfold to more than 20,000 values" in said
 
 
 def test_devices_and_pipes_are_no_configs(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
     for path in (tmp_path / "pipe.yaml", tmp_path / "zero.yaml"):
-        assert rather("train", path).exit_code == 2
-        done = rather("migrate", path, "--from", "trl", "--out", tmp_path / "new.yaml")
-        assert done.exit_code == 2
+        exits(2, "train", path)
+        exits(2, "migrate", path, "--from", "trl", "--out", tmp_path / "new.yaml")
 
 
 # --- folders that libraries open ---
@@ -250,10 +237,7 @@ def test_a_pipe_in_the_place_of_weights(finished: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     (run / "model" / "model.safetensors").unlink()
     os.mkfifo(run / "model" / "model.safetensors")
-    for command in (("compare", run, run), ("chat", run, "--prompt", "w1")):
-        done = rather(*command)
-        assert done.exit_code in (2, 9), (done.output, done.exception)
-        assert "not a regular file" in done.stderr
+    assert "not a regular file" in exits((2, 9), "chat", run, "--prompt", "w1")
 
 
 def change(folder: Path, **values: object) -> None:
@@ -299,9 +283,8 @@ def test_a_folder_is_inspected_before_a_library_opens_it(
         ("plan", config()),
         score,
     ):
-        done = rather(*command)
-        assert done.exit_code == 2, (command, done.output, done.exception)
-        assert reason in done.stderr.replace("\n", " ")
+        said = exits(2, *command)
+        assert reason in said.replace("\n", " ")
 
 
 @pytest.mark.parametrize("case", ["pipe", "depth", "width"])
@@ -330,6 +313,5 @@ def test_the_hub_cache_is_inspected_as_well(
         ("train", config(), "pretrain=someone/tiny"),
         ("chat", "someone/tiny", "--prompt", "w1"),
     ):
-        done = rather(*command)
-        assert done.exit_code == 2, (command, done.output, done.exception)
-        assert f"snapshots/abc123/{blob.name}: cannot be read" in done.stderr.replace("\n", "")
+        said = exits(2, *command)
+        assert f"snapshots/abc123/{blob.name}: cannot be read" in said.replace("\n", "")

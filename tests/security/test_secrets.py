@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from rather.cluster.worker import ActorWorker
 from rather.config.keys import table
 from rather.config.redaction import looks_secret, redact
 from rather.run_folder.layout import Incidents
-from tests.security.conftest import rather
+from tests.security.conftest import Config, exits, rather
 from tests.tiny import in_child
 
-Config = Callable[..., Path]
 CANARIES = {
     "HF_TOKEN": "hf_CanaryCanaryCanary0001",
     "WANDB_API_KEY": "c0ffee00" * 5,
@@ -89,10 +87,9 @@ OVERRIDE = [f"+system_envs.{name}={value}" for name, value in OVERRIDDEN.items()
 
 
 def test_a_run_writes_none(secret_config: Config, tmp_path: Path) -> None:
-    done = rather("train", secret_config(track_with="tensorboard", save_best=False), *OVERRIDE)
-    assert done.exit_code == 0, done.output
+    said = exits(0, "train", secret_config(track_with="tensorboard", save_best=False), *OVERRIDE)
     assert list(tmp_path.rglob("events.out.*"))
-    assert not leaks(tmp_path, done.output)
+    assert not leaks(tmp_path, said)
 
 
 def test_a_failing_run_writes_none(secret_config: Config, tmp_path: Path) -> None:
@@ -137,10 +134,9 @@ def test_the_console_shows_none_when_a_run_crashes(secret_config: Config, tmp_pa
 def test_showing_a_config_shows_none(
     secret_config: Config, tmp_path: Path, command: list[str]
 ) -> None:
-    done = rather("config", *command, secret_config(), *OVERRIDE)
-    assert done.exit_code == 0, done.output
-    assert "***" in done.output or "oc.env" in done.output
-    assert not leaks(tmp_path, done.output)
+    said = exits(0, "config", *command, secret_config(), *OVERRIDE)
+    assert "***" in said or "oc.env" in said
+    assert not leaks(tmp_path, said)
 
 
 def test_a_password_in_an_address_is_in_no_message(secret_config: Config, tmp_path: Path) -> None:
@@ -153,26 +149,19 @@ def test_a_password_in_an_address_is_in_no_message(secret_config: Config, tmp_pa
             "timeouts__connect": 1.0,
         },
     ):
-        done = rather("train", secret_config(**changes))
-        assert done.exit_code in (2, 3), done.output
-        assert "[hidden]@host" in done.stderr
-        assert not leaks(tmp_path, done.output)
+        said = exits((2, 3), "train", secret_config(**changes))
+        assert "[hidden]@host" in said
+        assert not leaks(tmp_path, said)
         assert not leaks(tmp_path, rather("config", "show", tmp_path / "dpo.yaml").output)
 
 
 def test_processes_of_a_run_have_none_in_their_arguments(
-    secret_config: Config, monkeypatch: pytest.MonkeyPatch
+    secret_config: Config, started: list[Any]
 ) -> None:
-    started: list[Any] = []
-    start = subprocess.Popen.__init__
-    monkeypatch.setattr(
-        subprocess.Popen,
-        "__init__",
-        lambda self, args, *a, **k: (started.append(args), start(self, args, *a, **k))[1],
-    )
-    assert rather("data", secret_config(), *OVERRIDE).exit_code == 0
+    exits(0, "data", secret_config(), *OVERRIDE)
     assert started
-    assert not [canary for canary in ALL if canary in str(started)]
+    commands = str([command for command, _ in started])
+    assert not [canary for canary in ALL if canary in commands]
 
 
 def test_messages_of_a_worker_hold_none(secret_config: Config) -> None:

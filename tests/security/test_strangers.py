@@ -6,7 +6,6 @@ registered command has a case in COMMANDS; one without a case fails.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from hashlib import sha256
@@ -18,8 +17,6 @@ import pytest
 import torch
 import typer.main
 import yaml
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from rather.cli import app
 from rather.config.found import Trust
@@ -29,7 +26,7 @@ from rather.run_folder.layout import OWN_FILES
 from rather.tools import tune
 from rather.tools.board.serve import ROUTES, Board, RequestRefused
 from rather.tracking.json_lines import LEDGER
-from tests.security.conftest import Bait, rather
+from tests.security.conftest import Bait, change, exits, rather, run_values
 
 CODE = {
     "auto_map": {
@@ -52,69 +49,74 @@ class EvilTokenizer(PreTrainedTokenizerFast):
     pass
 """
 KINDS = ("run", "linked", "model", "adapter", "data")
-EACH = [["{yaml:" + kind + "}"] for kind in KINDS]
-RUN_AND_MODEL = [EACH[0], EACH[2]]  # for commands that start what `train` does
-FOLDERS = [["{run}"], ["{linked}"]]
 TRUSTED = "--trust-paths"  # else a stranger's run is refused before anything in it is opened
-SOURCES = [["{run}"], ["{run}/checkpoint-1"], ["{linked}"], ["{model}"], ["{adapter}"]]
-COMMANDS: dict[str, list[list[str]]] = {
-    "train": [*EACH, *FOLDERS],
-    "sweep": [[*words, "beta=0.1,0.2"] for words in RUN_AND_MODEL],
-    "rounds": [["{yaml:run}"], ["status", "{yaml:run}"]],
-    "tune": [[*words, "--budget", "1s", "--out", "tuned.yaml"] for words in RUN_AND_MODEL],
-    "eval": [[*words, "--model", "{" + kind + "}"] for words in EACH[:1] for kind in KINDS],
-    "demo": [["--out", "{run}"], ["--out", "{linked}"]],
-    "data": [*EACH, ["{yaml:data}", "--save", "{linked}"]],
-    "plan": EACH,
-    "doctor": EACH,
-    "init": [
-        ["{data}", "--model", "{model}", "--out", "init-1.yaml"],
-        ["{data}", "--model", "{good}", "--out", "init-2.yaml"],
-        ["{data}", "--model", "{good}", "--out", "{linked}/link.yaml"],
-    ],
-    "migrate": [
-        ["{run}/config.yaml", "--from", "roll", "--out", "new.yaml"],
-        ["{model}/config.json", "--from", "trl", "--out", "new2.yaml"],
-    ],
-    "board": [["{run}", "--no-browser"], ["{linked}", "--no-browser"]],
-    "health": FOLDERS,
-    "report": FOLDERS,
-    "pairs": [
-        *FOLDERS,
-        ["{run}", "--plant", "0.2", TRUSTED],
-        ["{linked}", "--plant", "0.2", TRUSTED],
-    ],
-    "compare": [["{run}", "{linked}"], ["{run}", "{run}"]],
-    "stop": [*FOLDERS, ["{yaml:run}"]],
-    "save-now": [*FOLDERS, ["{yaml:run}"]],
-    "verify": [*FOLDERS, ["{run}/checkpoint-1"]],
-    "chat": [[*words, "--prompt", "w1", TRUSTED] for words in SOURCES],
-    "judge": [
-        *(["{answers}", "--with", *words, TRUSTED] for words in SOURCES),
-        ["{answers}", "{data}/pairs.arrow", "--with", "http://127.0.0.1:1", "--judge-model", "m"],
-    ],
-    "generate": [
-        [*words, "{data}", "--out", f"answers-{place}.jsonl", "--max-new-tokens", "4", TRUSTED]
-        for place, words in enumerate(SOURCES)
-    ],
-    "score": [*([*words, "{data}", TRUSTED] for words in SOURCES), ["{good}", "{data}"]],
-    "export": [
-        *([*words, f"out-{place}", TRUSTED] for place, words in enumerate(SOURCES)),
-        ["{adapter}", "out-adapter", "--adapter"],
-    ],
-    "push": [[*words, "org/name", "--dry-run"] for words in FOLDERS],
-    "merge": [
-        ["{adapter}", "--out", "merged-1"],
-        ["{adapter}", "--base", "{model}", "--out", "merged-2"],
-    ],
-    "config show": EACH,
-    "config explain": [["beta", *words] for words in EACH],
-    "config schema": [[]],  # these have no input
-    "config reference": [[]],
-    "recipes list": [[]],
-    "recipes show": [["dpo"]],
-    "recipes copy": [["dpo", "{linked}/link.yaml"]],
+EACH = {  # a line with such a word is a line for each of these, with its number as {n}
+    "{yaml}": [f"{{yaml:{kind}}}" for kind in KINDS],
+    "{kind}": [f"{{{kind}}}" for kind in KINDS],
+    "{folder}": ["{run}", "{linked}"],
+    "{source}": ["{run}", "{run}/checkpoint-1", "{linked}", "{model}", "{adapter}"],
 }
+COMMANDS = """
+    train {yaml}
+    train {folder}
+    sweep {yaml:run} beta=0.1,0.2
+    sweep {yaml:model} beta=0.1,0.2
+    rounds {yaml:run}
+    rounds status {yaml:run}
+    tune {yaml:run} --budget 1s --out tuned.yaml
+    tune {yaml:model} --budget 1s --out tuned.yaml
+    eval {yaml:run} --model {kind}
+    demo --out {folder}
+    data {yaml}
+    data {yaml:data} --save {linked}
+    plan {yaml}
+    doctor {yaml}
+    init {data} --model {model} --out init-1.yaml
+    init {data} --model {good} --out init-2.yaml
+    init {data} --model {good} --out {linked}/link.yaml
+    migrate {run}/config.yaml --from roll --out new.yaml
+    migrate {model}/config.json --from trl --out new2.yaml
+    board {folder} --no-browser
+    health {folder}
+    report {folder}
+    pairs {folder}
+    pairs {folder} --plant 0.2 --trust-paths
+    stop {folder}
+    stop {yaml:run}
+    save-now {folder}
+    save-now {yaml:run}
+    verify {folder}
+    verify {run}/checkpoint-1
+    chat {source} --prompt w1 --trust-paths
+    judge {answers} --with {source} --trust-paths
+    judge {answers} {data}/pairs.arrow --with http://127.0.0.1:1 --judge-model m
+    generate {source} {data} --out answers-{n}.jsonl --max-new-tokens 4 --trust-paths
+    score {source} {data} --trust-paths
+    score {good} {data}
+    export {source} out-{n} --trust-paths
+    export {adapter} out-adapter --adapter
+    push {folder} org/name --dry-run
+    merge {adapter} --out merged-1
+    merge {adapter} --base {model} --out merged-2
+    config show {yaml}
+    config explain beta {yaml}
+    config schema
+    config reference
+    recipes list
+    recipes show dpo
+    recipes copy dpo {linked}/link.yaml
+""".strip().splitlines()
+
+
+def lines_of(command: str) -> list[str]:
+    """Return the lines of a command, one for each of the folders that it is given."""
+    lines = []
+    for line in map(str.strip, COMMANDS):
+        if f"{line} ".startswith(f"{command} "):
+            word = next((word for word in EACH if word in line), "")
+            for n, folder in enumerate(EACH.get(word, [""])):
+                lines.append(line.replace(word, folder).replace("{n}", str(n)) if word else line)
+    return lines
 
 
 def registered(group: Any = None, before: str = "") -> Iterator[str]:
@@ -133,13 +135,13 @@ def digests(folder: Path) -> dict[str, str]:
 class Strangers:
     """The folders of strangers, and the user's own YAML files that name them."""
 
-    def __init__(self, home: Path, good: Path, finished: Path, python: str) -> None:
+    def __init__(self, home: Path, good: Path, lora: Path, finished: Path, python: str) -> None:
         self.home, self.python = home, python
         self.outside = home / "outside"
         self.outside.mkdir()
         self.folders = {name: home / "strangers" / name for name in KINDS} | {"good": good / "base"}
         self.model(good)
-        self.adapter(good)
+        self.adapter(lora)
         self.run(finished)
         self.data(good)
         self.yamls(good)
@@ -154,18 +156,12 @@ class Strangers:
         folder = Path(shutil.copytree(good / "base", self.folders["model"]))
         self.code(folder)
         for name in ("config.json", "tokenizer_config.json"):
-            values = json.loads((folder / name).read_text())
-            (folder / name).write_text(json.dumps(values | CODE))
+            change(folder / name, **CODE)
 
-    def adapter(self, good: Path) -> None:
-        made = good / "adapter"
-        if not made.exists():
-            base: Any = AutoModelForCausalLM.from_pretrained(good / "base")
-            get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(made)
-        folder = Path(shutil.copytree(made, self.folders["adapter"]))
-        values = json.loads((folder / "adapter_config.json").read_text())
-        own = {"base_model_name_or_path": str(self.folders["model"]), "auto_mapping": CODE}
-        (folder / "adapter_config.json").write_text(json.dumps(values | own))
+    def adapter(self, lora: Path) -> None:
+        folder = Path(shutil.copytree(lora, self.folders["adapter"]))
+        base = str(self.folders["model"])
+        change(folder / "adapter_config.json", base_model_name_or_path=base, auto_mapping=CODE)
         self.code(folder)
 
     def run(self, finished: Path) -> None:
@@ -199,30 +195,13 @@ class Strangers:
 
     def yamls(self, good: Path) -> None:
         for kind, folder in self.folders.items():
-            values: dict[str, Any] = {
-                "exp_name": "mine",
-                "output_dir": str(self.home / "own"),
-                "logging_dir": str(self.home / "own" / "logs"),
-                "pretrain": str(good / "base"),
-                "sequence_length": 64,
-                "max_steps": 1,
-                "track_with": None,
-                "actor_train": {
-                    "data_args": {
-                        "file_name": str(good / "pairs.jsonl"),
-                        "cache_dir": str(good / "cache"),
-                    },
-                    "training_args": {"per_device_train_batch_size": 8},
-                },
-                "validation": {"data_args": {"file_name": str(good / "pairs.jsonl")}},
-            }
+            held_out = {"data_args": {"file_name": str(good / "pairs.jsonl")}}
+            values = run_values(good, self.home) | {"track_with": None, "validation": held_out}
             if kind in ("run", "linked"):
-                values |= {
-                    "exp_name": folder.name,
-                    "output_dir": str(folder.parent),
-                    "max_steps": 2,
-                }
-            elif kind == "model":
+                values |= {"exp_name": folder.name, "output_dir": str(folder.parent)}
+            else:
+                values |= {"exp_name": "mine", "max_steps": 1}
+            if kind == "model":
                 values["pretrain"] = str(folder)
             elif kind == "adapter":
                 values["actor_train"]["model_args"] = {"adapter_name_or_path": str(folder)}
@@ -243,12 +222,12 @@ class Strangers:
 def strangers(
     tmp_path: Path,
     good: Path,
+    lora: Path,
     finished: Path,
-    marker: Path,
     python: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Strangers:
-    found = Strangers(tmp_path, good, finished, python)
+    found = Strangers(tmp_path, good, lora, finished, python)
     for folder in ("run", "data"):
         monkeypatch.syspath_prepend(str(found.folders[folder]))  # even if Python would find it
     monkeypatch.setattr(Board, "serve_forever", ask_everything)
@@ -267,20 +246,22 @@ def ask_everything(board: Board) -> None:
 
 
 def test_every_registered_command_has_a_case() -> None:
-    assert set(registered()) == set(COMMANDS)
+    commands = tuple(f"{command} " for command in registered())
+    assert all(lines_of(command.strip()) for command in commands)
+    assert all(f"{line.strip()} ".startswith(commands) for line in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", registered())
 def test_nothing_of_a_stranger_runs_or_writes_outside(
     strangers: Strangers, command: str, subtests: Any
 ) -> None:
     before = digests(strangers.outside)
-    for words in COMMANDS[command]:
-        with subtests.test(words=" ".join(words)):
-            done = rather(*command.split(), *strangers.words(words))
-            assert done.exception is None or isinstance(done.exception, SystemExit), words
-            assert done.exit_code in (*range(10), 130), (words, done.output)
-            assert "Traceback" not in done.output, words
+    for line in lines_of(command):
+        with subtests.test(line=line):
+            done = rather(*strangers.words(line.split()))
+            assert done.exception is None or isinstance(done.exception, SystemExit), line
+            assert done.exit_code in (*range(10), 130), (line, done.output)
+            assert "Traceback" not in done.output, line
     assert digests(strangers.outside) == before
 
 
@@ -290,9 +271,7 @@ def test_what_the_folders_hold_would_run_if_it_were_trusted(
     """Else the tests above could not fail. --trust-remote-code never asks on the console."""
     source, words = strangers.folders["run"], ["--trust-remote-code", TRUSTED]
     for command in (["chat", source, "--prompt", "w1"], ["export", source, "trusted"]):
-        done = rather(*command, *words)
-        assert done.exit_code == 0, (done.output, done.exception)
-        assert "Do you wish to run" not in done.output
+        assert "Do you wish to run" not in exits(0, *command, *words)
         assert marker.exists(), command
         marker.unlink()
 
@@ -341,9 +320,7 @@ def test_a_found_config_does_not_fill_the_memory(strangers: Strangers) -> None:
     values["pretrain"] = str(strangers.folders["good"])
     values["actor_train"]["model_args"] = {"lora_rank": 9_000_000}
     (run / "config.yaml").write_text(yaml.safe_dump(values))
-    done = rather("chat", run, "--prompt", "w1", TRUSTED)
-    assert done.exit_code == 2, (done.output, done.exception)
-    assert "lora_rank: 9000000 must be at most" in done.stderr
+    assert "lora_rank: 9000000 must be at most" in exits(2, "chat", run, "--prompt", "w1", TRUSTED)
 
 
 def test_a_ledger_of_another_kind(strangers: Strangers) -> None:
@@ -354,12 +331,10 @@ def test_a_ledger_of_another_kind(strangers: Strangers) -> None:
         writer.write_batch(pa.record_batch([["a"]], names=["id"]))
     for content in (b"", b"\xff" * 300, whole[:100], (run / "other").read_bytes()):
         file.write_bytes(content)
-        done = rather("pairs", run)
-        assert done.exit_code == 2, (done.output, done.exception)
-        assert "ledger" in done.stderr
+        assert "ledger" in exits(2, "pairs", run)
     file.write_bytes(whole)
     (run / "pairs.json").write_text('{"cut": []}')
-    assert rather("pairs", run).exit_code == 0
+    exits(0, "pairs", run)
 
 
 def test_migrate_does_not_copy_trust(tmp_path: Path) -> None:

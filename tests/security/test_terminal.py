@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rather.config.redaction import printable
 from tests.house.source import nodes, python_files
-from tests.security.conftest import rather
+from tests.security.conftest import Config, change, exits
+from tests.tiny import write_rows
 
 ROOT = Path(__file__).parents[2]
 TITLE = "\x1b]0;another title\x07\x9b2J[/red]"  # also markup of rich, which may not be closed
@@ -33,33 +33,24 @@ def test_control_characters_are_shown_as_such() -> None:
     assert printable("a\tb\n\x1b[2J\r\x7f\x9b é中") == "a\tb\n\\x1b[2J\\x0d\\x7f\\x9b é中"
 
 
-def test_texts_of_a_dataset(config: Callable[..., Path], tmp_path: Path) -> None:
+def test_texts_of_a_dataset(config: Config, tmp_path: Path) -> None:
     rows = tmp_path / f"{TITLE.replace('/', '')}.jsonl"
     good = {"prompt": f"w1 {TITLE}", "chosen": "w2", "rejected": "w3", TITLE: 1}
     bad = {"prompt": 1, "chosen": TITLE, "id": TITLE}
-    rows.write_text("".join(json.dumps(row) + "\n" for row in [good] * 4 + [bad] * 2))
+    write_rows(rows, [good] * 4 + [bad] * 2)
     file = config(actor_train__data_args__file_name=str(rows), max_bad_fraction=1)
-    done = rather("data", file, "--show", "2")
-    assert done.exit_code == 0, (done.output, done.exception)
-    refuse_control(done.output)
-    done = rather("data", file, "max_bad_fraction=0")
-    assert done.exit_code == 3
-    refuse_control(done.output)
+    refuse_control(exits(0, "data", file, "--show", "2"))
+    refuse_control(exits(3, "data", file, "max_bad_fraction=0"))
 
 
 def test_texts_of_a_run_and_a_model(model: Path, finished: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(finished, tmp_path / "run"))
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text(
-        "".join(json.dumps(json.loads(line) | {TITLE: 2.0}) + "\n" for line in lines)
-    )
-    other = Path(shutil.copytree(run, tmp_path / "other"))
-    (other / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("2.0", "3.0"))
-    with open(other / "starts.jsonl", "a") as file:
-        file.write('{"environment": [], "settings": 3}\n')
-    done = rather("compare", run, other)
-    assert done.exit_code == 0, (done.output, done.exception)
-    refuse_control(done.output)
+    finding = {"step": 1, "severity": "warning", "number": 1.0}
+    finding |= dict.fromkeys(("name", "text", "advice"), f"odd {TITLE}")
+    write_rows(run / "health.jsonl", [finding])
+    shown = exits(0, "health", run)
+    assert "odd" in shown
+    refuse_control(shown)
     tokens = json.loads((model / "tokenizer.json").read_text())
     words = tokens["model"]["vocab"]
     tokens["model"]["vocab"] = {
@@ -67,14 +58,9 @@ def test_texts_of_a_run_and_a_model(model: Path, finished: Path, tmp_path: Path)
         for word, number in words.items()
     }
     (model / "tokenizer.json").write_text(json.dumps(tokens))
-    done = rather("chat", model, "--prompt", "w1 w1", "--temperature", "9")
-    assert done.exit_code == 0, (done.output, done.exception)
-    refuse_control(done.output)
-    values = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(values | {"model_type": TITLE}))
-    done = rather("chat", model, "--prompt", "w1")
-    assert done.exit_code == 2
-    refuse_control(done.output)
+    refuse_control(exits(0, "chat", model, "--prompt", "w1 w1", "--temperature", "9"))
+    change(model / "config.json", model_type=TITLE)
+    refuse_control(exits(2, "chat", model, "--prompt", "w1"))
 
 
 @pytest.mark.parametrize("name", ["echo", "print"])

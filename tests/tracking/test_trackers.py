@@ -19,10 +19,11 @@ from rather.errors import ConfigError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking import trackers
 from rather.tracking.json_lines import json_line
-from rather.tracking.run import RunTracker
 from rather.tracking.trackers import TRACKER_IDS, TRACKERS, TrackedRun, check_installed
+from tests.commands.conftest import json_of, rows_of
 from tests.house.source import ROOT
 from tests.tiny import in_child, make_config, metrics
+from tests.tracking.test_run import run as tracking
 from tests.train.test_resume import train
 
 REAL = [name for name in ("wandb", "trackio", "mlflow") if find_spec(name)]
@@ -82,19 +83,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tracked")
     make_config(folder)
     assert in_child(tracked, folder, "5") == -9
-    ids = json.loads((folder / "output/tracked/trackers.json").read_text())
+    ids = json_of(folder / "output/tracked/trackers.json")
     assert list(ids) == REAL
     assert in_child(tracked, folder, "") == 0
-    assert json.loads((folder / "output/tracked/trackers.json").read_text()).keys() == ids.keys()
+    assert json_of(folder / "output/tracked/trackers.json").keys() == ids.keys()
     return folder
 
 
 def losses(folder: Path) -> dict[int, float]:
-    lines = map(json.loads, (folder / "output/tracked/metrics.jsonl").read_text().splitlines())
+    lines = rows_of(folder / "output/tracked/metrics.jsonl")
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def wandb_records(file: Path) -> Iterator[Any]:
+def run_id_of(folder: Path, tracker: str) -> str:
+    ids = json_of(folder / "output/tracked/trackers.json")
+    return str(ids[tracker])
+
+
+def wandb_records(file: Path, kind: str) -> Iterator[Any]:
     """W&B's file of a run: the log format of LevelDB after seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -103,11 +109,13 @@ def wandb_records(file: Path) -> Iterator[Any]:
         if (left := 32768 - at % 32768) < 7:
             at += left
             continue
-        size, kind = struct.unpack_from("<HB", data, at + 4)
+        size, part = struct.unpack_from("<HB", data, at + 4)
         held += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            yield Record.FromString(held)
+        if part in (1, 4):  # whole, or the last part
+            record = Record.FromString(held)
+            if record.WhichOneof("record_type") == kind:
+                yield getattr(record, kind)
             held = b""
 
 
@@ -116,20 +124,18 @@ def test_wandb_offline(folder: Path) -> None:
     [run_id] = {
         file.stem.removeprefix("run-") for file in folder.glob("logs/tracked/wandb/*/*.wandb")
     }
-    assert run_id == json.loads((folder / "output/tracked/trackers.json").read_text())["wandb"]
+    assert run_id == run_id_of(folder, "wandb")
     killed, resumed = sorted(folder.glob("logs/tracked/wandb/offline-run-*/*.wandb"))
-    records = list(wandb_records(resumed))
-    [run] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    [run] = wandb_records(resumed, "run")
     assert (run.run_id, run.project, run.display_name, run.notes, list(run.tags)) == (
         run_id, "own", "first try", "a run", ["tiny"],
     )  # fmt: skip
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert config["pretrain"] == str(folder / "base")
     assert config["resumed_after_step"] == 3
-    rows = [record.history for record in records if record.WhichOneof("record_type") == "history"]
     steps = {
         row.step.num: {"/".join(item.nested_key): item.value_json for item in row.item}
-        for row in rows
+        for row in wandb_records(resumed, "history")
     }
     told = {step: json.loads(row["loss"]) for step, row in steps.items() if "loss" in row}
     assert told == pytest.approx(losses(folder))
@@ -144,17 +150,15 @@ def test_trackio(folder: Path) -> None:
             database.execute("select run_id, run_name, step, metrics from metrics order by id")
         )
         [config] = [json.loads(text) for [text] in database.execute("select config from configs")]
-    run_id = json.loads((folder / "output/tracked/trackers.json").read_text())["trackio"]
+    run_id = run_id_of(folder, "trackio")
     assert {(identity, name) for identity, name, _, _ in rows} == {(run_id, "first try")}
     told = [(step, json.loads(metrics)) for _, _, step, metrics in rows]
     assert {step: row["loss"] for step, row in told if "loss" in row} == pytest.approx(
         losses(folder)
     )
     steps = [step for step, row in told if "loss" in row]
-    assert steps in (
-        [1, 2, 3, 4, 5],
-        [1, 2, 3, 4, 4, 5],
-    )  # it writes behind: step 4 came before the kill or not
+    # It writes behind: step 4 came before the kill or not.
+    assert steps in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 4, 5])
     assert [step for step, row in told if row.get("resumed_after_step") == 3] == [3]
     assert config["pretrain"] == str(folder / "base")
 
@@ -166,23 +170,14 @@ def test_mlflow(folder: Path) -> None:
     client = MlflowClient(f"sqlite:///{folder}/logs/mlflow.db")
     experiment = client.get_experiment_by_name("own")
     [run] = client.search_runs([experiment.experiment_id])
-    assert (
-        run.info.run_id
-        == json.loads((folder / "output/tracked/trackers.json").read_text())["mlflow"]
-    )
+    assert run.info.run_id == run_id_of(folder, "mlflow")
     assert (run.info.run_name, run.info.status) == ("first try", "FINISHED")
     assert run.data.tags["resumed_after_step"] == "3"
     assert run.data.tags["mlflow.note.content"] == "a run"
     assert "tiny" in run.data.tags
     history = client.get_metric_history(run.info.run_id, "loss")
-    assert [point.step for point in history] == [
-        1,
-        2,
-        3,
-        4,
-        4,
-        5,
-    ]  # each is written at once, and none can be removed
+    # Each is written at once, and none can be removed.
+    assert [point.step for point in history] == [1, 2, 3, 4, 4, 5]
     assert {point.step: point.value for point in history} == pytest.approx(losses(folder))
     assert run.data.params["actor_train.training_args.learning_rate"] == "0.001"
     assert run.data.params["system_envs.SOME_TOKEN"] == "***"
@@ -235,18 +230,13 @@ def test_wandb_without_a_server_is_kept_in_local_files(
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setitem(trackers.WANDB_TIMEOUTS, "init_timeout", 2)
     config = make_config(tmp_path, track_with="wandb")
-    with RunTracker(TrackedRun(config), total_steps=2, start_step=0, quiet=True) as tracker:
+    with tracking(config) as tracker:
         tracker.log({"step": 1, "loss": 0.5})
     finish_writing()
     assert told in caplog.text
     assert "switched off" not in caplog.text
     [file] = tmp_path.glob("logs/run/wandb/offline-run-*/*.wandb")
-    rows = [
-        record.history
-        for record in wandb_records(file)
-        if record.WhichOneof("record_type") == "history"
-    ]
-    assert [row.step.num for row in rows] == [1]
+    assert [row.step.num for row in wandb_records(file, "history")] == [1]
 
 
 def with_a_newer_run_of_the_name(folder: Path) -> int:
@@ -257,12 +247,10 @@ def with_a_newer_run_of_the_name(folder: Path) -> int:
         for place in places
     ]
     for config in configs:
-        with RunTracker(TrackedRun(config), total_steps=2, start_step=0, quiet=True) as tracker:
+        with tracking(config) as tracker:
             tracker.log({"step": 1, "loss": 0.5})
             position = tracker.position()
-    with RunTracker(
-        TrackedRun(configs[0]), total_steps=2, start_step=1, metrics_position=position, quiet=True
-    ) as tracker:
+    with tracking(configs[0], 1, position) as tracker:
         tracker.log({"step": 2, "loss": 0.4})
     return 0
 
@@ -323,13 +311,11 @@ def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     options = {"mode": "offline", "project": "own", "tags": ["tiny"], "notes": "a run"}
     config = make_config(tmp_path, track_with="swanlab", tracker_kwargs=options)
-    with RunTracker(TrackedRun(config), total_steps=4, start_step=0, quiet=True) as tracker:
+    with tracking(config) as tracker:
         tracker.log({"step": 1, "loss": 0.5})
         position = tracker.position()
-    with RunTracker(
-        TrackedRun(config), total_steps=4, start_step=1, metrics_position=position, quiet=True
-    ) as tracker:
+    with tracking(config, 1, position) as tracker:
         tracker.log({"step": 2, "loss": 0.4})
     files = list(tmp_path.glob("logs/run/swanlog/*/*.swanlab"))
-    run_id = json.loads((config.run_dir / "trackers.json").read_text())["swanlab"]
+    run_id = json_of(config.run_dir / "trackers.json")["swanlab"]
     assert [file.stem for file in files] == [f"run-{run_id}"] * 2

@@ -20,8 +20,9 @@ from rather.pipeline.pipeline import DPOPipeline
 from rather.tracking.health import read_findings
 from tests.cluster.test_torchrun import torchrun
 from tests.model.test_experts import tiny
+from tests.runs import steps
 from tests.same.test_experts import make_experts
-from tests.tiny import make_config, make_pairs, metrics
+from tests.tiny import make_config, make_pairs
 
 
 def experts_run(folder: Path, family: str = "qwen3_moe", **changes: Any) -> DPOConfig:
@@ -49,7 +50,7 @@ def wild(tmp_path_factory: pytest.TempPathFactory) -> DPOConfig:
 
 
 def test_metrics_report_and_finding(wild: DPOConfig) -> None:
-    lines = [line for line in metrics(wild) if "loss" in line]
+    lines = steps(wild)
     assert lines[0]["router_loss"] == pytest.approx(2, rel=0.2)  # two experts per token
     assert sum(lines[0][f"experts/load/{i}"] for i in range(8)) == pytest.approx(8)
     report = (wild.run_dir / "report.html").read_text()
@@ -140,9 +141,9 @@ def test_ranks_train_as_one_process_and_resume_on_another_ep(tmp_path: Path) -> 
         (2, {"ep_size": 2}),
         (4, {"ep_size": 2, "strategy_name": "fsdp2_train"}),
     ]
-    for steps, (ranks, strategy) in zip((2, 4), layouts, strict=True):
+    for last, (ranks, strategy) in zip((2, 4), layouts, strict=True):
         both = make_config(
-            tmp_path, exp_name="both", max_steps=steps, **options,
+            tmp_path, exp_name="both", max_steps=last, **options,
             actor_train__device_mapping=list(range(ranks)), actor_train__strategy_args=strategy,
         )  # fmt: skip
         done = torchrun(both, ranks)
@@ -150,7 +151,5 @@ def test_ranks_train_as_one_process_and_resume_on_another_ep(tmp_path: Path) -> 
     assert "dp 4 x ep 2" in done.stderr
     assert DPOPipeline(make_config(tmp_path, exp_name="both", max_steps=6, **options)).run() == 0
     for key in ("loss", "grad_norm", "router_loss"):
-        one, other = (
-            [line[key] for line in metrics(each) if key in line] for each in (alone, both)
-        )
+        one, other = ([line[key] for line in steps(each)] for each in (alone, both))
         assert other == pytest.approx(one, rel=1e-4), key

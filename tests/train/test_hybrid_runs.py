@@ -19,6 +19,7 @@ from rather.pipeline.pipeline import DPOPipeline
 from tests.cells import cells
 from tests.model.test_hybrids import hybrid
 from tests.padded import padded_logps, random_pairs
+from tests.runs import assert_resumes, exported
 from tests.tiny import make_config, train_on_two_ranks
 
 LORA = {
@@ -65,17 +66,11 @@ def assert_exported(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h", "lfm2_moe"])
 def test_a_resumed_run_ends_in_the_same_bits(name: str, tmp_path: Path) -> None:
-    whole = run(tmp_path, name, "whole", max_steps=4)
-    run(tmp_path, name, "cut", max_steps=2, save_steps=2)
-    resumed = run(tmp_path, name, "cut", max_steps=4, save_steps=2)
-    weights = load_file(whole / "model/model.safetensors")
-    assert any(
-        not torch.equal(value, weights[key])
-        for key, value in load_file(tmp_path / "model/model.safetensors").items()
-    )
-    for key, value in load_file(resumed / "model/model.safetensors").items():
-        assert torch.equal(value, weights[key]), key
-    assert_exported(whole / "model")
+    config = config_of(tmp_path, name, "run", max_steps=4, save_steps=2)
+    assert_resumes(config, 2)
+    start = load_file(tmp_path / "model/model.safetensors")
+    assert any(not torch.equal(start[key], value) for key, value in exported(config).items())
+    assert_exported(config.run_dir / "model")
 
 
 @pytest.mark.wide

@@ -26,8 +26,9 @@ from rather.tools.report.folder import Folder
 from rather.tools.report.sections import health
 from rather.tracking.health import read_findings
 from tests.faults import inject
-from tests.tiny import make_config, make_model, metrics
-from tests.train.test_nonfinite import assert_untouched, nan_at, weights
+from tests.runs import assert_equal, evaluations, saved, steps
+from tests.tiny import make_config, make_model
+from tests.train.test_nonfinite import nan_at
 from tests.train.test_pipeline import Overflowing
 
 
@@ -45,9 +46,7 @@ FP16 = {"actor_train__model_args__dtype": "fp16", "actor_train__worker_cls": Ove
 
 
 @pytest.fixture(autouse=True)
-def setup(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    for name in ("check_family", "check_model"):  # half the time of a tiny run
-        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
+def setup(no_self_check: None, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     with caplog.at_level(logging.INFO):
         yield
     inject.detach()
@@ -105,8 +104,8 @@ def test_weights_that_did_not_change(
     }[cause]
     config, code = run(shared, f"unchanged-{cause}", **changes)
     assert code == 0
-    steps = changes.get("max_steps", 4)
-    said = f"updates made: {steps}; 0 of {steps} steps were skipped; the weights did not change."
+    count = changes.get("max_steps", 4)
+    said = f"updates made: {count}; 0 of {count} steps were skipped; the weights did not change."
     assert f"Outcome: {said}" in caplog.text
     assert f"Outcome: {said}" in command(config)
     assert said in health(Folder(config.run_dir))
@@ -159,14 +158,14 @@ def test_a_step_without_weight_is_skipped_and_logs_no_nan(
     }
     config, code = run(shared, "some", save_steps=1, max_ckpt_to_keep=0, **changes)
     assert code == 0
-    lines = [line for line in metrics(config) if "lr" in line]
+    lines = steps(config)
     skipped = [line["step"] for line in lines if line["skipped_iter"]]
     assert len(skipped) == 2
     assert all(("loss" in line) == (line["step"] not in skipped) for line in lines)
     assert not any("nonfinite" in line for line in lines)
     for step in skipped:
         if step > 1:  # otherwise the momentum of earlier steps would move the weights
-            assert_untouched(weights(config, step - 1), weights(config, step))
+            assert_equal(saved(config, step - 1), saved(config, step))
     assert caplog.text.count("all its pairs have weight 0") == 1
     assert "2 of 4 steps were skipped (only pairs of weight 0: 2)" in found(config)["steps_skipped"]
 
@@ -199,7 +198,7 @@ def test_held_out_pairs_without_weight_log_no_nan(
     }
     config, code = run(shared, "held-out", max_steps=1, **changes)
     assert code == 0
-    evaluated = [line for line in metrics(config) if "eval/pairs" in line]
+    evaluated = evaluations(config)
     assert [line["eval/pairs"] for line in evaluated] == [5, 5]
     assert not any("nonfinite" in line or "eval/loss" in line for line in evaluated)
     assert "held-out pairs: all have weight 0" in caplog.text
@@ -252,12 +251,12 @@ def test_a_skipped_step_has_one_loss_in_log_and_metrics(
 ) -> None:
     inject.arm("step=2,phase=backward,role=actor_train,kind=nan")
     config, _ = run(shared, "truth")
-    line = next(line for line in metrics(config) if line["step"] == 2 and "lr" in line)
+    line = steps(config)[1]
     assert (line["skipped_iter"], line["nonfinite"]) == (1, {"grad_norm": "nan"})
     assert f"step 2: loss {line['loss']:.4g}, gradient norm nan" in caplog.text
     inject.arm(nan_at(2))
     config, _ = run(shared, "nan-truth")
-    line = next(line for line in metrics(config) if line["step"] == 2 and "lr" in line)
+    line = steps(config)[1]
     assert line["nonfinite"]["loss"] == "nan"
     assert line["lengths/chosen"] > 0  # a number that was found stays one
 

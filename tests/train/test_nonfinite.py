@@ -16,30 +16,27 @@ from torch import Tensor
 
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.run_config import DPOConfig
-from rather.config.schema import TrainingArgs
 from rather.config.strategies import Layout
 from rather.data.batch import PairLogps
 from rather.data.pack import pack
 from rather.errors import NonFiniteError
 from rather.losses.objective import own_loss
 from rather.optim.adamw import local
-from rather.optim.optimizer import Optimizer
-from rather.parallel.apply import divide
-from rather.parallel.mesh import build_mesh
-from rather.parallel.shard import STAGES
-from rather.parallel.stages import Stages
 from rather.pipeline.guard import Guard
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.progress import RunState
 from rather.pipeline.steps import Step
 from rather.run_folder.layout import Incidents
 from rather.train.nonfinite import NOTHING_PASSES, NonFiniteReport, StepLimits
-from rather.train.rank_trainer import RankTrainer, StepResult, WholeModelRunner
+from rather.train.rank_trainer import RankTrainer, StepResult
 from tests.faults import inject
 from tests.padded import random_pairs
-from tests.same.canonical import Setup, make_loss, make_policy, make_step, make_trainer, pairs_of
+from tests.runs import assert_equal, incidents, saved, steps, trained
+from tests.same.canonical import Setup, make_policy, make_step, pairs_of, trainer_on
+from tests.same.cases import layout_of
 from tests.same.pool import pool
-from tests.tiny import make_config, metrics, tiny_policy
+from tests.tiny import make_config, metrics
+from tests.train.test_trainer import trainer_of
 
 SETUP = Setup(steps=3, layers=2, lr=1e-3)
 
@@ -58,24 +55,13 @@ def state_of(trainer: RankTrainer) -> dict[str, Tensor]:
     }
 
 
-def trainer_of(layout: Layout) -> RankTrainer:
-    if layout.devices == 1:
-        return make_trainer(SETUP)
-    mesh = build_mesh(layout, "cpu")
-    divided: Any = divide(make_policy(SETUP), mesh, layout, compute=torch.float32)
-    runner = (
-        divided if isinstance(divided, Stages) else WholeModelRunner(divided, STAGES[layout.stage])
-    )
-    return make_trainer(SETUP, mesh, divided, runner)
-
-
 def struck(
     layout: Layout, folder: Path, fault: str, limits: StepLimits | None = None
 ) -> dict[str, Any]:
     """Three steps of one rank, of which the second is struck, or held by its limits. What it told, and what it left."""
     rank = dist.get_rank() if layout.devices > 1 else 0
     with inject.attached(fault, folder, rank=rank):
-        return three_steps(trainer_of(layout), limits)
+        return three_steps(trainer_on(layout, SETUP), limits)
 
 
 def three_steps(
@@ -99,15 +85,9 @@ def three_steps(
     return {"states": states, "results": results, "updates": updates, "gradients": gradients}
 
 
-def assert_untouched(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
-
-
 def assert_only_the_second_is_skipped(found: dict[str, Any], reason: str) -> None:
     assert [result.skip_reason for result in found["results"]] == [None, reason, None]
-    assert_untouched(found["states"][1], found["states"][2])
+    assert_equal(found["states"][1], found["states"][2])
     for one, other in ((0, 1), (2, 3)):  # the others moved every weight
         before, after = found["states"][one], found["states"][other]
         assert not any(
@@ -132,20 +112,12 @@ def test_one_process_skips_and_names_the_pairs(tmp_path: Path, phase: str) -> No
     assert result.nonfinite.layers_lost == len(list(make_policy(SETUP).parameters()))
 
 
-LAYOUTS = {
-    "dp2": Layout(2),
-    "zero3": Layout(2, stage=3, shard=2),
-    "tp2": Layout(1, tp=2),
-    "pp2": Layout(1, pp=2),
-}
-
-
 @pytest.mark.parametrize(("name", "phase"), [
-    ("dp2", "forward"), ("dp2", "backward"), ("zero3", "forward"), ("zero3", "backward"), ("tp2", "backward"),
+    ("dp2", "forward"), ("dp2", "backward"), ("dp2 zero3", "forward"), ("dp2 zero3", "backward"), ("tp2", "backward"),
     ("pp2", "forward"),
 ])  # fmt: skip
 def test_all_ranks_skip_together(tmp_path: Path, name: str, phase: str) -> None:
-    found = pool(2).run(struck, LAYOUTS[name], tmp_path, f"step=2,phase={phase},rank=1,kind=nan")
+    found = pool(2).run(struck, layout_of(name), tmp_path, f"step=2,phase={phase},rank=1,kind=nan")
     for each in found:
         assert_only_the_second_is_skipped(each, "nonfinite")
     first, second = (each["results"][1] for each in found)
@@ -153,7 +125,7 @@ def test_all_ranks_skip_together(tmp_path: Path, name: str, phase: str) -> None:
         second.nonfinite
     )  # every rank tells the same; NaN is not equal to itself
     assert first.nonfinite.ranks == [1]
-    dealt = make_step(pairs_of(SETUP)[1], LAYOUTS[name].dp).dealt[-1]
+    dealt = make_step(pairs_of(SETUP)[1], layout_of(name).dp).dealt[-1]
     assert first.nonfinite.pairs == sorted(
         dealt[0].pair_P.tolist()
     )  # the first micro-batch of the last dp rank
@@ -183,32 +155,29 @@ def one_infinite(trainer: RankTrainer) -> Iterator[None]:
 
 
 def overflowed(layout: Layout) -> dict[str, Any]:
-    trainer = trainer_of(layout)
+    trainer = trainer_on(layout, SETUP)
     return three_steps(trainer, second=one_infinite(trainer) if dist.get_rank() == 1 else None)
 
 
 def test_an_infinite_gradient_of_one_rank_is_skipped_by_both() -> None:
-    for found in pool(2).run(overflowed, LAYOUTS["dp2"]):
+    for found in pool(2).run(overflowed, layout_of("dp2")):
         assert_only_the_second_is_skipped(found, "nonfinite")
         assert_overflow_is_told(found["results"][1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_infinite_gradient_is_skipped(dtype: torch.dtype) -> None:
-    policy = tiny_policy(dtype=dtype)
-    optimizer = Optimizer(
-        policy.named_parameters(), TrainingArgs(), schedule=lambda _: 1e-3, max_grad_norm=1.0
-    )
-    trainer = RankTrainer(policy, make_loss(SETUP), optimizer)
+    trainer = trainer_of(dtype)
     batches, reference = pack(random_pairs(3, 60), 10**6), {"sum": torch.zeros(3, 2)}
     before = state_of(trainer)
     with one_infinite(trainer):
         result = trainer.train_step(batches, reference)
     assert result.skip_reason == "nonfinite"
     assert_overflow_is_told(result)
-    assert_untouched(before, state_of(trainer))
+    assert_equal(before, state_of(trainer))
     assert trainer.train_step(batches, reference).skip_reason is None
-    assert optimizer.updates == 1
+    assert trainer.optimizer
+    assert trainer.optimizer.updates == 1
 
 
 def assert_overflow_is_told(result: StepResult) -> None:
@@ -219,7 +188,7 @@ def assert_overflow_is_told(result: StepResult) -> None:
 
 
 def test_limits_skip_a_step_on_all_ranks(tmp_path: Path) -> None:
-    for each in pool(2).run(struck, LAYOUTS["dp2"], tmp_path, "", NOTHING_PASSES):
+    for each in pool(2).run(struck, layout_of("dp2"), tmp_path, "", NOTHING_PASSES):
         assert_only_the_second_is_skipped(each, "spike")
 
 
@@ -230,11 +199,7 @@ def infinite(x: PairLogps) -> Tensor:
 
 
 def test_a_nonfinite_loss_counts_even_with_a_finite_gradient() -> None:
-    policy = tiny_policy()
-    optimizer = Optimizer(
-        policy.named_parameters(), TrainingArgs(), schedule=lambda _: 1e-3, max_grad_norm=1.0
-    )
-    trainer = RankTrainer(policy, own_loss(infinite), optimizer)
+    trainer = trainer_of(loss=own_loss(infinite))
     before = state_of(trainer)
     batches = pack(random_pairs(3, 60), 10**6)
     result = trainer.train_step(batches, {"sum": torch.zeros(3, 2)})
@@ -250,20 +215,15 @@ def test_a_nonfinite_loss_counts_even_with_a_finite_gradient() -> None:
     assert sorted(result.nonfinite.layers.values(), reverse=True) == list(
         result.nonfinite.layers.values()
     )
-    assert_untouched(before, state_of(trainer))
+    assert_equal(before, state_of(trainer))
 
 
 # --- a whole run ---
 
 
 @pytest.fixture
-def fault(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def fault(no_self_check: None) -> Iterator[Any]:
     """Attaches faults to the runs that follow."""
-    for name in (
-        "check_family",
-        "check_model",
-    ):  # half the time of a tiny run, with tests of their own
-        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
     yield lambda *parts: inject.arm(";".join(parts))
     inject.detach()
 
@@ -274,32 +234,16 @@ def nan_at(step: int) -> str:
 
 def run(folder: Path, name: str, **changes: Any) -> tuple[DPOConfig, list[dict[str, Any]]]:
     changes = {"max_steps": 6, "actor_train__training_args__num_train_epochs": 2.0, **changes}
-    config = make_config(folder, exp_name=name, **changes)
-    assert DPOPipeline(config).run() == 0
-    return config, [line for line in metrics(config) if "lr" in line]
-
-
-def weights(config: DPOConfig, step: int) -> dict[str, Tensor]:
-    found = open_checkpoint(config.run_dir / f"checkpoint-{step}")
-    groups = {group: found.stored(group) for group in ("model", "optimizer")}
-    return {
-        f"{group}/{name}": tensor
-        for group, tensors in groups.items()
-        for name, tensor in tensors.items()
-    }
-
-
-def incidents(config: DPOConfig) -> list[dict[str, Any]]:
-    lines = (config.run_dir / "incidents.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    config = trained(folder, name, **changes)
+    return config, steps(config)
 
 
 def test_a_skipped_step_is_logged_and_changes_nothing(shared: Path, fault: Any) -> None:
     fault(nan_at(3))
     config, lines = run(shared, "nan-skip", save_steps=1, max_ckpt_to_keep=0)
-    assert_untouched(weights(config, 2), weights(config, 3))
+    assert_equal(saved(config, 2), saved(config, 3))
     assert not all(
-        torch.equal(tensor, weights(config, 4)[name]) for name, tensor in weights(config, 3).items()
+        torch.equal(tensor, saved(config, 4)[name]) for name, tensor in saved(config, 3).items()
     )
     assert [line["skipped_iter"] for line in lines] == [0, 0, 1, 0, 0, 0]
     assert lines[2]["loss"] is lines[2]["grad_norm"] is None
@@ -377,7 +321,7 @@ def test_a_rollback_leaves_the_step_out(shared: Path, fault: Any) -> None:
     fault(nan_at(5))
     config, lines = run(shared, "nan-rollback", on_nonfinite="rollback", save_steps=2)
     skipped, _ = run(shared, "nan-rollback-skip", save_steps=2)
-    assert_untouched(weights(skipped, 6), weights(config, 6))
+    assert_equal(saved(skipped, 6), saved(config, 6))
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["skipped_iter"] for line in lines] == [0, 0, 0, 0, 1, 0]
     assert [(each["kind"], each["step"], each.get("to")) for each in incidents(config)] == [
@@ -389,9 +333,7 @@ def test_a_rollback_leaves_the_step_out(shared: Path, fault: Any) -> None:
     resumed, again = run(
         shared, "nan-rollback-on", resume_from_checkpoint=str(config.run_dir / "checkpoint-4")
     )
-    assert_untouched(
-        weights(config, 6), weights(resumed, 6)
-    )  # a run that goes on leaves it out as well
+    assert_equal(saved(config, 6), saved(resumed, 6))  # a run that goes on leaves it out as well
     assert [line["skipped_iter"] for line in again] == [1, 0]
 
 
@@ -399,7 +341,7 @@ def test_a_rollback_without_a_checkpoint_goes_to_the_start(shared: Path, fault: 
     fault(nan_at(2))
     config, lines = run(shared, "nan-to-start", on_nonfinite="rollback", max_steps=3)
     skipped, _ = run(shared, "nan-to-start-skip", max_steps=3)
-    assert_untouched(weights(skipped, 3), weights(config, 3))
+    assert_equal(saved(skipped, 3), saved(config, 3))
     assert [line["skipped_iter"] for line in lines] == [0, 1, 0]
     assert [line["step"] for line in metrics(config)] == [line["step"] for line in metrics(skipped)]
     assert incidents(config)[-1]["to"] == 0
@@ -424,7 +366,7 @@ def test_rollback_moves_a_synced_reference_back_too(shared: Path, fault: Any) ->
     }
     config, _ = run(shared, "nan-synced", on_nonfinite="rollback", **synced)
     skipped, _ = run(shared, "nan-synced-skip", **synced)
-    assert_untouched(weights(skipped, 6), weights(config, 6))
+    assert_equal(saved(skipped, 6), saved(config, 6))
     assert metrics(config)[-1]["eval/loss"] == metrics(skipped)[-1]["eval/loss"]
 
 

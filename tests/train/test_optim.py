@@ -16,7 +16,6 @@ from rather.errors import ConfigError
 from rather.optim import adamw
 from rather.optim.adamw import decode, encode
 from rather.optim.optimizer import LossScale, Optimizer, schedule
-from rather.optim.rounding import Rounding
 
 TOTAL, PEAK = 37, 3e-4
 
@@ -61,33 +60,25 @@ def test_schedules_equal_those_of_transformers(
     )
 
 
-def test_constant_warms_up_when_asked() -> None:
-    rate = schedule(args(lr_scheduler_type="constant", warmup_steps=4), TOTAL)
-    assert [rate(n) / PEAK for n in range(6)] == [0, 0.25, 0.5, 0.75, 1, 1]
-    assert schedule(args(lr_scheduler_type="constant"), TOTAL)(0) == PEAK
+KIND, KEYS = "lr_scheduler_type", "lr_scheduler_kwargs"
+FLOOR = {"num_decay_steps": 2, "min_lr_rate": 0.2}
+# settings, steps of the run, rates of its first updates as parts of the peak
+RATES: list[tuple[dict[str, Any], int, list[float]]] = [
+    ({KIND: "constant"}, TOTAL, [1]),
+    ({KIND: "constant", "warmup_steps": 4}, TOTAL, [0, 0.25, 0.5, 0.75, 1, 1]),
+    # The last tenth of the 40 steps after the warm-up is linear.
+    ({KIND: "wsd", "warmup_steps": 2}, 42, [0, 0.5, *[1] * 37, 0.75, 0.5, 0.25]),
+    ({KIND: "wsd", KEYS: FLOOR}, 6, [1, 1, 1, 1, 1, 0.6, 0.2]),
+    ({KEYS: {"min_lr": PEAK / 2}}, 4, [1, 0.875, 0.75, 0.625, 0.5]),
+    ({"warmup_ratio": 0.1}, TOTAL, [0, 0.25, 0.5, 0.75, 1]),  # 3.7 steps are 4
+    ({"warmup_ratio": 0.5, "warmup_steps": 2}, TOTAL, [0, 0.5, 1]),
+]
 
 
-def test_wsd_is_flat_and_then_linear_to_its_floor() -> None:
-    rate = schedule(
-        args(lr_scheduler_type="wsd", warmup_steps=2), 42
-    )  # a tenth of the 40 after the warm-up
-    assert [rate(n) / PEAK for n in range(42)] == pytest.approx(
-        [0, 0.5, *[1] * 37, 0.75, 0.5, 0.25]
-    )
-    numbers = {"num_decay_steps": 2, "min_lr_rate": 0.2}
-    rate = schedule(args(lr_scheduler_type="wsd", lr_scheduler_kwargs=numbers), 6)
-    assert [rate(n) / PEAK for n in range(7)] == pytest.approx([1, 1, 1, 1, 1, 0.6, 0.2])
-
-
-def test_linear_ends_at_a_floor() -> None:
-    rate = schedule(args(lr_scheduler_kwargs={"min_lr": PEAK / 2}), 4)
-    assert [rate(n) / PEAK for n in range(5)] == pytest.approx([1, 0.875, 0.75, 0.625, 0.5])
-
-
-def test_warm_up_by_ratio_rounds_up_and_steps_win() -> None:
-    rate = schedule(args(warmup_ratio=0.1), TOTAL)  # 3.7 -> 4
-    assert [rate(n) / PEAK for n in range(5)] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
-    assert schedule(args(warmup_ratio=0.5, warmup_steps=2), TOTAL)(2) == PEAK
+@pytest.mark.parametrize(("changes", "total", "rates"), RATES)
+def test_rates_by_hand(changes: dict[str, Any], total: int, rates: list[float]) -> None:
+    rate = schedule(args(**changes), total)
+    assert [rate(n) / PEAK for n in range(len(rates))] == pytest.approx(rates)
 
 
 def test_past_the_horizon_the_rate_stays_down() -> None:
@@ -137,6 +128,15 @@ def update(optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def torch_adamw(model: Toy, rate: float, **options: Any) -> torch.optim.AdamW:
+    """AdamW with NUMBERS."""
+    groups = [
+        {"params": [model.matrix], "weight_decay": 0.1},
+        {"params": [model.vector], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.8, 0.95), eps=1e-6, **options)
+
+
 NUMBERS = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
 
 
@@ -144,11 +144,7 @@ NUMBERS = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps
 def test_float32_is_torch_adamw(max_grad_norm: float) -> None:
     ours, other = Toy(), Toy()
     optimizer = optimizer_of(ours, max_grad_norm=max_grad_norm, **NUMBERS)
-    groups = [
-        {"params": [other.matrix], "weight_decay": 0.1},
-        {"params": [other.vector], "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6)
+    adamw = torch_adamw(other, 1e-2)
     for step in range(6):
         ours.backward(gradients(step))
         other.backward(gradients(step))
@@ -164,16 +160,6 @@ def test_float32_is_torch_adamw(max_grad_norm: float) -> None:
         assert torch.allclose(one, another, rtol=1e-6, atol=1e-7)
 
 
-def test_weight_decay_is_for_matrices_only() -> None:
-    model = Toy()
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = optimizer_of(model, weight_decay=0.5)
-    model.backward([torch.zeros(6, 4), torch.zeros(4)])
-    update(optimizer)
-    assert torch.allclose(model.matrix, before[0] * (1 - 1e-2 * 0.5))
-    assert torch.equal(model.vector, before[1])
-
-
 def test_frozen_weights_are_left_alone() -> None:
     model = Toy()
     model.matrix.requires_grad_(False)
@@ -183,38 +169,6 @@ def test_frozen_weights_are_left_alone() -> None:
     update(optimizer)
     assert list(optimizer.masters) == ["vector"]
     assert torch.equal(model.matrix, before)
-
-
-def test_bfloat16_at_a_small_rate_loses_updates_without_masters() -> None:
-    """2e-4 in all, of which each single step is far below half the spacing of bfloat16 numbers near 0.02."""
-    steps, rate = 400, 5e-7
-    ours, plain, exact = (
-        Toy(torch.bfloat16, 0.02),
-        Toy(torch.bfloat16, 0.02),
-        Toy(torch.bfloat16, 0.02).float(),
-    )
-    start = [p.detach().clone() for p in ours.parameters()]
-    optimizer = optimizer_of(ours, rate=rate)
-    lossy, wide = (
-        torch.optim.AdamW(m.parameters(), lr=rate, weight_decay=0.0, fused=True)
-        for m in (plain, exact)
-    )
-    given = gradients(0, torch.bfloat16)
-    for _ in range(steps):
-        for model in (ours, plain, exact):
-            model.backward(given)
-        update(optimizer)
-        for each in (lossy, wide):
-            each.step()
-            each.zero_grad()
-    big = [p.abs() > 0.005 for p in start]
-    for mine, lost, true, before, large in zip(
-        ours.parameters(), plain.parameters(), exact.parameters(), start, big, strict=True
-    ):
-        assert torch.equal(lost[large], before[large])
-        assert (mine[large] != before[large]).any()
-        assert torch.equal(mine, true.bfloat16())  # the rounded image of float32 training
-        assert mine.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
@@ -227,13 +181,7 @@ def test_split_masters_have_the_bits_of_float32_training(
     single = Toy(torch.bfloat16, 0.02).float()
     optimizer = optimizer_of(ours, rate=rate, max_grad_norm=max_grad_norm, **NUMBERS)
     exact = optimizer_of(wide, rate=rate, max_grad_norm=max_grad_norm, **NUMBERS)
-    groups = [
-        {"params": [single.matrix], "weight_decay": 0.1},
-        {"params": [single.vector], "weight_decay": 0.0},
-    ]
-    plain = torch.optim.AdamW(
-        groups, lr=rate, betas=(0.8, 0.95), eps=1e-6, foreach=False, fused=False
-    )
+    plain = torch_adamw(single, rate, foreach=False, fused=False)
     for step in range(50):
         for model in (ours, wide, single):
             model.backward(gradients(step, torch.bfloat16))
@@ -254,16 +202,6 @@ def any_floats(count: int) -> Tensor:
     bits = torch.randint(0, 0x7F7F0000, (count,), generator=generator, dtype=torch.int32)
     bits[::3] = (bits[::3] & ~0xFFFF) | 0x8000
     return torch.where(torch.arange(count) % 2 == 0, 1.0, -1.0) * bits.view(torch.float32)
-
-
-def test_a_bfloat16_number_and_its_remainder_are_a_float32_number() -> None:
-    values = any_floats(99_999)
-    upper, nearest = torch.zeros_like(values, dtype=torch.bfloat16), Rounding()
-    lower = nearest.split("w", upper, values)
-    master = nearest.exact("w", upper, lower)
-    assert torch.equal(master.view(torch.int32), values.view(torch.int32))
-    halves = (values.view(torch.int32) & 0xFFFF) == 0x8000
-    assert torch.equal(upper[~halves], values.bfloat16()[~halves])
 
 
 def test_a_start_does_not_move_the_weights_that_the_reference_has() -> None:

@@ -22,7 +22,7 @@ from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.config.strategies import layout
 from rather.data.batch import Columns
-from rather.errors import ConfigError, MemoryShortage, NonFiniteError
+from rather.errors import ConfigError, NonFiniteError
 from rather.losses.objective import configure
 from rather.model.budget import Budget
 from rather.optim.rounding import Rounding
@@ -32,23 +32,14 @@ from rather.pipeline.steps import Packing
 from rather.run_folder import control
 from rather.train.rank_trainer import StepResult
 from tests.checkpoint.runs import TIMES
+from tests.runs import assert_equal, exported, run, saved, trained
 from tests.tiny import make_config, make_model, make_pairs, metrics, tiny_policy
 
 TRAINING = "actor_train__training_args__"
 EPOCHS = f"{TRAINING}num_train_epochs"  # 40 pairs in steps of 8: 5 steps an epoch
 
 
-@pytest.fixture(autouse=True)
-def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is half the time of a tiny run, and has tests of its own."""
-    for name in ("check_family", "check_model"):
-        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
-
-
-def run(folder: Path, name: str, **changes: Any) -> tuple[DPOConfig, list[dict[str, Any]]]:
-    config = make_config(folder, exp_name=name, **changes)
-    assert DPOPipeline(config).run() == 0
-    return config, metrics(config)
+pytestmark = pytest.mark.usefixtures("no_self_check")
 
 
 def evaluations(lines: list[dict[str, Any]]) -> list[int]:
@@ -73,7 +64,7 @@ TRAIN_KEYS = [
 
 
 def test_a_plain_run(shared: Path) -> None:
-    config, lines = run(shared, "plain", max_steps=3, report_html="auto")
+    config, lines = run(shared, "plain", max_steps=3, report_html=True)
     first_evaluation, first, *_, last, last_evaluation = lines
     assert list(first) == TRAIN_KEYS
     whole_set = ("pairs", "drift", "calibrated_loss", "rewards/accuracies_low",
@@ -135,18 +126,14 @@ def test_a_line_covers_the_steps_since_the_last(shared: Path) -> None:
         ({"eval_steps": 3}, [0, 3, 5, 6, 9, 10]),
         ({"eval_steps": 5}, [0, 5, 10]),
         ({"max_steps": 7}, [0, 5, 7]),
+        ({"validation": {}}, []),
     ],
 )
 def test_when_it_evaluates(shared: Path, changes: dict[str, Any], steps: list[int]) -> None:
     """At the start, every eval_steps, after each epoch, at the end; never twice at one step."""
-    name = "evaluates-" + "-".join(f"{k}{v}" for k, v in changes.items())
+    name = "-".join(["evaluates", *changes, *map(str, steps)])
     _, lines = run(shared, name, **{EPOCHS: 2.0}, **changes)
     assert evaluations(lines) == steps
-
-
-def test_without_evaluation_pairs_there_is_no_evaluation(shared: Path) -> None:
-    _, lines = run(shared, "no-evaluation", max_steps=1, validation={})
-    assert evaluations(lines) == []
 
 
 def test_several_named_sets(shared: Path) -> None:
@@ -204,14 +191,13 @@ def test_the_best_model_is_kept(
         shared, exp_name=name, max_steps=4, save_best=True, metric_for_best_model=metric, **every
     )
     assert scripted(config, *values, metric=metric).run() == 0
-    stored = load_file(config.run_dir / "best_model" / "model.safetensors")
     if best:
-        wanted = open_checkpoint(config.run_dir / f"checkpoint-{best}").tensors("model")
+        expected = saved(config, best, "model")
     else:
-        wanted = {
-            f"causal_lm.{k}": v for k, v in load_file(shared / "base" / "model.safetensors").items()
-        }
-    assert all(torch.equal(weight, wanted[f"causal_lm.{key}"]) for key, weight in stored.items())
+        base = load_file(shared / "base" / "model.safetensors")
+        expected = {f"model/causal_lm.{key}": weight for key, weight in base.items()}
+    stored = exported(config, "best_model")
+    assert_equal({f"model/causal_lm.{key}": weight for key, weight in stored.items()}, expected)
     assert f"{best} steps" in (config.run_dir / "best_model" / "README.md").read_text()
 
 
@@ -227,24 +213,12 @@ def test_early_stopping_ends_the_run_for_good(
         assert evaluations(lines) == [0, 1, 2, 3]
         assert checkpoints(config.run_dir) == ["checkpoint-3"]
         assert "Early stopping at step 3: eval/loss was best at step 1 (" in caplog.text
-        model = config.run_dir / "model" / "model.safetensors"
-        trained = open_checkpoint(config.run_dir / "checkpoint-3").tensors("model")
-        assert all(torch.equal(w, trained[f"causal_lm.{k}"]) for k, w in load_file(model).items())
+        model = {f"model/causal_lm.{key}": weight for key, weight in exported(config).items()}
+        assert_equal(model, saved(config, 3, "model"))
         caplog.clear()
         assert DPOPipeline(config).run() == 0
     assert "is finished at step 3" in caplog.text
     assert metrics(config) == lines
-
-
-def test_an_unknown_metric_is_named_with_those_that_exist(shared: Path) -> None:
-    config = make_config(
-        shared, exp_name="no-metric", save_best=True, metric_for_best_model="eval/rewards/accuracy"
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"'eval/rewards/accuracy' is not a metric of this run; it has .*eval/rewards/accuracies",
-    ):
-        DPOPipeline(config).run()
 
 
 # --- checkpoints ---
@@ -289,23 +263,6 @@ def test_a_custom_worker_class(shared: Path, given: Any) -> None:
     assert [line.get("loss", line.get("eval/loss")) for line in lines] == [7, 7, 7]
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        (dict, r"actor_train\.worker_cls.*is not a subclass"),
-        ("collections.OrderedDict", r"actor_train\.worker_cls.*is not a subclass"),
-        (
-            "tests.train.test_pipeline.Quiet",
-            r"'tests\.train\.test_pipeline\.Quiet' cannot be imported.*Quiet",
-        ),
-        ("no_such_module.Worker", r"'no_such_module\.Worker' cannot be imported"),
-    ],
-)
-def test_a_class_that_is_not_a_worker_is_refused(shared: Path, given: Any, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s){sentence}"):
-        DPOPipeline(make_config(shared, exp_name="none", actor_train__worker_cls=given))
-
-
 class Perturbed(ActorWorker):
     """Holds other weights than those it names."""
 
@@ -322,11 +279,19 @@ class Shifted(Perturbed):
         return {name: column - 5 for name, column in super().compute_log_probs(batches).items()}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_step_zero_finds_a_reference_with_other_weights(shared: Path, dtype: str) -> None:
-    worker = {"fp32": Perturbed, "bf16": Shifted}[dtype]
+@pytest.mark.parametrize(
+    ("dtype", "worker", "name"),
+    [("fp32", Perturbed, "base"), ("bf16", Shifted, "base"), ("fp32", Perturbed, "link")],
+)
+def test_step_zero_finds_a_reference_with_other_weights(
+    shared: Path, tmp_path: Path, dtype: str, worker: type, name: str
+) -> None:
+    """Also if both roles name one folder in two ways."""
+    (tmp_path / "link").symlink_to(shared / "base")
     changes = {"actor_train__model_args__dtype": dtype, "reference__worker_cls": worker}
-    config = make_config(shared, exp_name=f"zero-{dtype}", **changes)
+    if name == "link":
+        changes["reference__model_args__model_name_or_path"] = str(tmp_path / name)
+    config = make_config(shared, exp_name=f"zero-{dtype}-{name}", **changes)
     with pytest.raises(
         ConfigError, match=r"log-probs of the same weights \(.*base\) differ by .* per token"
     ) as caught:
@@ -349,17 +314,6 @@ def test_an_intentionally_different_reference_is_logged_and_used(
     assert lines[1]["rewards/ties"] == 0
 
 
-def test_both_roles_follow_one_folder_under_two_names(shared: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(shared / "base")
-    worker = {"reference__worker_cls": Perturbed}
-    link = {"reference__model_args__model_name_or_path": str(tmp_path / "link")}
-    exact = {
-        "actor_train__model_args__dtype": "fp32"
-    }  # in bfloat16 a weight moved by 1 % cannot be told
-    with pytest.raises(ConfigError, match="differ by"):
-        DPOPipeline(make_config(shared, exp_name="linked", **worker, **link, **exact)).run()
-
-
 def test_half_precision_trains_from_the_exact_weights(shared: Path) -> None:
     """The masters start from the float32 file, not from what bfloat16 leaves of it."""
     pipeline = DPOPipeline(
@@ -378,31 +332,6 @@ def test_half_precision_trains_from_the_exact_weights(shared: Path) -> None:
 
 
 # --- memory ---
-
-
-class Short(ActorWorker):
-    """Runs out of memory after a backward pass, wherever a step has few micro-batches."""
-
-    def train_step(self, batches: Any, *args: Any, **options: Any) -> StepResult:
-        if len(batches) < 3:
-            self.trainer.rehearse(batches[0])
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return super().train_step(batches, *args, **options)
-
-
-def test_a_step_that_runs_out_of_memory_is_repeated_with_smaller_micro_batches(
-    shared: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rather.pipeline.guard.SMALLEST_BUDGET", 8)
-    _, plain = run(shared, "enough", max_steps=3)
-    _, short = run(shared, "short", max_steps=3, actor_train__worker_cls=Short)
-    assert "Tried to allocate 2.00 GiB. From now on micro-batches have up to" in caplog.text
-    for one, other in zip(plain, short, strict=True):
-        assert one.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-6)
-        assert one.get("grad_norm", 0) == pytest.approx(other.get("grad_norm", 0), rel=1e-5)
-    monkeypatch.setattr("rather.pipeline.guard.SMALLEST_BUDGET", 10**6)
-    with pytest.raises(MemoryShortage):
-        run(shared, "too-short", max_steps=3, actor_train__worker_cls=Short)
 
 
 class ShortOnce(ActorWorker):
@@ -438,9 +367,7 @@ def test_a_resumed_run_has_the_micro_batches_that_fitted_before(
     plain = [[{k: v for k, v in line.items() if k not in TIMES} for line in lines]
              for lines in (expected, metrics(resumed))]  # fmt: skip
     assert plain[0] == plain[1]
-    weights = [open_checkpoint(config.run_dir / "checkpoint-5").tensors("model")
-               for config in (whole, resumed)]  # fmt: skip
-    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+    assert_equal(saved(resumed, 5, "model"), saved(whole, 5, "model"))
     tokens = [open_checkpoint(resumed.run_dir / f"checkpoint-{step}").state["micro_batches"]
               for step in (3, 5)]  # fmt: skip
     assert tokens[0] == tokens[1]
@@ -509,7 +436,7 @@ def test_half_precision_on_the_cpu(shared: Path, dtype: str) -> None:
     assert lines[-1]["eval/loss"] < lines[0]["eval/loss"]
     state = open_checkpoint(config.run_dir / "checkpoint-5").state["trainer"]
     assert ("loss_scale" in state) is (dtype == "fp16")
-    stored = load_file(config.run_dir / "model" / "model.safetensors")
+    stored = exported(config)
     assert {weight.dtype for weight in stored.values()} == {torch.float32}  # as the source
     assert any(
         not torch.equal(w, w.bfloat16().float()) for w in stored.values()
@@ -561,35 +488,6 @@ class NotANumber(ActorWorker):
         return lambda x: x.policy[:, 0] * math.nan
 
 
-def test_a_nonfinite_loss_stops_the_run(shared: Path) -> None:
-    config = make_config(shared, exp_name="a-loss-of-nan", actor_train__worker_cls=NotANumber)
-    with pytest.raises(NonFiniteError):
-        DPOPipeline(config).run()
-    assert checkpoints(config.run_dir) == []
-
-
-@pytest.mark.parametrize(
-    ("loss", "modifiers", "named"),
-    [
-        (["sigmoid"], {"ld_alpha": 0.5}, "needs shared"),
-        (["odpo"], {}, "needs margin"),
-        (["sigmoid"], {"use_weighting": True}, "needs squares"),
-        (["aot"], {}, "needs whole steps"),
-    ],
-)
-def test_a_pair_loss_of_a_worker_asks_for_no_more_than_the_config(
-    shared: Path, loss: list[str], modifiers: dict[str, Any], named: str
-) -> None:
-    """The driver asks for what the config needs: with less the numbers would be wrong in silence."""
-
-    class Own(ActorWorker):
-        def build_loss(self) -> Any:
-            return configure(loss, {}, modifiers=modifiers)
-
-    with pytest.raises(ConfigError, match=f"build_loss: its PairLoss {named}"):
-        DPOPipeline(make_config(shared, exp_name="asks", actor_train__worker_cls=Own)).run()
-
-
 def test_a_pause_ends_when_a_stop_is_requested(shared: Path) -> None:
     """By a signal, or from another shell; `failure_backoff` may be long."""
     config = make_config(shared, exp_name="pause")
@@ -607,27 +505,45 @@ def test_deterministic_kernels(shared: Path) -> None:
     assert [line.get("loss") for line in lines] == [line.get("loss") for line in plain]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-@pytest.mark.parametrize("role", ["actor_train", "reference"])
-def test_a_share_of_a_gpu_is_refused_on_the_cpu(shared: Path, role: str) -> None:
-    config = make_config(
-        shared, exp_name="share", **{f"{role}__strategy_args__gpu_memory_utilization": 0.5}
-    )
-    with pytest.raises(
-        ConfigError, match=rf"{role}\.strategy_args\.gpu_memory_utilization.*remove the key"
-    ):
-        DPOPipeline(config).run()
+# --- what is refused ---
 
 
-def test_a_sequence_length_beyond_the_positions_of_the_model(shared: Path) -> None:
-    base = make_model(
-        shared / "dynamic",
-        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-    )
-    with pytest.raises(ConfigError, match=r"sequence_length: 129 exceeds the 128 positions"):
-        DPOPipeline(
-            make_config(shared, exp_name="long", pretrain=str(base), sequence_length=129)
-        ).run()
+def asking(loss: str, **modifiers: Any) -> type:
+    """A worker whose pair loss needs what the config does not ask for: the driver would not send it."""
+    build = {"build_loss": lambda _self: configure([loss], {}, modifiers=modifiers)}
+    return type("Asking", (ActorWorker,), build)
+
+
+WORKER = "actor_train__worker_cls"
+MEMORY = "strategy_args__gpu_memory_utilization"  # of a CPU
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"save_best": True, "metric_for_best_model": "eval/rewards/accuracy"},
+        "'eval/rewards/accuracy' eval/rewards/accuracies",
+    ),
+    ({WORKER: dict}, "actor_train.worker_cls subclass"),
+    ({WORKER: "collections.OrderedDict"}, "actor_train.worker_cls subclass"),
+    ({WORKER: "tests.train.test_pipeline.Quiet"}, "'tests.train.test_pipeline.Quiet' imported"),
+    ({WORKER: "no_such_module.Worker"}, "'no_such_module.Worker' imported"),
+    ({WORKER: asking("sigmoid", ld_alpha=0.5)}, "build_loss PairLoss shared"),
+    ({WORKER: asking("odpo")}, "build_loss PairLoss margin"),
+    ({WORKER: asking("sigmoid", use_weighting=True)}, "build_loss PairLoss squares"),
+    ({WORKER: asking("aot")}, "build_loss PairLoss whole"),
+    ({f"actor_train__{MEMORY}": 0.5}, "actor_train.strategy_args.gpu_memory_utilization remove"),
+    ({f"reference__{MEMORY}": 0.5}, "reference.strategy_args.gpu_memory_utilization remove"),
+    ({"sequence_length": 129, "pretrain": "dynamic"}, "sequence_length: 129 128"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_what_a_run_refuses(shared: Path, changes: dict[str, Any], words: str) -> None:
+    if "pretrain" in changes:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        base = make_model(shared / changes["pretrain"], rope_parameters=rope)
+        changes = {**changes, "pretrain": str(base)}
+    with pytest.raises(ConfigError) as refused:
+        DPOPipeline(make_config(shared, exp_name="refused", **changes)).run()
+    assert all(word in str(refused.value) for word in words.split())
 
 
 # --- settings that must have an effect ---
@@ -730,39 +646,18 @@ def test_a_setting_changes_the_trained_weights(shared: Path, change: dict[str, A
     if not whole.exists():
         run(shared, "compared", max_steps=3, validation={})
     name = "changed-" + next(iter(change))
-    config, _ = run(shared, name, max_steps=3, validation={}, **change)
-    plain, changed = (
-        load_file(folder / "model" / "model.safetensors") for folder in (whole, config.run_dir)
-    )
+    config = trained(shared, name, max_steps=3, validation={}, **change)
+    plain, changed = load_file(whole / "model" / "model.safetensors"), exported(config)
     assert any(not torch.allclose(plain[key], changed[key], rtol=1e-4, atol=1e-7) for key in plain)
     shutil.rmtree(config.run_dir)
 
 
 def test_recomputation_changes_no_bit(shared: Path) -> None:
-    runs = [
-        run(
-            shared,
-            f"recompute-{off}",
-            max_steps=3,
-            actor_train__model_args__disable_gradient_checkpointing=off,
-        )
-        for off in (True, False)
-    ]
-    one, other = (load_file(config.run_dir / "model" / "model.safetensors") for config, _ in runs)
-    assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-def test_an_unknown_hub_name_is_refused_at_once(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unknown(*_args: object, **_options: object) -> None:
-        raise OSError("no such repository")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unknown)
-    config = make_config(shared, exp_name="unknown", pretrain="nobody/nothing")
-    with pytest.raises(ConfigError, match=r"nobody/nothing: neither.*\(no such repository\)"):
-        DPOPipeline(config)
-    assert not config.run_dir.exists()
+    key = "actor_train__model_args__disable_gradient_checkpointing"
+    one, other = (
+        trained(shared, f"recompute-{off}", max_steps=3, **{key: off}) for off in (True, False)
+    )
+    assert_equal(exported(one), exported(other))
 
 
 # --- the length of a run ---

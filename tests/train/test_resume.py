@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -14,12 +13,14 @@ import torch
 
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
+from rather.config.run_config import DPOConfig
 from rather.errors import CheckpointError, ConfigError
 from rather.pipeline.pipeline import DPOPipeline
 from tests.cells import cells
-from tests.tiny import in_child, make_config
+from tests.checkpoint.runs import assert_same
+from tests.runs import assert_equal, evaluations, exported, saved, steps, trained
+from tests.tiny import in_child, make_config, metrics
 
-TIMES = {"pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait"}
 RUN: dict[str, Any] = {
     "max_steps": 12,
     "logging_steps": 3,
@@ -44,32 +45,35 @@ class Killed(ActorWorker):
         return result
 
 
-def train(folder: Path, changes: dict[str, Any], kill_after: str = "", number: str = "9") -> int:
-    os.environ.update(TEST_KILL_AFTER=kill_after, TEST_SIGNAL=number)
-    config = make_config(
-        folder, actor_train__worker_cls="tests.train.test_resume.Killed", **changes
-    )
+KILLED = {"actor_train__worker_cls": "tests.train.test_resume.Killed"}
+
+
+def train_killed(config: DPOConfig, after: str = "", number: str = "9") -> int:
+    """Train with a worker of KILLED, in a process of its own if it dies after so many steps."""
+    os.environ.update(TEST_KILL_AFTER=after, TEST_SIGNAL=number)
     return DPOPipeline(config).run()
 
 
-def outcome(folder: Path, name: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], bytes]:
-    """Metrics without times, every tensor of the last checkpoint, exported weights and ledger."""
-    run = folder / "output" / name
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    last = open_checkpoint(run / "checkpoint-12")
-    tensors = {
-        f"{g}/{k}": v for g in ("model", "optimizer", "rng") for k, v in last.tensors(g).items()
-    }
-    plain = [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-    files = ("model/model.safetensors", "ledger.arrows")
-    return plain, tensors, b"".join((run / name).read_bytes() for name in files)
+def train(folder: Path, changes: dict[str, Any], kill_after: str = "", number: str = "9") -> int:
+    return train_killed(make_config(folder, **KILLED, **changes), kill_after, number)
 
 
-def assert_same(one: Any, other: Any) -> None:
-    assert one[0] == other[0]
-    assert one[1].keys() == other[1].keys()
-    assert all(torch.equal(one[1][key], other[1][key]) for key in one[1])
-    assert one[2] == other[2]
+def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    return make_config(folder, exp_name=name, **{**RUN, **changes})
+
+
+def finish(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    """Train or resume this run, without a kill."""
+    return trained(folder, name, **{**RUN, **changes})
+
+
+def assert_whole(folder: Path, name: str) -> None:
+    """A run has left what the one without a kill left."""
+    assert_same(config_of(folder, name), config_of(folder, "whole"))
+
+
+def logged(config: DPOConfig) -> list[int]:
+    return [line["step"] for line in steps(config)]
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +82,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     make_config(folder)
     assert train(folder, {**RUN, "exp_name": "whole"}) == 0
-    lines = outcome(folder, "whole")[0]
-    assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12]
-    assert [line["step"] for line in lines if "eval/loss" in line] == [0, 4, 5, 8, 10, 12]
+    whole = config_of(folder, "whole")
+    assert logged(whole) == [3, 6, 9, 12]
+    assert [line["step"] for line in evaluations(whole)] == [0, 4, 5, 8, 10, 12]
     return folder
 
 
@@ -90,7 +94,7 @@ def test_killed_after_any_step(folder: Path, step: int) -> None:
     changes = {**RUN, "exp_name": f"killed-{step}"}
     assert in_child(train, folder, changes, str(step)) == -signal.SIGKILL
     assert in_child(train, folder, changes) == 0
-    assert_same(outcome(folder, f"killed-{step}"), outcome(folder, "whole"))
+    assert_whole(folder, f"killed-{step}")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -103,39 +107,29 @@ def test_a_signal_ends_in_a_complete_checkpoint(
     assert open_checkpoint(run / "checkpoint-7").step == 7
     assert not (run / "model").exists()
     assert in_child(train, folder, changes) == 0
-    assert_same(outcome(folder, f"asked-{code}"), outcome(folder, "whole"))
+    assert_whole(folder, f"asked-{code}")
 
 
 def test_a_finished_run_is_reported_and_a_longer_one_continues(folder: Path) -> None:
-    name = {"exp_name": "longer"}
-    assert DPOPipeline(make_config(folder, **{**RUN, **name, "max_steps": 6})).run() == 0
-    before = (folder / "output" / "longer" / "metrics.jsonl").read_bytes()
-    assert DPOPipeline(make_config(folder, **{**RUN, **name, "max_steps": 6})).run() == 0
-    assert (folder / "output" / "longer" / "metrics.jsonl").read_bytes() == before
-    assert DPOPipeline(make_config(folder, **{**RUN, **name})).run() == 0
-    lines = outcome(folder, "longer")[0]
-    assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12]
+    config = finish(folder, "longer", max_steps=6)
+    before = (config.run_dir / "metrics.jsonl").read_bytes()
+    finish(folder, "longer", max_steps=6)
+    assert (config.run_dir / "metrics.jsonl").read_bytes() == before
+    assert logged(finish(folder, "longer")) == [3, 6, 9, 12]
 
 
 def test_what_false_a_path_and_overwrite_mean(folder: Path) -> None:
-    again = {**RUN, "exp_name": "ways"}
-    assert DPOPipeline(make_config(folder, **again)).run() == 0
+    run_dir = finish(folder, "ways").run_dir
     with pytest.raises(ConfigError, match=r"auto.*exp_name.*--overwrite"):
-        DPOPipeline(make_config(folder, **again, resume_from_checkpoint=False)).run()
-    checkpoint = str(folder / "output" / "ways" / "checkpoint-5")
-    elsewhere = make_config(
-        folder, **{**again, "exp_name": "from-a-path"}, resume_from_checkpoint=checkpoint
-    )
-    assert DPOPipeline(elsewhere).run() == 0
-    one, other = (outcome(folder, name)[1] for name in ("from-a-path", "whole"))
-    assert all(torch.equal(one[key], other[key]) for key in other)
-    note = folder / "output" / "ways" / "my notes.txt"
+        finish(folder, "ways", resume_from_checkpoint=False)
+    checkpoint = str(run_dir / "checkpoint-5")
+    elsewhere = finish(folder, "from-a-path", resume_from_checkpoint=checkpoint)
+    assert_equal(saved(elsewhere, 12), saved(config_of(folder, "whole"), 12))
+    note = run_dir / "my notes.txt"
     note.write_text("not written by a run")
-    assert DPOPipeline(make_config(folder, **again, overwrite=True)).run() == 0
-    assert (
-        note.read_text() == "not written by a run"
-    )  # starting anew deletes what runs write, nothing else
-    assert_same(outcome(folder, "ways"), outcome(folder, "whole"))
+    finish(folder, "ways", overwrite=True)
+    assert note.exists()  # starting anew deletes what runs write, nothing else
+    assert_whole(folder, "ways")
 
 
 @pytest.mark.parametrize(
@@ -145,66 +139,45 @@ def test_what_false_a_path_and_overwrite_mean(folder: Path) -> None:
         ({"seed": 7}, "seed"),
         ({"sequence_length": 32}, "data.pairs"),
         ({"actor_train__training_args__per_device_train_batch_size": 4}, "global batch"),
+        ({"actor_train__data_args__weights": [0.5]}, "data.parts"),
     ],
 )
 def test_another_run_is_not_continued(folder: Path, change: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=rf"(?s)belongs to another run.*{named}: .*then.*now"):
-        DPOPipeline(
-            make_config(folder, **{**RUN, "exp_name": "whole", "max_steps": 20, **change})
-        ).run()
+        finish(folder, "whole", max_steps=20, **change)
 
 
 def test_another_precision_resumes_and_is_logged(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dtype = "actor_train__model_args__dtype"
-    changes = {**RUN, "exp_name": "precision", dtype: "fp32"}
-    assert DPOPipeline(make_config(folder, **{**changes, "max_steps": 6})).run() == 0
+    finish(folder, "precision", max_steps=6, **{dtype: "fp32"})
     with caplog.at_level(logging.INFO):
-        assert DPOPipeline(make_config(folder, **{**changes, dtype: "bf16"})).run() == 0
+        config = finish(folder, "precision", **{dtype: "bf16"})
     assert "dtype was fp32 until now and is bf16 from here on" in caplog.text
-    lines, whole = (outcome(folder, name)[0] for name in ("precision", "whole"))
-    assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12]
-    assert lines[-1]["eval/loss"] == pytest.approx(whole[-1]["eval/loss"], rel=0.05)
-    tensors = outcome(folder, "precision")[1]
-    assert {tensor.dtype for name, tensor in tensors.items() if name.startswith("model/")} == {
-        torch.float32
-    }
+    assert logged(config) == [3, 6, 9, 12]
+    last, whole = (metrics(each)[-1] for each in (config, config_of(folder, "whole")))
+    assert last["eval/loss"] == pytest.approx(whole["eval/loss"], rel=0.05)
+    assert {tensor.dtype for tensor in saved(config, 12, "model").values()} == {torch.float32}
 
 
 def test_killed_between_the_last_checkpoint_and_the_export(folder: Path) -> None:
     """The old model of a shorter run must not pass for the result of the longer one."""
-    name = {"exp_name": "unexported"}
-    assert DPOPipeline(make_config(folder, **{**RUN, **name, "max_steps": 6})).run() == 0
+    before = exported(finish(folder, "unexported", max_steps=6))
 
     class Dies(ActorWorker):
         def save_model(self, *args: Any) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        DPOPipeline(make_config(folder, **{**RUN, **name}, actor_train__worker_cls=Dies)).run()
-    before = (folder / "output" / "unexported" / "model" / "model.safetensors").read_bytes()
-    assert DPOPipeline(make_config(folder, **{**RUN, **name})).run() == 0
-    assert (folder / "output" / "unexported" / "model" / "model.safetensors").read_bytes() != before
+        finish(folder, "unexported", actor_train__worker_cls=Dies)
+    after = exported(finish(folder, "unexported"))
+    assert not any(torch.equal(after[name], weight) for name, weight in before.items())
 
 
 def test_resuming_from_a_copy_keeps_the_metrics(folder: Path) -> None:
-    copies = {"checkpoint_config__output_dir": str(folder / "copies"), "exp_name": "copied"}
-    assert DPOPipeline(make_config(folder, **{**RUN, **copies})).run() == 0
+    copies = {"checkpoint_config__output_dir": str(folder / "copies")}
+    finish(folder, "copied", **copies)
     copy = str(folder / "copies" / "copied" / "checkpoint-5")
-    assert (
-        DPOPipeline(make_config(folder, **{**RUN, **copies}, resume_from_checkpoint=copy)).run()
-        == 0
-    )
-    assert_same(outcome(folder, "copied"), outcome(folder, "whole"))
-
-
-def test_other_mixing_weights_are_another_run(folder: Path) -> None:
-    changes = {
-        **RUN,
-        "exp_name": "whole",
-        "max_steps": 20,
-        "actor_train__data_args__weights": [0.5],
-    }
-    with pytest.raises(CheckpointError, match=r"(?s)belongs to another run.*data.parts: "):
-        DPOPipeline(make_config(folder, **changes)).run()
+    finish(folder, "copied", **copies, resume_from_checkpoint=copy)
+    assert_whole(folder, "copied")

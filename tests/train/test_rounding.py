@@ -24,6 +24,7 @@ from rather.errors import CheckpointError, ConfigError
 from rather.optim.rounding import Rounding
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.model_source import weights_of
+from tests.runs import assert_equal
 from tests.tiny import make_config, make_model, metrics
 
 ACTOR = "actor_train__training_args__"
@@ -39,12 +40,7 @@ RUN: dict[str, Any] = {
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2}
 DITHERED, NEAREST = Rounding("dithered"), Rounding("nearest")
 SOURCES = ("bfloat16", "float32")
-
-
-@pytest.fixture(autouse=True)
-def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("check_family", "check_model"):
-        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
+pytestmark = pytest.mark.usefixtures("no_self_check")
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +77,6 @@ def file_of(folder: Path) -> dict[str, Tensor]:
 
 def masters_of(config: DPOConfig, step: int = 6, group: str = "model") -> dict[str, Tensor]:
     return open_checkpoint(config.run_dir / f"checkpoint-{step}").tensors(group)
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == expected[name].dtype, name
-        assert tensor.equal(expected[name]), name
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from torch import Tensor
 
-from rather.pipeline.pipeline import DPOPipeline
-from tests.tiny import make_config
+from tests.runs import exported, trained
+from tests.tiny import metrics
+
+pytestmark = pytest.mark.usefixtures("no_self_check")
 
 SHAPES: dict[str, dict[str, Any]] = {
     "one pair a micro-batch": {"actor_train__max_tokens_per_microbatch_in_train": 1},
@@ -26,20 +28,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def run(folder: Path, **changes: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    config = make_config(folder, **changes)
-    assert DPOPipeline(config).run() == 0
-    lines = [
-        json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    ]
-    return lines, load_file(config.run_dir / "model" / "model.safetensors")
+def run(folder: Path, name: str, **changes: Any) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    config = trained(folder, name, **changes)
+    return metrics(config), exported(config)
 
 
 def test_three_shapes_give_one_answer(tmp_path: Path) -> None:
     runs = [
         run(
             tmp_path,
-            exp_name=f"shape{i}",
+            f"shape{i}",
             max_steps=8,
             **{
                 "actor_train__training_args__num_train_epochs": 4.0,
@@ -67,7 +65,6 @@ def test_weights_of_pairs_are_a_weighted_mean(tmp_path: Path) -> None:
         {"prompt": "w1 w2", "chosen": " w3 w4", "rejected": " w50", "weight": 2},
         {"prompt": "w5", "chosen": " w6", "rejected": " w40 w41 w42", "weight": 1},
     ]
-    config = make_config(tmp_path)  # makes the model
     results = []
     for name, data in (
         ("weighted", rows),
@@ -78,14 +75,13 @@ def test_weights_of_pairs_are_a_weighted_mean(tmp_path: Path) -> None:
         results.append(
             run(
                 tmp_path,
-                exp_name=name,
+                name,
                 actor_train__data_args__file_name=str(file),
                 max_steps=3,
                 actor_train__training_args__num_train_epochs=3.0,
             )
         )
     (weighted, weights), (twice, other_weights) = results
-    assert config.run_dir != tmp_path
     for one, other in zip(weighted, twice, strict=True):
         for key in ("loss", "grad_norm", "rewards/margins"):
             if key in one:

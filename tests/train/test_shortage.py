@@ -5,7 +5,6 @@ No GPU is needed: micro-batches above a limit raise what CUDA raises. tests/gpu/
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rather.cluster.health import Failure
 from rather.cluster.memory import shortage, table
@@ -23,10 +21,11 @@ from rather.data.batch import PairBatch
 from rather.data.pack import pack
 from rather.errors import MemoryShortage
 from rather.model import budget
-from rather.pipeline.pipeline import DPOPipeline
 from rather.train.rank_trainer import RankTrainer
+from tests import runs
 from tests.padded import random_pairs
-from tests.tiny import make_config, metrics, tiny_policy
+from tests.runs import exported, incidents
+from tests.tiny import make_config, tiny_policy
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB."
 CHANGES = {
@@ -36,15 +35,16 @@ CHANGES = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("no_self_check")
+
+
 @pytest.fixture(autouse=True)
 def small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rather.pipeline.guard.SMALLEST_BUDGET", 8)
-    for name in ("check_family", "check_model"):
-        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
 
 class Device:
-    """Memory for micro-batches of so many tokens, with gradients and without."""
+    """Memory for micro-batches of so many tokens; it ends after a backward pass, or without one."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, trained: float, looked_at: float = 10**9
@@ -60,6 +60,8 @@ class Device:
             tokens = max(len(batch.ids_N) for batch in batches)
             self.runs.append((name, tokens))
             if tokens > most:
+                if name == "train_step":
+                    trainer.rehearse(batches[0])  # leaves gradients behind
                 raise torch.OutOfMemoryError(f"{SAID}\nMore about the allocator.")
             return method(trainer, batches, *args)
 
@@ -67,15 +69,7 @@ class Device:
 
 
 def run(folder: Path, name: str, **changes: Any) -> tuple[DPOConfig, list[dict[str, Any]]]:
-    config = make_config(folder, exp_name=name, **{**CHANGES, **changes})
-    assert DPOPipeline(config).run() == 0
-    return config, metrics(config)
-
-
-def incidents(config: DPOConfig) -> list[dict[str, Any]]:
-    return [
-        json.loads(line) for line in (config.run_dir / "incidents.jsonl").read_text().splitlines()
-    ]
+    return runs.run(folder, name, **{**CHANGES, **changes})
 
 
 def assert_same_result(folder: Path, got: DPOConfig, lines: list[dict[str, Any]]) -> None:
@@ -83,9 +77,9 @@ def assert_same_result(folder: Path, got: DPOConfig, lines: list[dict[str, Any]]
     for mine, theirs in zip(lines, expected, strict=True):
         for key in ("loss", "grad_norm", "eval/loss", "eval/rewards/margins"):
             assert mine.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-5, abs=1e-7)
-    models = [load_file(each.run_dir / "model" / "model.safetensors") for each in (got, want)]
-    for name, weight in models[1].items():
-        assert torch.allclose(models[0][name], weight, atol=1e-6), name
+    model = exported(got)
+    for name, weight in exported(want).items():
+        assert torch.allclose(model[name], weight, atol=1e-6), name
 
 
 def test_a_training_step_is_repeated_with_smaller_micro_batches(shared: Path) -> None:

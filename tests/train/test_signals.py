@@ -29,8 +29,10 @@ from rather.pipeline.timeline import Timeline
 from rather.run_folder.control import STOPS, StopRequest
 from rather.tracking.run import NoTracker
 from tests.checkpoint.runs import assert_same, steps
+from tests.runs import steps as logged
 from tests.tiny import in_child, make_config, metrics
 
+POLICY = "actor_train"
 RUN: dict[str, Any] = {
     "max_steps": 6,
     "save_steps": 5,
@@ -41,10 +43,8 @@ RUN: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch: pytest.MonkeyPatch, no_self_check: None) -> None:
     monkeypatch.setattr("rather.pipeline.evaluation.EVALUATION_CHUNK", 4)
-    for name in ("check_family", "check_model"):  # half the time of a tiny run
-        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +79,21 @@ def ask_in(
     monkeypatch.setattr(cls, method, asking)
 
 
+def run_asked(config: DPOConfig, method: str, call: int, number: int, role: str = POLICY) -> int:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ask_in(monkeypatch, role, method, call, number)
+        return DPOPipeline(config).run()
+
+
 PHASES = {
-    "evaluation before the first step": ("actor_train", "compute_log_probs", 2, 0),
-    "evaluation": ("actor_train", "compute_log_probs", 5, 4),
-    "last evaluation": ("actor_train", "compute_log_probs", 11, 6),
+    "evaluation before the first step": (POLICY, "compute_log_probs", 2, 0),
+    "evaluation": (POLICY, "compute_log_probs", 5, 4),
+    "last evaluation": (POLICY, "compute_log_probs", 11, 6),
     "reference": ("reference", "compute_log_probs", 5, 2),
     "reference in an evaluation": ("reference", "compute_log_probs", 2, 0),
-    "training": ("actor_train", "train_step", 3, 3),
-    "saving": ("actor_train", "write_state", 1, 6),
-    "last save": ("actor_train", "write_state", 2, 6),
+    "training": (POLICY, "train_step", 3, 3),
+    "saving": (POLICY, "write_state", 1, 6),
+    "last save": (POLICY, "write_state", 2, 6),
 }
 
 
@@ -101,9 +107,7 @@ def test_a_signal_ends_in_a_checkpoint(folder: Path, phase: str, number: signal.
     role, method, call, step = PHASES[phase]
     name = f"{phase}-{number}".replace(" ", "-")
     config = config_of(folder, name, reference__cache__path=str(folder / "caches" / name))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        ask_in(monkeypatch, role, method, call, number)
-        assert DPOPipeline(config).run() == 128 + number
+    assert run_asked(config, method, call, number, role) == 128 + number
     assert steps(config.run_dir)[-1] == step
     assert open_checkpoint(config.run_dir / f"checkpoint-{step}").step == step
     assert not (config.run_dir / "model").exists()
@@ -133,10 +137,8 @@ def test_early_stopping_by_an_interrupted_evaluation(folder: Path) -> None:
     constant = {"early_stopping_patience": 1, "metric_for_best_model": "eval/pairs"}
     whole, config = (config_of(folder, name, **constant) for name in ("early-whole", "early"))
     assert DPOPipeline(whole).run() == 0
-    assert [line["step"] for line in metrics(whole) if "loss" in line] == [3, 4]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        ask_in(monkeypatch, "actor_train", "compute_log_probs", 5, signal.SIGTERM)
-        assert DPOPipeline(config).run() == 143
+    assert [line["step"] for line in logged(whole)] == [3, 4]
+    assert run_asked(config, "compute_log_probs", 5, signal.SIGTERM) == 143
     assert DPOPipeline(config).run() == 0
     kept = ("step", "loss", "grad_norm", "lr", "pairs", "tokens", "eval/loss", "skipped_iter")
     first, second = (
@@ -151,18 +153,14 @@ def test_early_stopping_by_an_interrupted_evaluation(folder: Path) -> None:
 
 def test_a_signal_during_the_export_comes_after_the_end(folder: Path) -> None:
     config = config_of(folder, "export")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        ask_in(monkeypatch, "actor_train", "save_model", 1, signal.SIGTERM)
-        assert DPOPipeline(config).run() == 143
+    assert run_asked(config, "save_model", 1, signal.SIGTERM) == 143
     assert_same(config, config_of(folder, "whole"))
     assert DPOPipeline(config).run() == 0
 
 
 def test_sigusr1_saves_and_continues(folder: Path) -> None:
     config = config_of(folder, "usr1")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        ask_in(monkeypatch, "actor_train", "train_step", 2, signal.SIGUSR1)
-        assert DPOPipeline(config).run() == 0
+    assert run_asked(config, "train_step", 2, signal.SIGUSR1) == 0
     assert steps(config.run_dir) == [2, 5, 6]
     assert_same(config, config_of(folder, "whole"))
 

@@ -13,20 +13,13 @@ from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
 from rather.config.schema import SpikeArgs
-from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.progress import SpikeHistory
 from rather.train.nonfinite import StepLimits
 from tests.faults import inject
-from tests.tiny import make_config, metrics
-from tests.train.test_nonfinite import assert_untouched, incidents, weights
+from tests.runs import assert_equal, incidents, saved, steps, trained
 
 SPIKE = 6
-
-
-@pytest.fixture(autouse=True)
-def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("check_family", "check_model"):
-        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
+pytestmark = pytest.mark.usefixtures("no_self_check")
 
 
 # --- what a spike is ---
@@ -90,9 +83,8 @@ def run(
     training = {"num_train_epochs": 2.0, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
     training |= {"per_device_train_batch_size": 8}
     roles = {"actor_train__training_args": training, "actor_train__worker_cls": Spiking}
-    config = make_config(folder, exp_name=name, **roles, **changes)
-    assert DPOPipeline(config).run() == 0
-    return config, [line for line in metrics(config) if "lr" in line]
+    config = trained(folder, name, **roles, **changes)
+    return config, steps(config)
 
 
 def test_a_spike_is_logged_and_the_step_applied(shared: Path) -> None:
@@ -103,18 +95,18 @@ def test_a_spike_is_logged_and_the_step_applied(shared: Path) -> None:
     assert told["loss"] > told["loss_limit"]
     assert told["loss"] == lines[SPIKE - 1]["loss"]
     assert [line["skipped_iter"] for line in lines] == [0] * 8
-    assert_untouched(weights(plain, 8), weights(config, 8))
+    assert_equal(saved(plain, 8), saved(config, 8))
     assert not (plain.run_dir / "incidents.jsonl").exists()
 
 
 def test_a_spike_is_skipped_and_a_resumed_run_skips_it_too(shared: Path) -> None:
     config, lines = run(shared, "spike-skip", "skip")
-    assert_untouched(weights(config, SPIKE - 1), weights(config, SPIKE))
+    assert_equal(saved(config, SPIKE - 1), saved(config, SPIKE))
     assert [line["skipped_iter"] for line in lines] == [0] * 5 + [1, 0, 0]
     assert lines[SPIKE - 1]["loss"] > 100 * lines[0]["loss"]  # it is shown as it was
     run(shared, "spike-skip-parts", "skip", max_steps=SPIKE - 1)
     resumed, again = run(shared, "spike-skip-parts", "skip")
-    assert_untouched(weights(config, 8), weights(resumed, 8))
+    assert_equal(saved(config, 8), saved(resumed, 8))
     assert [line["loss"] for line in again] == [line["loss"] for line in lines]
     states = [
         open_checkpoint(each.run_dir / "checkpoint-8").state["progress"]
@@ -127,7 +119,7 @@ def test_a_spike_is_skipped_and_a_resumed_run_skips_it_too(shared: Path) -> None
 def test_a_spike_is_rolled_back(shared: Path) -> None:
     skipped, _ = run(shared, "spike-back-skip", "skip")
     config, lines = run(shared, "spike-back", "rollback", save_steps=4)
-    assert_untouched(weights(skipped, 8), weights(config, 8))
+    assert_equal(saved(skipped, 8), saved(config, 8))
     assert [line["skipped_iter"] for line in lines] == [0] * 5 + [1, 0, 0]
     assert [(each["kind"], each["step"]) for each in incidents(config)] == [
         ("spike", SPIKE),

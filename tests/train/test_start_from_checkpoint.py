@@ -11,30 +11,37 @@ import torch
 from rather.checkpoint.checkpoint import latest_name
 from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
-from rather.pipeline.pipeline import DPOPipeline
-from tests.checkpoint.runs import assert_same, incidents, steps
+from tests.checkpoint import runs
+from tests.checkpoint.runs import assert_same
 from tests.faults import inject
-from tests.tiny import make_config, metrics
+from tests.runs import incidents, steps, trained
+from tests.tiny import make_config
 
 RUN: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "logging_steps": 1, "max_ckpt_to_keep": 9}
 RUN["actor_train__training_args__num_train_epochs"] = 2.0  # of five steps
 
 
-@pytest.fixture(autouse=True)
-def no_checks_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("check_family", "check_model"):  # half the time of a tiny run
-        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
+pytestmark = pytest.mark.usefixtures("no_self_check")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("elsewhere")
-    assert DPOPipeline(config_of(found, "first")).run() == 0
+    finish(found, "first")
     return found
 
 
-def config_of(folder: Path, name: str, **changes: Any) -> DPOConfig:
-    return make_config(folder, exp_name=name, **{**RUN, **changes})
+def config_of(folder: Path, name: str) -> DPOConfig:
+    return make_config(folder, exp_name=name, **RUN)
+
+
+def finish(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    return trained(folder, name, **{**RUN, **changes})
+
+
+def step_2(config: DPOConfig) -> dict[str, str]:
+    """The key that starts a run from the checkpoint of another."""
+    return {"resume_from_checkpoint": str(config.run_dir / "checkpoint-2")}
 
 
 def broken_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,58 +71,43 @@ def not_a_number_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interrupted_before_its_first_checkpoint_it_starts_there_again(folder: Path) -> None:
-    begun = {
-        "resume_from_checkpoint": str(folder / "output" / "first" / "checkpoint-2"),
-        "save_steps": 50,
-    }
-    whole, config = (config_of(folder, name, **begun) for name in ("other-whole", "other"))
-    assert DPOPipeline(whole).run() == 0
-    assert [line["step"] for line in metrics(whole) if "loss" in line] == [3, 4, 5, 6]
+    begun = {**step_2(config_of(folder, "first")), "save_steps": 50}
+    whole = finish(folder, "other-whole", **begun)
+    assert [line["step"] for line in steps(whole)] == [3, 4, 5, 6]
     with pytest.MonkeyPatch.context() as monkeypatch:
         broken_at(4, monkeypatch)
         with pytest.raises(RuntimeError, match="broken"):
-            DPOPipeline(config).run()
-    assert [line["step"] for line in metrics(config) if "loss" in line] == [3, 4, 5]
-    assert DPOPipeline(config).run() == 0
-    assert_same(config, whole)
+            finish(folder, "other", **begun)
+    assert [line["step"] for line in steps(config_of(folder, "other"))] == [3, 4, 5]
+    assert_same(finish(folder, "other", **begun), whole)
 
 
 def test_from_an_earlier_checkpoint_it_never_rolls_back_to_a_later_one(folder: Path) -> None:
-    config = config_of(folder, "back", on_nonfinite="rollback")
-    assert DPOPipeline(config).run() == 0
-    named = config.model_copy(
-        update={"resume_from_checkpoint": str(config.run_dir / "checkpoint-2")}
-    )
+    config = finish(folder, "back", on_nonfinite="rollback")
+    named = {**step_2(config), "on_nonfinite": "rollback"}
     with pytest.MonkeyPatch.context() as monkeypatch:
         broken_at(1, monkeypatch)
         with pytest.raises(RuntimeError):
-            DPOPipeline(named).run()
+            finish(folder, "back", **named)
     assert latest_name(config.run_dir) == "checkpoint-2"
     with inject.attached("step=4,phase=backward,kind=nan", config.run_dir):
-        assert DPOPipeline(named).run() == 0
+        finish(folder, "back", **named)
     assert [each["to"] for each in incidents(config) if each["kind"] == "rollback"] == [2]
 
 
 def test_from_another_runs_checkpoint_it_can_roll_back_to_that_step(folder: Path) -> None:
-    begun = str(folder / "output" / "first" / "checkpoint-2")
-    config = config_of(folder, "foreign", on_nonfinite="rollback", resume_from_checkpoint=begun)
-    with inject.attached("step=3,phase=backward,kind=nan", config.run_dir):
-        assert DPOPipeline(config).run() == 0
+    begun = step_2(config_of(folder, "first"))
+    with inject.attached("step=3,phase=backward,kind=nan", folder / "output" / "foreign"):
+        config = finish(folder, "foreign", on_nonfinite="rollback", **begun)
     assert [each["to"] for each in incidents(config) if each["kind"] == "rollback"] == [2]
 
 
 def test_the_checkpoint_that_the_config_names_is_kept(folder: Path) -> None:
-    config = config_of(folder, "named")
-    assert DPOPipeline(config).run() == 0
-    named = config_of(
-        folder,
-        "named",
-        resume_from_checkpoint=str(config.run_dir / "checkpoint-2"),
-        max_ckpt_to_keep=1,
-    )
-    assert DPOPipeline(named).run() == 0
-    assert steps(config.run_dir) == [2, 6]
-    assert DPOPipeline(named).run() == 0
+    config = finish(folder, "named")
+    named = {**step_2(config), "max_ckpt_to_keep": 1}
+    finish(folder, "named", **named)
+    assert runs.steps(config.run_dir) == [2, 6]
+    finish(folder, "named", **named)
 
 
 def test_a_nonfinite_log_prob_is_not_cached(folder: Path) -> None:
@@ -123,10 +115,8 @@ def test_a_nonfinite_log_prob_is_not_cached(folder: Path) -> None:
     cache = {"reference__cache__path": str(folder / "own cache"), "on_nonfinite": "skip"}
     with pytest.MonkeyPatch.context() as monkeypatch:
         not_a_number_at(2, monkeypatch)
-        config = config_of(folder, "nan", **cache)
-        assert DPOPipeline(config).run() == 0
+        config = finish(folder, "nan", **cache)
     assert [each["kind"] for each in incidents(config)] == ["nonfinite"]
-    healthy = config_of(folder, "healthy", **cache)
-    assert DPOPipeline(healthy).run() == 0
+    healthy = finish(folder, "healthy", **cache)
     assert incidents(healthy) == []
     assert_same(healthy, config_of(folder, "first"))

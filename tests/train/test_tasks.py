@@ -36,9 +36,11 @@ from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.report.pairs import read_ledger
 from rather.tools.sweep import choose_metric
 from tests.commands.conftest import rather
+from tests.runs import trained
 from tests.tiny import make_config, make_model, metrics
 
 ROLES_WITH_DATA = ("actor_train", "validation")
+pytestmark = pytest.mark.usefixtures("no_self_check")
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> str:
@@ -112,12 +114,11 @@ def test_one_prompt_has_no_partners(tmp_path: Path) -> None:
 # --- a run ---
 
 
-def test_reference_log_probs_of_partners_come_from_the_cache(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        pipeline = DPOPipeline(make_config(tmp_path, exp_name=name, task="unpaired", max_steps=3))
-        assert pipeline.run() == 0
-    assert pipeline.reference_stream.logps
-    assert pipeline.reference_stream.logps.counts.pairs_computed == 0
+def test_reference_log_probs_of_partners_come_from_the_cache(shared: Path) -> None:
+    for name in ("partners", "partners-again"):
+        config = trained(shared, name, task="unpaired", max_steps=3)
+    report = json.loads((config.run_dir / "report.json").read_text())
+    assert report["reference"]["pairs_computed"] == 0
 
 
 def test_labels_of_one_kind_are_a_warning_and_a_threshold_of_zero_is_one(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_labels_of_one_kind_are_a_warning_and_a_threshold_of_zero_is_one(tmp_pat
     assert "add answers of the other kind, or check the labels" in found[0]
 
 
-def test_labels_and_weights_change_what_is_trained(tmp_path: Path) -> None:
+def test_labels_and_weights_change_what_is_trained(shared: Path) -> None:
     found = []
     for name, changes in {
         "plain": {},
@@ -142,8 +143,7 @@ def test_labels_and_weights_change_what_is_trained(tmp_path: Path) -> None:
         "bco": {"pref_loss": "bco"},
         "apo": {"pref_loss": "apo_zero_unpaired"},
     }.items():
-        config = make_config(tmp_path, exp_name=name, task="unpaired", **changes)
-        assert DPOPipeline(config).run() == 0
+        config = trained(shared, f"labels-{name}", task="unpaired", **changes)
         last = metrics(config)[-1]
         assert last["eval/rewards/margins"] > 0
         assert last["eval/rewards/accuracies"] > 0.5
@@ -155,10 +155,10 @@ def test_labels_and_weights_change_what_is_trained(tmp_path: Path) -> None:
     assert len({round(margin, 9) for margin in found}) == 4
 
 
-def test_drift_limit_protects_answers_with_labels(tmp_path: Path) -> None:
+def test_drift_limit_protects_answers_with_labels(shared: Path) -> None:
     for limit, best_step in ((1e-9, 0), (1000.0, 3)):
         config = make_config(
-            tmp_path, exp_name=f"limit-{limit}", task="unpaired", max_steps=3, save_best=True,
+            shared, exp_name=f"limit-{limit}", task="unpaired", max_steps=3, save_best=True,
             metric_for_best_model="eval/rewards/margins", drift_limit=limit,
         )  # fmt: skip
         pipeline = DPOPipeline(config)
@@ -175,8 +175,10 @@ def test_drift_limit_protects_answers_with_labels(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_eval_prints_what_training_logged_last(tmp_path: Path, changes: dict[str, Any]) -> None:
-    config = make_config(tmp_path, max_steps=3, **changes)
+def test_eval_prints_what_training_logged_last(
+    shared: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    config = make_config(shared, exp_name=f"eval-{changes['pref_loss']}", max_steps=3, **changes)
     pipeline = DPOPipeline(config)
     assert pipeline.run() == 0
     logged = {name: value for name, value in metrics(config)[-1].items() if "eval/" in name}
@@ -191,10 +193,10 @@ def test_eval_prints_what_training_logged_last(tmp_path: Path, changes: dict[str
 
 @pytest.mark.defect("R4")
 def test_eval_of_other_weights_compares_with_their_own_mean(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    shared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_model(tmp_path / "foreign", seed=3)
-    config = make_config(tmp_path, max_steps=1, task="unpaired", pref_loss="bco")
+    config = make_config(shared, exp_name="foreign", max_steps=1, task="unpaired", pref_loss="bco")
     (tmp_path / "run.yaml").write_text(dump_yaml(config))
     printed = rather("eval", tmp_path / "run.yaml", "--model", tmp_path / "foreign")
     assert printed.exit_code == 0, printed.output
@@ -207,11 +209,10 @@ def test_eval_of_other_weights_compares_with_their_own_mean(
 
 
 def test_plan_data_report_and_card_speak_of_answers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"task": "unpaired", "max_steps": 2, "logging_steps": 1, "report_html": True}
-    config = make_config(tmp_path, **changes)
-    assert DPOPipeline(config).run() == 0
+    config = trained(shared, "answers", **changes)
     assert " answers/s" in capsys.readouterr().out
     for name in ("report.html", "model/README.md"):
         text = (config.run_dir / name).read_text()
@@ -295,8 +296,7 @@ def test_an_exported_reward_model_gives_the_scores_of_the_run(
     make_config(tmp_path)
     file = tmp_path / "base" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "</s>"}))
-    config = make_config(tmp_path, task="reward", **changes)
-    assert DPOPipeline(config).run() == 0
+    config = trained(tmp_path, "run", task="reward", **changes)
     last = metrics(config)[-1]
     assert "eval/logps/chosen" not in last
     rows = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
@@ -333,18 +333,13 @@ def test_a_reward_model_learns_scores_and_trains_on(tmp_path: Path) -> None:
     ]
     file = write(tmp_path / "scored.jsonl", rows)
     changes = {"actor_train__data_args__file_name": file, "validation__data_args__file_name": file}
-    config = make_config(
-        tmp_path, exp_name="first", task="reward", pref_loss="regression",
-        actor_train__training_args__num_train_epochs=4.0, **changes,
-    )  # fmt: skip
-    assert DPOPipeline(config).run() == 0
+    changes |= {"task": "reward", "pref_loss": "regression"}
+    epochs = {"actor_train__training_args__num_train_epochs": 4.0}
+    config = trained(tmp_path, "first", **epochs, **changes)
     before, *_, after = (line for line in metrics(config) if "eval/scores/error" in line)
     assert after["eval/scores/error"] < 0.7 * before["eval/scores/error"]
-    again = make_config(
-        tmp_path, exp_name="again", task="reward", pref_loss="regression", max_steps=1,
-        pretrain=str(config.run_dir / "model"), **changes,
-    )  # fmt: skip
-    assert DPOPipeline(again).run() == 0
+    model = str(config.run_dir / "model")
+    again = trained(tmp_path, "again", max_steps=1, pretrain=model, **changes)
     assert metrics(again)[0]["eval/loss"] == pytest.approx(after["eval/loss"], rel=1e-5)
 
 

@@ -20,7 +20,6 @@ from rather import DPOTrainer, TrainingArguments
 from rather.checkpoint.checkpoint import open_checkpoint
 from rather.cluster.images import refuse_images
 from rather.commands.export import export
-from rather.config.load import config_from_dict
 from rather.config.run_config import DPOConfig
 from rather.data.prepare import Prepared, prepare
 from rather.errors import ConfigError
@@ -30,6 +29,7 @@ from rather.pipeline.pipeline import DPOPipeline
 from tests.cells import cells
 from tests.data.vision import processor_of, tokenizer_of, vision_folder
 from tests.model.images import tiny_model
+from tests.runs import assert_resumes
 from tests.tiny import make_config, metrics
 
 COLOURS = {"r": (230, 20, 20), "g": (20, 230, 20), "b": (20, 20, 230), "w": (240, 240, 240)}
@@ -74,35 +74,22 @@ def refuse_in(config: DPOConfig, data: Prepared) -> None:
     refuse_images(config.actor_train, config.reference, data)
 
 
-def vision_config(folder: Path, family: str = "qwen2_5_vl", **changes: Any) -> DPOConfig:
+TRAINING = "actor_train__training_args__"
+
+
+def vision_config(folder: Path, *, pairs: int = 12, held_out: int = 6, **changes: Any) -> DPOConfig:
+    """A run of the vision model in `folder`, which gets one, and pairs; `model_args` are its own."""
     if not (folder / "base").exists():
-        make_model(folder / "base", family)
-        make_pairs(folder, "train", changes.pop("pairs", 12))
-        make_pairs(folder, "held", changes.pop("held", 6), seed=1)
-    values: dict[str, Any] = {
-        "exp_name": changes.pop("exp_name", "run"),
-        "output_dir": str(folder / "output"),
-        "logging_dir": str(folder / "logs"),
-        "pretrain": str(folder / "base"),
+        make_model(folder / "base", "qwen2_5_vl")
+        make_pairs(folder, "pairs", pairs)
+        make_pairs(folder, "held_out", held_out, seed=1)
+    options = {
         "sequence_length": 256,
-        "track_with": None,
-        "report_html": False,
-        "actor_train": {
-            "data_args": {"file_name": str(folder / "train.jsonl")},
-            "model_args": changes.pop("model_args", {}),
-            "training_args": {
-                "learning_rate": 1e-3,
-                "per_device_train_batch_size": 6,
-                "num_train_epochs": 2,
-                **changes.pop("training_args", {}),
-            },
-            "strategy_args": changes.pop("strategy", {}),
-            **changes.pop("role", {}),
-        },
-        "validation": {"data_args": {"file_name": str(folder / "held.jsonl")}},
-        **changes,
+        f"{TRAINING}per_device_train_batch_size": 6,
+        f"{TRAINING}num_train_epochs": 2,
+        "actor_train__model_args": changes.pop("model_args", {}),
     }
-    return config_from_dict(values)
+    return make_config(folder, **{**options, **changes})
 
 
 def run(config: DPOConfig) -> Path:
@@ -143,21 +130,15 @@ def test_features_and_reference_are_hits_in_the_second_epoch(
     assert same == [{key: line.get(key) for key in ("loss", "grad_norm")} for line in metrics(off)]
 
 
-CONSTANT = {"lr_scheduler_type": "constant"}
-
-
 @pytest.mark.parametrize("frozen", cells([""], ["vision", "vision projector"]))
 def test_it_resumes_to_the_bit(tmp_path: Path, frozen: str) -> None:
-    options = {"model_args": {"freeze": frozen.split()}, "training_args": CONSTANT}
-    whole = run(vision_config(tmp_path, **options))
-    run(vision_config(tmp_path, exp_name="two", max_steps=2, save_steps=2, **options))
-    resumed = run(vision_config(tmp_path, exp_name="two", save_steps=2, **options))
-    first, second = (load_file(folder / "model" / WEIGHTS) for folder in (whole, resumed))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    saved = open_checkpoint(resumed / "checkpoint-2").stored("model")
+    constant = {f"{TRAINING}lr_scheduler_type": "constant"}
+    options = {"model_args": {"freeze": frozen.split()}, **constant}
+    config = vision_config(tmp_path, save_steps=2, max_ckpt_to_keep=0, **options)
+    assert_resumes(config, 2)
+    saved = open_checkpoint(config.run_dir / "checkpoint-2").stored("model")
     assert any(TOWER.search(name) for name in saved) == (frozen != "vision projector")
-    export(str(resumed / "checkpoint-2"), tmp_path / "earlier")
+    export(str(config.run_dir / "checkpoint-2"), tmp_path / "earlier")
     written = ModelFiles([tmp_path / "earlier" / WEIGHTS])
     assert all(torch.equal(written[plain_name(name)], saved[name]) for name in saved)
 
@@ -179,22 +160,14 @@ def preferences(folder: Path, rows: list[dict[str, Any]], images: list[Path]) ->
 
 
 def test_it_learns_what_it_sees_and_the_export_answers_the_same(tmp_path: Path) -> None:
+    training = {f"{TRAINING}per_device_train_batch_size": 8, f"{TRAINING}learning_rate": 5e-3}
     config = vision_config(
-        tmp_path,
-        pairs=64,
-        held=24,
-        model_args={"freeze": []},
-        beta=1.0,
-        training_args={
-            "num_train_epochs": 2,
-            "per_device_train_batch_size": 8,
-            "learning_rate": 5e-3,
-        },
+        tmp_path, pairs=64, held_out=24, model_args={"freeze": []}, beta=1.0, **training
     )
     folder = run(config)
     evaluated = [line for line in metrics(config) if "eval/rewards/accuracies" in line]
     assert evaluated[-1]["eval/rewards/accuracies"] > 0.95
-    rows = [json.loads(line) for line in (tmp_path / "held.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
     images = [tmp_path / row["images"][0] for row in rows]
 
     def accuracy(images: list[Path]) -> float:
@@ -216,11 +189,10 @@ def test_what_cannot_see_images_is_refused(tmp_path: Path) -> None:
             refuse_in(vision_config(tmp_path, **changes), data)
         return str(caught.value)
 
-    two: dict[str, Any] = {"device_mapping": [0, 1]}
-    pipeline = {"pp_size": 2}
-    context = {"cp_size": 2}
-    assert "pipeline parallel does not take images" in refusal(role=two, strategy=pipeline)
-    assert "context parallel does not take images" in refusal(role=two, strategy=context)
+    for size, axis in (("pp_size", "pipeline"), ("cp_size", "context")):
+        layout = {"device_mapping": [0, 1], f"strategy_args__{size}": 2}
+        said = refusal(**{f"actor_train__{key}": value for key, value in layout.items()})
+        assert f"{axis} parallel does not take images" in said
     adapter = {"lora_rank": 2, "freeze": []}
     assert "an adapter is of the language model" in refusal(model_args=adapter)
     refuse_in(vision_config(tmp_path, model_args={"lora_rank": 2}), data)

@@ -81,6 +81,13 @@ CASES = {
 }
 
 
+def config_of(kind: str, folder: Path, **settings: Any) -> Any:
+    """Return a config of rather.trl for a CPU that reports to nobody."""
+    quiet = {"use_cpu": True, "bf16": False, "report_to": "none"}
+    module = importlib.import_module("rather.trl")
+    return getattr(module, f"{kind}Config")(str(folder), **quiet, **settings)
+
+
 def rows_of(case: Case) -> Dataset:
     """Return the rows of a case, with the columns that its trainer reads."""
     rows = make_rows(case.shape) + make_rows(case.shape)[:3]

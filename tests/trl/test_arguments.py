@@ -19,8 +19,8 @@ import rather.trl
 from rather.errors import ConfigError
 from rather.trl.configs import NEEDS, REFUSED, default_of
 from rather.trl.trainers import dpo_loss
-from tests.golden.trl_run import make_model, make_rows
-from tests.trl.cases import PATHS, TRAINERS, Case, make_trainer, rows_of
+from tests.golden.trl_run import make_rows
+from tests.trl.cases import PATHS, TRAINERS, Case, config_of, make_trainer, rows_of
 from tests.trl.make_table import OURS, PAGE, describe_argument, with_table
 
 ARGUMENTS: dict[str, dict[str, Any]] = json.loads(
@@ -55,7 +55,7 @@ OF_THE_LOSS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def config_of(trainer: str) -> Any:
+def class_of(trainer: str) -> Any:
     return getattr(rather.trl, f"{trainer}Config")
 
 
@@ -70,7 +70,7 @@ def another(name: str, default: Any) -> Any:
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_configs_have_trls_arguments_and_defaults(trainer: str) -> None:
-    ours = {argument.name: default_of(argument) for argument in fields(config_of(trainer))}
+    ours = {argument.name: default_of(argument) for argument in fields(class_of(trainer))}
     assert set(ours) == set(ARGUMENTS[trainer])
     for name, default in ARGUMENTS[trainer].items():
         assert ours[name] == default or str(ours[name]) == default, name
@@ -80,7 +80,7 @@ def test_configs_have_trls_arguments_and_defaults(trainer: str) -> None:
 def test_a_refused_argument_is_named(trainer: str, name: str, tmp_path: Path) -> None:
     value = another(name, ARGUMENTS[trainer][name])
     with pytest.raises(ConfigError, match=f"{name}: "):
-        config_of(trainer)(output_dir=str(tmp_path), **{name: value})
+        class_of(trainer)(output_dir=str(tmp_path), **{name: value})
 
 
 def test_every_argument_is_in_the_table() -> None:
@@ -97,9 +97,8 @@ def test_every_argument_is_in_the_table() -> None:
 @pytest.mark.parametrize("name", OF_THE_LOSS)
 def test_an_argument_of_the_loss_changes_the_objective(name: str, tmp_path: Path) -> None:
     value, others = OF_THE_LOSS[name]
-    plain = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **others}
-    before = dpo_loss(rather.trl.DPOConfig(**plain)).description()
-    after = dpo_loss(rather.trl.DPOConfig(**{**plain, name: value})).description()
+    before = dpo_loss(config_of("DPO", tmp_path, **others)).description()
+    after = dpo_loss(config_of("DPO", tmp_path, **{**others, name: value})).description()
     assert after != before
 
 
@@ -107,13 +106,12 @@ def test_an_argument_of_the_loss_changes_the_objective(name: str, tmp_path: Path
 def test_an_argument_without_effect_is_refused(trainer: str, name: str, tmp_path: Path) -> None:
     value = another(name, ARGUMENTS[trainer][name])
     with pytest.raises(ConfigError, match=f"{name}: is read only with {NEEDS[name][0]}"):
-        config_of(trainer)(output_dir=str(tmp_path), **{name: value})
+        class_of(trainer)(output_dir=str(tmp_path), **{name: value})
 
 
 def test_label_smoothing_that_trl_ignores_is_refused(tmp_path: Path) -> None:
-    args = rather.trl.DPOConfig(output_dir=str(tmp_path), use_cpu=True, label_smoothing=0.1)
     with pytest.raises(ConfigError, match=r"label_smoothing: TRL 1\.16 ignores it for sigmoid"):
-        dpo_loss(args)
+        dpo_loss(config_of("DPO", tmp_path, label_smoothing=0.1))
 
 
 def test_real_trl_has_the_stored_arguments() -> None:
@@ -144,7 +142,7 @@ def test_paths_of_trl() -> None:
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_parser_of_trls_scripts_takes_it(trainer: str, tmp_path: Path) -> None:
     """TrlParser is an HfArgumentParser."""
-    parser = HfArgumentParser(config_of(trainer))
+    parser = HfArgumentParser(class_of(trainer))
     line = [
         f"--output_dir={tmp_path}", "--use_cpu", "--bf16=False", "--learning_rate=1e-4",
         "--max_length=77", '--model_init_kwargs={"revision": "main"}',
@@ -155,11 +153,6 @@ def test_the_parser_of_trls_scripts_takes_it(trainer: str, tmp_path: Path) -> No
 
 
 # --- what a trainer refuses ---
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("model")))
 
 
 class OwnLoss(rather.trl.DPOTrainer):
@@ -190,13 +183,13 @@ def test_an_overridden_loss_is_refused_with_the_way_to_write_one() -> None:
 def test_rows_that_trl_reads_in_two_ways_are_refused(model: str, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
     rows = Dataset.from_list([{"prompt": "w1", "completion": " w2", "messages": turns}])
-    args = rather.trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    args = config_of("SFT", tmp_path)
     with pytest.raises(ConfigError, match="rows have messages and a prompt"):
         rather.trl.SFTTrainer(model, args, train_dataset=rows)
 
 
 def test_what_is_set_after_the_config_was_made_is_refused_too(tmp_path: Path) -> None:
-    args = rather.trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+    args = config_of("SFT", tmp_path)
     args.packing = True
     with pytest.raises(ConfigError, match="packing: a step counts answers"):
         rather.trl.SFTTrainer("no model is loaded", args)
@@ -204,7 +197,7 @@ def test_what_is_set_after_the_config_was_made_is_refused_too(tmp_path: Path) ->
 
 def sft_labels(model: str, folder: Path, row: dict[str, Any], **settings: Any) -> list[int]:
     """Return the labels that SFT's first row gets."""
-    args = rather.trl.SFTConfig(str(folder), use_cpu=True, bf16=False, report_to="none", **settings)
+    args = config_of("SFT", folder, **settings)
     trainer = rather.trl.SFTTrainer(model, args, train_dataset=Dataset.from_list([row, row]))
     return trainer.train_dataset[0]["labels"]
 
@@ -245,43 +238,44 @@ def test_conversations_with_speakers_become_messages(model: str, tmp_path: Path)
 def test_a_formatting_function_that_trl_does_not_use_is_refused(
     row: dict[str, Any], model: str, tmp_path: Path
 ) -> None:
-    args = rather.trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    args = config_of("SFT", tmp_path)
     rows = Dataset.from_list([row])
     with pytest.raises(ConfigError, match="formatting_func: makes plain text"):
         rather.trl.SFTTrainer(model, args, train_dataset=rows, formatting_func=str)
 
 
+ON_HEAD = LoraConfig(target_modules=["q_proj", "lm_head"])
+VIRTUAL = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+DROPOUT = {"lora_dropout": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("adapter", "text"),
+    ("case", "more", "text"),
     [
-        (LoraConfig(target_modules=["q_proj", "lm_head"]), "an adapter on the head"),
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "virtual tokens"),
+        (Case("DPO"), {"peft_config": ON_HEAD}, "peft_config: .*an adapter on the head"),
+        (Case("DPO"), {"peft_config": VIRTUAL}, "peft_config: .*virtual tokens"),
+        (Case("DPO", settings={"pad_token": "no such"}), {}, "pad_token: 'no such' is not in"),
+        (Case("SFT", columns="completion", lora=DROPOUT), {}, "lora_dropout: random dropout is"),
+        (Case("Reward", lora=DROPOUT), {}, "lora_dropout: random dropout is"),
     ],
 )
-def test_adapters_that_would_not_be_trained(
-    adapter: Any, text: str, model: str, tmp_path: Path
+def test_a_case_that_cannot_be_trained_is_refused(
+    case: Case, more: dict[str, Any], text: str, model: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=f"peft_config: .*{text}"):
-        make_trainer("rather.trl", Case("DPO"), model, tmp_path, peft_config=adapter)
-
-
-def test_a_padding_token_outside_the_vocabulary(model: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="pad_token: 'none of them' is not in the tokenizer's"):
-        make_trainer(
-            "rather.trl", Case("DPO", settings={"pad_token": "none of them"}), model, tmp_path
-        )
+    with pytest.raises(ConfigError, match=text):
+        make_trainer("rather.trl", case, model, tmp_path, **more)
 
 
 def test_a_frozen_model_is_refused(model: str, tmp_path: Path) -> None:
     """TRL 1.16 runs all steps and changes nothing."""
     frozen = transformers.AutoModelForCausalLM.from_pretrained(model).requires_grad_(False)
-    args = rather.trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    args = config_of("DPO", tmp_path)
     with pytest.raises(ConfigError, match="model: every weight is frozen"):
         rather.trl.DPOTrainer(frozen, args=args, train_dataset=rows_of(Case("DPO")))
 
 
 def test_older_names_of_columns_of_tokens(model: str, tmp_path: Path) -> None:
-    args = rather.trl.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    args = config_of("Reward", tmp_path)
     row = {"chosen_input_ids": [1, 7, 8], "rejected_input_ids": [1, 9]}
     trainer = rather.trl.RewardTrainer(model, args, train_dataset=Dataset.from_list([row, row]))
     assert trainer.train_dataset[0]["chosen_ids"] == [1, 7, 8]
@@ -289,7 +283,7 @@ def test_older_names_of_columns_of_tokens(model: str, tmp_path: Path) -> None:
 
 def test_a_reward_model_has_one_label(model: str, tmp_path: Path) -> None:
     two = transformers.AutoModelForSequenceClassification.from_pretrained(model, num_labels=2)
-    args = rather.trl.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    args = config_of("Reward", tmp_path)
     with pytest.raises(ConfigError, match="num_labels=2 is not a reward model"):
         rather.trl.RewardTrainer(two, args, train_dataset=rows_of(Case("Reward")))
 
@@ -304,7 +298,7 @@ def test_the_reference_is_what_the_name_of_the_model_loads(
     if changed:
         with torch.no_grad():
             policy.lm_head.weight.mul_(1.5)
-    args = rather.trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    args = config_of("DPO", tmp_path)
     trainer = rather.trl.DPOTrainer(policy, args=args, train_dataset=rows_of(Case("DPO")))
     assert torch.equal(trainer.ref_model.lm_head.weight, before)
     assert ("the model was changed after it was loaded" in caplog.text) == changed
@@ -329,15 +323,6 @@ def test_files_of_accelerate(
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=text):
         rather.trl.DPOConfig(output_dir=str(tmp_path))
-
-
-@pytest.mark.parametrize(("trainer", "columns"), [("SFT", "completion"), ("Reward", "pairs")])
-def test_dropout_of_an_adapter_is_refused(
-    trainer: str, columns: str, model: str, tmp_path: Path
-) -> None:
-    case = Case(trainer, columns=columns, lora={"lora_dropout": 0.1})
-    with pytest.raises(ConfigError, match="lora_dropout: random dropout is not supported"):
-        make_trainer("rather.trl", case, model, tmp_path)
 
 
 # --- callbacks, saving, evaluation ---

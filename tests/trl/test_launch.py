@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands.conftest import json_of
 from tests.golden.trl_run import make_model
 from tests.house.source import ROOT
 from tests.trl.launched import train
@@ -32,7 +32,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
     done = launch("--multi_gpu", "--num_processes", 2, "-m", "tests.trl.launched", model, 2,
                   tmp_path / "two")  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    divided = json.loads((tmp_path / "two.json").read_text())
+    divided = json_of(tmp_path / "two.json")
     assert divided["processes"] == 2
     for one, two in zip(alone[:2], divided["history"][:2], strict=True):
         for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "num_tokens"):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.golden.trl_run import make_model
 from tests.trl.cases import CASES, make_trainer
 
 EXPECTED: dict[str, Any] = json.loads(
@@ -20,11 +19,6 @@ EXPECTED: dict[str, Any] = json.loads(
 # Of the machine; and of padded batches, whose padding TRL counts.
 TIMES = ("runtime", "per_second", "total_flos")
 OVER_PADDING = {"ORPO": ("logits/",), "CPO": ("logits/",)}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("model")))
 
 
 # The others run in `make test-all`: each changes one setting of these.

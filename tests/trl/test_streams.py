@@ -1,4 +1,4 @@
-"""Streams, references that move, and what log_history says about both, as in TRL."""
+"""Streams, references that move, and a model that is pushed, as in TRL."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import TrainerCallback
 
 import rather.trl
 from rather.errors import ConfigError
 from rather.trl.tokens import Packer, token_pair
-from tests.golden.trl_run import make_model
-from tests.trl.cases import Case, make_trainer, rows_of
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("model")))
+from tests.hub import TOKEN, accepting_uploads
+from tests.trl.cases import Case, config_of, make_trainer, rows_of
 
 
 def trainer_of(kind: str, rows: Any, model: str, folder: Path, **settings: Any) -> Any:
-    defaults = {"use_cpu": True, "bf16": False, "report_to": "none", "logging_steps": 1}
-    args = getattr(rather.trl, f"{kind}Config")(
-        str(folder), per_device_train_batch_size=2, max_steps=3, **{**defaults, **settings}
-    )
+    sizes = {"per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1}
+    args = config_of(kind, folder, **{**sizes, **settings})
     return getattr(rather.trl, f"{kind}Trainer")(
         model, args=args, train_dataset=rows, eval_dataset=rows
     )
@@ -78,3 +72,34 @@ def test_answers_that_are_equal_after_the_cut_count_twice() -> None:
     rows = [{"prompt_ids": [], "row": 0}]
     packed = Packer(lambda row: [token_pair([sequence, sequence], 3)])(rows)
     assert int(packed["tokens"]) == 6
+
+
+def test_a_trainer_pushes_its_model(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"max_steps": 1, "hub_model_id": "shop/kind", "hub_private_repo": True}
+    case = Case("DPO", settings={**settings, "hub_token": TOKEN})
+    trainer = make_trainer("rather.trl", case, model, tmp_path / "out")
+    trainer.train()
+    with accepting_uploads(tmp_path, monkeypatch) as hub:
+        monkeypatch.delenv("HF_TOKEN")
+        address = trainer.push_to_hub(dataset_name="shop/pairs")
+        assert address == f"{hub.address}/shop/kind"
+        assert hub.private == {"shop/kind": True}
+        assert hub.tokens == {TOKEN}
+        files = hub.commits[hub.revisions["shop/kind", "main"]]
+    assert (tmp_path / "out/training_args.bin").exists()
+    assert files.keys() >= {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
+    assert not any(name.endswith(".bin") or "checkpoint" in name for name in files)
+    card = files["README.md"].decode()
+    top = yaml.safe_load(card.split("---\n")[1])
+    assert top == {
+        "library_name": "transformers", "tags": ["rather", "dpo"], "license": "unknown",
+        "datasets": ["shop/pairs"],
+    }  # fmt: skip
+    assert "| max_steps | 1 |" in card
+    assert "| last metric |" in card
+    assert TOKEN not in card
+    assert str(tmp_path) not in card
+    with pytest.raises(ConfigError, match="blocking"):
+        trainer.push_to_hub(blocking=False)

@@ -1,0 +1,92 @@
+"""Runs of a tiny model, trained in this process, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rather.checkpoint.checkpoint import open_checkpoint
+from rather.config.run_config import DPOConfig
+from rather.pipeline.pipeline import DPOPipeline
+from tests.checkpoint.runs import TIMES
+from tests.tiny import make_config, metrics
+
+
+def trained(folder: Path, name: str, **changes: Any) -> DPOConfig:
+    """Train a run to its end; return its config."""
+    config = make_config(folder, exp_name=name, **changes)
+    assert DPOPipeline(config).run() == 0
+    return config
+
+
+def run(folder: Path, name: str, **changes: Any) -> tuple[DPOConfig, list[dict[str, Any]]]:
+    """Train a run to its end; return its config and metrics."""
+    config = trained(folder, name, **changes)
+    return config, metrics(config)
+
+
+def steps(config: DPOConfig) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl about training, without those of evaluations."""
+    return [line for line in metrics(config) if "lr" in line]
+
+
+def evaluations(config: DPOConfig) -> list[dict[str, Any]]:
+    return [line for line in metrics(config) if "eval/pairs" in line]
+
+
+def exported(config: DPOConfig, folder: str = "model") -> dict[str, Tensor]:
+    return load_file(config.run_dir / folder / "model.safetensors")
+
+
+def saved(config: DPOConfig, step: int, *groups: str) -> dict[str, Tensor]:
+    """The tensors of some groups of a checkpoint, by default of the model and its optimizer."""
+    found = open_checkpoint(config.run_dir / f"checkpoint-{step}")
+    return {
+        f"{group}/{name}": tensor
+        for group in groups or ("model", "optimizer")
+        for name, tensor in found.tensors(group).items()
+    }
+
+
+def assert_resumes(config: DPOConfig, after: int) -> None:
+    """A run without its checkpoints beyond a step leaves the same bits and metrics once more."""
+    DPOPipeline(config).run()
+    last = max(int(path.name.split("-")[1]) for path in config.run_dir.glob("checkpoint-*"))
+    first = left(config, last)
+    for step in range(after + 1, last + 1):
+        shutil.rmtree(config.run_dir / f"checkpoint-{step}", ignore_errors=True)
+    shutil.rmtree(config.run_dir / "model")
+    DPOPipeline(config).run()
+    lines, tensors, files = left(config, last)
+    assert lines == first[0]
+    assert_equal(tensors, first[1])
+    assert files == first[2]
+
+
+def left(config: DPOConfig, step: int) -> tuple[list[Any], dict[str, Tensor], list[bytes]]:
+    """Metrics without times, tensors of a checkpoint, and exported files."""
+    lines = [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(config)]
+    files = sorted(config.run_dir.glob("*/*model.safetensors"))
+    return lines, saved(config, step), [file.read_bytes() for file in files]
+
+
+def incidents(config: DPOConfig) -> list[dict[str, Any]]:
+    file = config.run_dir / "incidents.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+
+def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same names, types and bits."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
