@@ -232,6 +232,17 @@ class _Stage(PipelineStage):
                 for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                     hook(parameter)
 
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        """Make received activations require gradients exactly if this run has a backward pass.
+
+        torch 2.11 decides it in the first run of a schedule only. After a first run without
+        backward pass, later ones would have no gradient to send to the stage before.
+        """
+        activations = super()._retrieve_recv_activations(fwd_chunk_id)
+        for activation in activations:
+            activation.requires_grad_(self.has_backward)
+        return activations
+
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
         """Skip torch 2.11's check for the last stage, whose output has one row per pair."""
         if not self.is_last:
