@@ -272,7 +272,7 @@ def test_the_first_of_several_failures_is_the_cause_and_an_echo_never_is() -> No
     echo = replace(Failure.of(RuntimeError("[gloo] Connection closed by peer")), at=1.0)
     late, early = (replace(Failure.of(ValueError(f"at {at}")), at=at) for at in (3.0, 2.0))
     assert echo.is_echo
-    assert first_cause({0: echo, 1: late, 2: early}) == 2
+    assert first_cause({0: echo, 1: late, 2: early}, ["a", "b", "c"]).where == "c"
 
 
 def test_warnings_of_all_ranks_are_logged_once_with_their_ranks(
