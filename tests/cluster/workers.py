@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rather.cluster.memory import explanation, largest
+from rather.cluster.memory import largest
 from rather.cluster.worker import ActorWorker
 from rather.data.batch import Columns, PairBatch
 from rather.errors import DataError, NonFiniteError
@@ -96,7 +96,7 @@ class SmallDevice(ActorWorker):
             error = torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines."
             )
-            error.add_note(explanation(self, tokens))
+            error.add_note(self.explain_memory(tokens))
             raise error
 
 
