@@ -302,7 +302,7 @@ class Peers:
             names.append(f"{own_role} rank {own_rank} of {world}{machine}".lstrip())
         return names
 
-    def report_silent_death(self) -> bool:
+    def report_silent_death(self, role: str) -> bool:
         """Report for a rank of this machine that has ended without a report, if there is one.
 
         Call this at once after an echo: the signal is lost when torchrun asks for it.
@@ -313,7 +313,7 @@ class Peers:
                 number = process.signal
                 if process.is_gone:
                     failure = Failure.of(WorkerLost(f"{death(number)} {RESUME}"))
-                    self.write("failure", [asdict(failure), None], rank)
+                    self.write("failure", [asdict(failure), role or None], rank)
                     return True
             time.sleep(0.05)
         return False
@@ -379,7 +379,7 @@ def report_first_failure(work: Callable[[], int]) -> int:
                 role = caller.role
         try:
             peers = Peers(GRACE)
-            others_know = own.is_echo and not peers.report_silent_death()
+            others_know = own.is_echo and not peers.report_silent_death(role)
             if others_know and peers.wait(["code"], 2 * GRACE):
                 code = int(peers.store.get("code"))
             else:

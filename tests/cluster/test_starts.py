@@ -159,22 +159,17 @@ def test_a_worker_that_ray_does_not_miss_is_noticed(monkeypatch: pytest.MonkeyPa
         SimpleNamespace(process=alive, link=None),
         SimpleNamespace(process=replace(alive, started="0"), link=None),
     ]
-    ray = SimpleNamespace(wait=lambda refs, **_: (answered, refs), get=lambda _: None)
-    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=lambda refs, **_: ([], refs)))
     manager: Any = SimpleNamespace(
         refuse_without_ray=lambda: None, timeouts=SimpleNamespace(link=9.0)
     )
-    answered: list[str] = []
-    calls, late = (resources.RankCalls(manager, seats, ["0", "1"]) for _ in range(2))
+    calls = resources.RankCalls(manager, seats, ["0", "1"])
     calls.wait()
     assert calls.failures == {}, "Ray has a few seconds to say why"
     monkeypatch.setattr(resources, "RAY_NOTICES", -1.0)
     calls.wait()
     [(rank, failure)] = calls.failures.items()
     assert (rank, failure.kind) == (1, "WorkerLost")
-    answered.append("1")
-    late.wait()
-    assert late.failures == {}, "it ended after its answer"
 
 
 PARENT = """

@@ -50,12 +50,6 @@ class Breaks(ActorWorker):
             raise ValueError("boom")
         if last and what == "nonfinite":
             raise NonFiniteError("the loss is not finite")
-        if what == "alike":
-            raise NonFiniteError("the loss is not finite")
-        if last and what == "memory":
-            raise torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines."
-            )
         if what == "warn":
             self.log.warning("all say this")
             self.log.warning("only rank %d says this", self.member.rank)

@@ -134,6 +134,7 @@ def test_plan_preflight_and_advice_agree(models: list[Known], seed: int) -> None
     # The config takes each setting that is advised, and a pass then needs less.
     rank, level = rank_of(found, "actor_train"), forecast.chosen.recompute
     rank.planned = Budget(4096, level)
+
     def needed(changed_config: DPOConfig, tokens: int, rows: int) -> float:
         recompute = layout(changed_config.actor_train).recompute or level
         parked = changed_config.reference.offload == "on"
