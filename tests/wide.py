@@ -224,8 +224,8 @@ WIDE = {
     "train/test_rounding.py::test_a_moving_reference_resumes_with_its_low_bits": (
         "same/test_rounding.py: a reference in bfloat16 moves; losses/test_resume.py: TR-DPO"
     ),
-    "cluster/test_cluster.py::test_the_first_cause_is_reported[die.*]": (
-        "its other cells; cluster/test_supervision.py: lost workers; faults/test_kill.py: a killed rank"
+    "cluster/test_cluster.py::test_the_first_cause_is_reported": (
+        "cluster/test_supervision.py: lost workers; faults/test_kill.py: a killed rank"
     ),
     "faults/test_kill.py::test_one_of_two_ranks[.*follow.*]": "its cell backward",
     "faults/test_commands.py": "commands/test_generate.py: killed and run again; files.py: written whole or not at all",

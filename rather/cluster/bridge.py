@@ -29,7 +29,6 @@ from rather.cluster.health import PHASES, Failure
 from rather.cluster.memory import Room, sentence
 from rather.cluster.preflight import refuse_private_folder, refuse_unlike_cpus
 from rather.cluster.process import Process
-from rather.cluster.rank_output import CallResult, LogRecords
 from rather.cluster.supervision import Watchdog
 from rather.cluster.worker import ActorWorker
 from rather.config.schema import RoleConfig
@@ -83,7 +82,7 @@ class Bridge:
 class Answer:
     """What the reference says to a question, and how long it took."""
 
-    result: CallResult
+    value: Any  # or the Failure
     seconds: float
 
 
@@ -150,7 +149,7 @@ class ReferenceApart:
     def await_log_probs(self, number: int) -> Columns:
         answer = self._answer(number)
         self._seconds += answer.seconds
-        found: Mapping[str, Any] = answer.result.value
+        found: Mapping[str, Any] = answer.value
         return {name: torch.from_numpy(column) for name, column in found.items()}
 
     def drop_questions(self) -> None:
@@ -168,7 +167,7 @@ class ReferenceApart:
 
     def _call(self, method: str, *args: Any) -> Any:
         """Return what the reference answers; None on ranks that do not ask."""
-        return self._answer(self._ask(method, *args)).result.value if self.bridge else None
+        return self._answer(self._ask(method, *args)).value if self.bridge else None
 
     def _ask(self, method: str, *args: Any) -> int:
         assert self.bridge is not None
@@ -184,10 +183,8 @@ class ReferenceApart:
             if other > self._dropped:
                 self._early[other] = answer
         answer = self._early.pop(number)
-        for name, level, message in answer.result.records:
-            logging.getLogger(name).log(level, "%s", message)
-        if failure := answer.result.failure:  # it can be repeated with smaller micro-batches
-            raise BatchTooLarge(failure.text)
+        if isinstance(answer.value, Failure):  # it can be repeated with smaller micro-batches
+            raise answer.value.error("")
         return answer
 
 
@@ -201,9 +198,9 @@ def follow(worker: ActorWorker, kind: str, bridge: Bridge | None, watchdog: Watc
     """
     watchdog.watch(worker, PHASES)
     watchdog.start(links=False)
-    records = LogRecords()
-    logging.getLogger("rather").addHandler(records)
     logging.getLogger("rather").setLevel(logging.INFO)
+    if bridge and watchdog.warnings:
+        watchdog.warnings.setLevel(logging.INFO)  # of the other ranks only warnings
     # The default group would give up if all log-probs are cached for an hour.
     group = dist.new_group(backend="gloo", timeout=FOR_EVER) if worker.member.world > 1 else None
     try:
@@ -212,23 +209,14 @@ def follow(worker: ActorWorker, kind: str, bridge: Bridge | None, watchdog: Watc
             if method == END:
                 return
             began = time.monotonic()
-            result = _result(worker, kind, method, args, records)
+            try:
+                value = _value(worker, kind, method, args)
+            except torch.OutOfMemoryError as error:  # of a single rank: it can do with less
+                value = Failure.of(BatchTooLarge(sentence(error)))
             if bridge:
-                bridge.send(number, Answer(result, time.monotonic() - began))
+                bridge.send(number, Answer(value, time.monotonic() - began))
     finally:
         watchdog.close()
-        logging.getLogger("rather").removeHandler(records)
-
-
-def _result(
-    worker: ActorWorker, kind: str, method: str, args: Sequence[Any], records: LogRecords
-) -> CallResult:
-    try:
-        value = _value(worker, kind, method, args)
-    except torch.OutOfMemoryError as error:  # of a single rank: it can do with less
-        failure = Failure.of(BatchTooLarge(sentence(error)))
-        return CallResult(failure=failure, records=records.take())
-    return CallResult(value, records=records.take())
 
 
 def _value(worker: ActorWorker, kind: str, method: str, args: Sequence[Any]) -> Any:

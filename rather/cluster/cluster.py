@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from rather.cluster.group import RankInfo
-from rather.cluster.health import GRACE, Failure, Limit, first_cause, hang_error, place_of
-from rather.cluster.rank_output import CallResult
-from rather.cluster.resources import ResourceManager, SeatWatch, failure_of, name_of
+from rather.cluster.health import GRACE, Limit, first_cause, hang_error
+from rather.cluster.resources import POLL, RankCalls, ResourceManager, names_of
 from rather.cluster.worker import make_worker
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ActorConfig, ReferenceConfig, RoleConfig
@@ -78,71 +77,46 @@ class Cluster:
         """Call a method on all ranks, which compute together; return what the first returns."""
         import ray
 
-        given: Any = ray.put(args)  # once, however many ranks there are
-        called = [seat.handle.call.remote(self.role, method, given) for seat in self.seats]
-        return self._collect(called)
+        shared: Any = ray.put(args)  # once, however many ranks there are
+        return self._collect(
+            [seat.handle.call.remote(self.role, method, shared) for seat in self.seats]
+        )
 
-    def _collect(self, called: Sequence[Any]) -> Any:
+    def _collect(self, asked: Sequence[Any]) -> Any:
         """Return the first rank's value, or raise the first cause of a failure."""
-        import ray
-
         limit = Limit.longest(self.manager.timeouts)
         deadline = time.monotonic() + limit.seconds
-        rank_of = dict(zip(called, range(len(called)), strict=True))
-        results: dict[int, CallResult] = {}
-        failures: dict[int, Failure] = {}
-        watch = SeatWatch(self.seats, self.manager.cut_off, self.manager.timeouts.link)
-        pending = list(called)
-        while pending and (left := deadline - time.monotonic()) > 0:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(1.0, left))
-            results |= {rank_of[ref]: _result(ref) for ref in done}
-            self.manager.refuse_without_ray()
-            failures = {rank: each.failure for rank, each in results.items() if each.failure}
-            failures |= watch.failures([rank_of[ref] for ref in pending])
-            if failures:
+        calls = RankCalls(self.manager, self.seats, asked)
+        while calls.pending and (left := deadline - time.monotonic()) > 0:
+            calls.wait(min(POLL, left))
+            if calls.failures:
                 deadline = min(deadline, time.monotonic() + GRACE)
-        self._log(results)
-        if not failures and not pending:
-            return results[0].value
-        names = [name_of(self.role, rank, self.seats) for rank in range(len(self.seats))]
+        self._log_output()
+        if not calls.failures and not calls.pending:
+            return calls.results[0]
+        names = names_of(self.seats, self.role)
         error: RatherError
-        if failures:
-            error = self._error(failures, names)
+        if calls.failures:
+            cause = first_cause(calls.failures, names, self.role)
+            cause.log_trace()
+            error = cause.error
         else:
-            snapshots = self.manager.snapshots()
-            late = {names[rank_of[ref]]: snapshots.pop(names[rank_of[ref]]) for ref in pending}
-            error = hang_error(late, snapshots, limit, self.config.log_dir)
+            others = self.manager.snapshots()
+            late = {names[rank]: others.pop(names[rank]) for rank in calls.pending}
+            error = hang_error(late, others, limit, self.config.log_dir)
         self.manager.stop()
         raise error
 
-    def _error(self, failures: Mapping[int, Failure], names: Sequence[str]) -> RatherError:
-        """Return the first cause of these failures with its place, and log its trace."""
-        rank = first_cause(failures)
-        level = logging.DEBUG if failures[rank].is_expected else logging.ERROR
-        logging.getLogger(f"rather.worker.{self.role}-{rank}").log(level, failures[rank].trace)
-        where = place_of(failures, len(names), self.role, names.__getitem__)
-        return failures[rank].error(where)
-
-    def _log(self, results: Mapping[int, CallResult]) -> None:
+    def _log_output(self) -> None:
         """Repeat all that the first rank logged, and the warnings of the others, each once."""
-        said = set()
-        for rank, result in sorted(results.items()):
-            for name, level, message in result.records:
+        logged = set()
+        for rank, output in enumerate(self.manager.ask(self.seats, "take_output")):
+            for _, name, level, text in output or ():
                 warns = level >= logging.WARNING
-                if message not in said and (warns or rank == 0):
+                if text not in logged and (warns or rank == 0):
                     who = f"{self.role} rank {rank}: " if warns else ""
-                    logging.getLogger(name).log(level, "%s%s", who, message)
-                said.add(message)
-
-
-def _result(ref: Any) -> CallResult:
-    import ray
-
-    try:
-        result: CallResult = ray.get(ref)
-    except ray.exceptions.RayError as error:
-        return CallResult(failure=failure_of(error))
-    return result
+                    logging.getLogger(name).log(level, "%s%s", who, text)
+                logged.add(text)
 
 
 def _config_around(name: str, worker_config: RoleConfig) -> DPOConfig:

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 ON_RAY = "RATHER_ON_RAY"  # in the environment of a rank that Ray runs: cpu or cuda
 GRACE = 3.0  # seconds in which other ranks may still report a cause, or the same failure
+KILLED = "It crashed, or was killed from outside, often for lack of host memory."
+RESUME = "Run the same command again to resume from the last checkpoint."
 CUT = "(timeouts.link): its network is cut, or it is off."
 ECHOES = (
     *("gloo", "nccl", "tcpstore", "broken pipe"),
@@ -90,21 +92,50 @@ def _is_shortage(kind: str, text: str) -> bool:
     return kind == "MemoryError" or any(word in text.lower() for word in SHORTAGES)
 
 
-def first_cause(failures: Mapping[int, Failure]) -> int:
+def death(signal: int | None) -> str:
+    """Return what to say about a process that ended without a report."""
+    how = f" (signal {signal})" if signal else ""
+    return f"its process died{how}. {KILLED}"
+
+
+class Cause(NamedTuple):
+    """Why a job ends, and the rank to name."""
+
+    failure: Failure
+    where: str = ""
+
+    @property
+    def error(self) -> RatherError:
+        return self.failure.error(self.where)
+
+    @property
+    def trace(self) -> str:
+        """Return what to show before the error."""
+        return "" if self.failure.is_expected else self.failure.trace
+
+    def log_trace(self) -> None:
+        if self.trace:
+            log.error("%s", self.trace)
+
+
+def first_rank(failures: Mapping[int, Failure]) -> int:
     """Return the rank whose failure caused the others."""
     return min(failures, key=lambda rank: (failures[rank].is_echo, failures[rank].at))
 
 
-def place_of(
-    failures: Mapping[int, Failure], ranks: int, role: str, name_of: Callable[[int], str]
-) -> str:
-    """Return the rank to name: that of the first cause, unless all ranks failed with the same
-    words, or the first one outside any role."""
-    rank = first_cause(failures)
-    kinds = {(each.kind, each.text) for each in failures.values()}
-    if ranks > 1 and len(failures) == ranks and len(kinds) == 1:
-        return f"{role}, all {ranks} ranks" if role else ""
-    return name_of(rank) if role or rank else ""
+def first_cause(
+    failures: Mapping[int, Failure], names: Sequence[str], role: str | None = ""
+) -> Cause:
+    """Return the failure that caused the others; `names` are those of all ranks.
+
+    If all ranks failed with the same words, `role` is named; outside any role, the first rank.
+    """
+    rank = first_rank(failures)
+    texts = {(each.kind, each.text) for each in failures.values()}
+    where = names[rank]
+    if len(names) > 1 and len(failures) == len(names) and len(texts) == 1:
+        where = f"{role}, all {len(names)} ranks" if role else names[0]
+    return Cause(failures[rank], where)
 
 
 def set_environment(given: Mapping[str, str]) -> None:

@@ -20,15 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rather.cluster.health import Failure, Pulse, StackSnapshot, set_environment
 from rather.cluster.links import connection_problem, join_group, open_port, use_interface_to
 from rather.cluster.process import Process, end_with_others
-from rather.cluster.rank_output import (
-    BEGINS,
-    STDERR,
-    STDOUT,
-    CallResult,
-    LogRecords,
-    Output,
-    RankOutput,
-)
+from rather.cluster.rank_output import BEGINS, STDERR, STDOUT, Output, RankOutput
 from rather.config import plugins
 
 if TYPE_CHECKING:
@@ -37,13 +29,15 @@ if TYPE_CHECKING:
     from rather.run_folder.control import StopRequest
 
 
-def _as_result(work: Callable[..., Any]) -> Callable[..., CallResult]:
+def _return_failure(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Return failures as text: the driver may not be able to import their classes."""
+
     @wraps(work)
-    def call(host: Host, *args: Any, **options: Any) -> CallResult:
+    def call(*args: Any) -> Any:
         try:
-            return CallResult(work(host, *args, **options), records=host.records.take())
+            return work(*args)
         except Exception as error:
-            return CallResult(failure=Failure.of(error), records=host.records.take())
+            return Failure.of(error)
 
     return call
 
@@ -65,12 +59,11 @@ class Host:
         threads = max(1, (os.cpu_count() or 1) // neighbours)
         os.environ.update(OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
         set_environment(environment)
-        self.imports, self.pulse, self.records = imports, Pulse(), LogRecords()
-        self.output = RankOutput()
+        self.imports, self.pulse, self.output = imports, Pulse(), RankOutput()
         self.asked: StopRequest
         self.servers: list[socket.socket] = []
         self.workers: dict[str, ActorWorker] = {}
-        logging.getLogger("rather").addHandler(self.records)
+        logging.getLogger("rather").addHandler(self.output)
         logging.getLogger("rather").setLevel(logging.INFO)
         end_with_others(driver)
 
@@ -82,14 +75,13 @@ class Host:
         return own, device, Room.here(device, kind, own.kernel)
 
     def listen(self, address: str) -> int:
-        """Open a port, and return its number: the first is that at which all ranks will meet."""
+        """Open a port that shows whether this machine answers, and return its number."""
         self.servers.append(open_port(address))
         return int(self.servers[-1].getsockname()[1])
 
     def connection_problem(self, address: str, port: int, seconds: float) -> str | None:
         return connection_problem(address, port, seconds)
 
-    @_as_result
     def join(
         self, rank: int, world: int, address: str, port: int, seconds: float, kind: str
     ) -> None:
@@ -97,15 +89,11 @@ class Host:
         import torch.distributed as dist
 
         limit = timedelta(seconds=seconds)
-        # The open port is handed over: nobody else can take it, and it stays on its interface.
-        own: Any = (
-            {"is_master": True, "master_listen_fd": self.servers[0].detach()} if not rank else {}
-        )
-        store = dist.TCPStore(address, port, world, timeout=limit, **own)  # type: ignore[attr-defined]
+        store = dist.TCPStore(address, port, world, timeout=limit)  # type: ignore[attr-defined]
         use_interface_to(address)
         join_group(kind, "cuda:0", limit, store=store, rank=rank, world_size=world)
 
-    @_as_result
+    @_return_failure
     def add(self, role: str, make: Callable[[], ActorWorker]) -> None:
         """Make a worker for `role`; its class may have to be imported first."""
         plugins.load_sources(self.imports)
@@ -113,7 +101,7 @@ class Host:
         if role == "reference":
             worker.neighbour = self.workers.get("actor_train")
 
-    @_as_result
+    @_return_failure
     def call(self, role: str, method: str, args: Sequence[Any]) -> Any:
         """Return the result of a worker's method."""
         with self.pulse.during(f"{role}.{method}"):
@@ -136,8 +124,6 @@ class Host:
         self.workers.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
-        logging.getLogger("rather").removeHandler(self.records)
-        logging.getLogger("rather").addHandler(self.output)
         self.asked = StopRequest(on_begin=lambda: self.output.add(BEGINS))
         try:
             with (
@@ -147,12 +133,9 @@ class Host:
                 return program(self.asked)
         except SystemExit as end:
             return int(end.code or 0)
-        finally:
-            logging.getLogger("rather").removeHandler(self.output)
-            logging.getLogger("rather").addHandler(self.records)
 
     def take_output(self) -> list[Output]:
-        """Return what `run` has logged and printed since the last call; in its own thread."""
+        """Return what was logged and printed since the last time; in its own thread."""
         return self.output.take()
 
     def request(self, number: int) -> None:

@@ -14,24 +14,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from rather.config.schema import LossKeys, ReferenceConfig, RoleConfig
+from rather.config.schema import LossKeys, RoleConfig
 from rather.data.batch import PairBatch
 from rather.errors import ConfigError, MemoryShortage
-from rather.model.layers import Recompute
-from rather.model.sizes import sizes_of
 from rather.optim.adamw import local
 from rather.optim.optimizer import Optimizer
-from rather.parallel.load import cpu_has_bf16, stored_dtype
-from rather.plan.memory import LayerBytes, known_shapes, role_state
+from rather.parallel.load import cpu_has_bf16
+from rather.plan.memory import known_shapes, role_state
+from rather.train.rank_trainer import RankTrainer
 
 GIB = 1 << 30
-UNIT = 1000  # tokens
 FIXES = 3
-WORK = {"actor_train": "train", "reference": "infer"}
 CGROUPS = (  # limit, use, and the file cache that can be given up: version 2, version 1
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -182,36 +179,6 @@ class Peak:
 # --- when it ran out ---
 
 
-class MemoryKeys(NamedTuple):
-    """What the config says about the memory of a rank, besides the section of its role."""
-
-    sequence_length: int
-    precision: str
-    reference: ReferenceConfig | None  # if the policy shares its devices with one
-
-
-class LoadedRank(Protocol):
-    """A rank with its model: what the table of its memory is made of."""
-
-    memory_keys: MemoryKeys
-    role: str
-    worker_config: RoleConfig
-    device: str
-    on_gpu: bool
-    source: Any
-    layout: Any
-    trainer: Any
-    part: Any
-    planned: Any
-    compiled: Any
-
-    def memory_need(self, role: RoleConfig, *, narrow: bool = True) -> Need | None:
-        """Return what each rank of a role holds; None if that is unknown, or another's model."""
-
-    def accepts(self, change: Mapping[str, Any]) -> bool:
-        """Return whether the config of the run can be changed in this way."""
-
-
 def largest(batches: Sequence[PairBatch]) -> int:
     """Return the tokens of the largest micro-batch."""
     return max((len(batch.ids_N) for batch in batches), default=0)
@@ -226,91 +193,24 @@ def shortage(error: BaseException) -> MemoryShortage:
     return MemoryShortage("\n".join([sentence(error), *getattr(error, "__notes__", ())]))
 
 
-def explanation(worker: LoadedRank, tokens: int) -> str:
-    """Return where the memory goes, and three settings that need less. `tokens`: of the largest
-    micro-batch; 0 if there is none yet."""
-    rows = table(worker)
-    width = max(map(len, rows))
+def bytes_held(trainer: RankTrainer) -> dict[str, float]:
+    """Return the bytes of what a rank holds between steps."""
+    optimizer = trainer.optimizer
+    rows = {"weights": float(sum(local(weight).nbytes for weight in trainer.policy.parameters()))}
+    if isinstance(optimizer, Optimizer):  # an engine does not say
+        rows["gradients"] = optimizer.gradient_bytes()
+        rows["masters and moments"] = optimizer.state_bytes()
+    return rows
+
+
+def explanation(device: str, tokens: int, rows: Mapping[str, float], fixes: Sequence[str]) -> str:
+    """Return where the memory of a device goes, and settings that need less.
+
+    `tokens`: of the largest micro-batch; 0 if there is none yet.
+    """
     size = f" (the largest micro-batch has {tokens} tokens)" if tokens else ""
-    lines = [f"Where the memory of {worker.device} goes{size}:"]
-    lines += [f"  {name:{width}}  {number / GIB:8.3f} GiB" for name, number in rows.items()]
-    lines += ["Any of these needs less:", *(f"  {fix}" for fix in _fixes(worker, tokens, rows))]
-    return "\n".join(lines)
-
-
-def table(worker: LoadedRank) -> dict[str, float]:
-    """Return the bytes of what is there, and of what a thousand scored tokens add."""
-    rows: dict[str, float] = {}
-    kind, reference = worker.device.split(":")[0], worker.memory_keys.reference
-    if hasattr(worker, "trainer"):
-        optimizer = worker.trainer.optimizer
-        rows["weights"] = sum(local(weight).nbytes for weight in worker.trainer.policy.parameters())
-        if isinstance(optimizer, Optimizer):  # an engine does not say
-            rows["gradients"] = optimizer.gradient_bytes()
-            rows["masters and moments"] = optimizer.state_bytes()
-        rows |= _per_tokens(worker, kind)
-    elif need := worker.memory_need(worker.worker_config, narrow=False):
-        rows[f"state of {worker.role}, computed"] = need.device + need.host
-    if worker.role == "actor_train" and reference:
-        need = worker.memory_need(reference)
-        rows["reference"] = need.device + (need.host if kind == "cpu" else 0.0) if need else 0.0
-    return {name: number for name, number in rows.items() if number}
-
-
-def _per_tokens(worker: LoadedRank, kind: str) -> dict[str, float]:
-    """Return activations as the planner measured them, else computed."""
-    planned, args = worker.planned, worker.source[1]
-    if planned and planned.bytes_of_token:
-        return {f"activations and logits of {UNIT} tokens, measured": UNIT * planned.bytes_of_token}
-    level: Recompute = planned.recompute if planned else "none"
-    layer = LayerBytes(
-        sizes_of(*worker.source), kind, stored_dtype(args, kind).itemsize, level, worker.compiled,
-        args.has_adapter, worker.layout, quantized=bool(args.quantization),
-    )  # fmt: skip
-    return {
-        f"activations of {UNIT} tokens, computed": layer.kept_by_rank(UNIT, 1) if planned else 0.0,
-        f"logits of {UNIT} tokens": layer.head(UNIT / worker.layout.cp)[0],
-    }
-
-
-def _fixes(worker: LoadedRank, tokens: int, rows: dict[str, float]) -> list[str]:
-    """Return three settings that are not yet made, and that the config of the run takes."""
-    possible = [
-        f"{key}={value}{note}"
-        for key, value, note in _ways(worker, tokens, rows)
-        if worker.accepts({key: value})
-    ]
-    args, name = worker.worker_config.model_args, _sharding(worker)
-    if not args.quantization and worker.memory_keys.precision != "lean":  # both are for one device
-        way = f"with strategy_name={name} or a larger tp_size"
-        possible.append(f"more devices: {worker.role}.device_mapping, {way}")
-    return possible[:FIXES]
-
-
-def _sharding(worker: LoadedRank) -> str:
-    """Return the strategy that shards the weights; what is in host memory stays there."""
-    if worker.layout.host:
-        return "gemini_auto"
-    return "zero3" if worker.role == "actor_train" else "fsdp2_infer"
-
-
-def _ways(
-    worker: LoadedRank, tokens: int, rows: dict[str, float]
-) -> Iterator[tuple[str, str | int, str]]:
-    """Yield key, value and explanation of settings that need less than those of a run."""
-    keys, shape, role = worker.memory_keys, worker.layout, worker.role
-    length, strategy = keys.sequence_length, f"{role}.strategy_args"
-    trains = role == "actor_train"
-    if tokens > length:
-        yield f"{role}.max_tokens_per_microbatch_in_{WORK[role]}", tokens // 2, ""
-    if trains and not (worker.planned and worker.planned.recompute == "full"):
-        yield f"{strategy}.strategy_config.recompute_granularity", "full", ""
-    if worker.on_gpu and shape.devices == 1:
-        trains_all = trains and not worker.worker_config.model_args.has_adapter
-        if trains_all and keys.precision != "lean":
-            yield "precision", "lean", " (moments of 8 bits, no masters)"
-        if "reference" in rows and keys.reference and keys.reference.offload != "on":
-            yield "reference.offload", "on", " (it waits on the host)"
-    if shape.dp > 1 and shape.stage < 3:
-        yield f"{strategy}.strategy_name", _sharding(worker), " (shards the weights)"
-    yield "sequence_length", length // 2, " (longer pairs are cut or dropped)"
+    lines = [f"Where the memory of {device} goes{size}:"]
+    for name, number in rows.items():
+        if number > 0:
+            lines.append(f"  {name:26}  {number / GIB:8.3f} GiB")
+    return "\n".join([*lines, "Any of these needs less:", *(f"  {fix}" for fix in fixes[:FIXES])])

@@ -1,4 +1,4 @@
-"""What a process logs, prints and answers, until another one fetches it.
+"""What a process logs and prints, until another one fetches it.
 
 No torch in here: the process of a device imports this before its environment is set.
 """
@@ -10,42 +10,11 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from io import TextIOBase
 from typing import Any
 
-from rather.cluster.health import Failure
 from rather.config.redaction import redact
-
-# --- of one call ---
-
-
-@dataclass(frozen=True)
-class CallResult:
-    """The value or the failure of a call, and what was logged during it."""
-
-    value: Any = None
-    failure: Failure | None = None
-    records: Sequence[tuple[str, int, str]] = ()  # logger, level, message
-
-
-class LogRecords(logging.Handler):
-    """Log records of this process until the next result carries them elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[tuple[str, int, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.kept.append((record.name, record.levelno, redact(record.getMessage())))
-
-    def take(self) -> list[tuple[str, int, str]]:
-        kept, self.kept = self.kept, []
-        return kept
-
-
-# --- of a program ---
 
 MOST_LINES = 10_000  # kept until they are fetched; a starter that is late loses the oldest
 LOG, STDOUT, STDERR, BEGINS, PROGRESS = "log", "stdout", "stderr", "begins", "progress"

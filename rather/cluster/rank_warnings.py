@@ -1,4 +1,4 @@
-"""Warnings of all ranks reach the log of the first one, through the store, each text once."""
+"""What ranks log reaches the log of the first one, through the store, each text once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from rather.files import text_sha
 
 
 class RankWarnings(logging.Handler):
-    """Sends the warnings of this rank; on the first rank it logs those of the others."""
+    """Sends the warnings of this rank; on the first rank it logs those of the others.
+
+    A lower level sends more than warnings.
+    """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         super().__init__(logging.WARNING)
@@ -42,5 +45,6 @@ class RankWarnings(logging.Handler):
             while self._taken < self._store.add("warnings", 0):
                 name, level, rank, text = json.loads(self._store.get(f"warning {self._taken + 1}"))
                 self._taken += 1
+                who = f"rank {rank} of {self._world}: " if level >= logging.WARNING else ""
                 if text not in self._own:
-                    logging.getLogger(name).log(level, "rank %d of %d: %s", rank, self._world, text)
+                    logging.getLogger(name).log(level, "%s%s", who, text)

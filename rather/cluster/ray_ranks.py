@@ -9,28 +9,22 @@ logged.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from rather.cluster.health import GRACE, ON_RAY, Failure
+from rather.cluster.health import GRACE, ON_RAY, Cause, Failure, death, first_cause
 from rather.cluster.rank_output import pass_on
-from rather.cluster.resources import DIED, SNAPSHOTS, ResourceManager, Seat, SeatWatch, failure_of
+from rather.cluster.resources import RankCalls, ResourceManager, Seat, names_of
 from rather.cluster.supervision import report_first_failure
 from rather.errors import RatherError, WorkerError, WorkerLost
 from rather.run_folder.control import SAVES, StopRequest
 from rather.tracking.run import DrawnProgress
 
-log = logging.getLogger(__name__)
-
-POLL = 1.0  # seconds between two looks at the ranks
 LAST_WORDS = 6 * GRACE  # seconds in which ranks agree on the first cause of a failure
 Program = Callable[[StopRequest], int]
 
@@ -58,13 +52,8 @@ class RayRanks:
 
     def run(self, program: Program, stop: StopRequest) -> int:
         """Run the program on all ranks; return its exit code, or raise the first cause."""
-        seats, server = self.seats, self.manager.open_port()
-        address, port = place = server.getsockname()[:2]
-        # The open port is handed over: nobody else can take it, and it stays on its interface.
-        options: Any = {"wait_for_workers": False, "master_listen_fd": server.detach()}
-        limit = timedelta(seconds=GRACE)
-        store = dist.TCPStore(address, port, is_master=True, timeout=limit, **options)  # type: ignore[attr-defined]
-        self.manager.check_reach(seats, "the process that started it", address, port)
+        seats = self.seats
+        store, *place = self.manager.open_store(seats)
         self.attempt += 1
         environments = _environments(seats, place, self.attempt, self.manager.kind)
         running = [
@@ -84,44 +73,31 @@ class RayRanks:
     def _watch(
         self, running: Sequence[Any], seats: Sequence[Seat], store: Any, stop: StopRequest
     ) -> int:
-        import ray
-
-        rank_of = {ref: rank for rank, ref in enumerate(running)}
-        codes: dict[int, int] = {}
-        failures: dict[int, Failure] = {}
-        pending, deadline = list(running), float("inf")
-        sent: set[int] = set()
-        watch = SeatWatch(seats, self.manager.cut_off, self.manager.timeouts.link)
-        while pending and time.monotonic() < deadline:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL)
-            for ref in done:
-                try:
-                    codes[rank_of[ref]] = int(ray.get(ref))
-                except ray.exceptions.RayError as error:
-                    failures[rank_of[ref]] = failure_of(error)
+        calls = RankCalls(self.manager, seats, running)
+        codes, failures = calls.results, calls.failures
+        sent, deadline = set[int](), float("inf")
+        while calls.pending and time.monotonic() < deadline:
+            calls.wait()
             self._fetch_output(seats[0], stop)
-            self.manager.refuse_without_ray()
-            failures |= watch.failures([rank_of[ref] for ref in pending])
             self._forward(stop, seats, sent)
             if failures or any(codes.values()):
                 deadline = min(deadline, time.monotonic() + LAST_WORDS)
             if failures and _has_cause(store):
                 break
         self._fetch_output(seats[0], stop)
-        is_over = not (failures or pending or _has_cause(store))
+        is_over = not (failures or calls.pending or _has_cause(store))
         # If the run was stopped, ranks of a reference apart end with 0 all the same.
         if is_over and set(codes.values()) <= {0, codes[0]}:
-            return codes[0]
-        raise self._first_cause(store, failures, seats, watch.killed())
+            return int(codes[0])
+        cause = self._first_cause(store, calls, names_of(seats))
+        cause.log_trace()
+        raise cause.error
 
     def _fetch_output(self, seat: Seat, stop: StopRequest) -> None:
         """Log what the first rank has logged; from its first step on a stop saves first."""
-        import ray
-
-        asked = seat.handle.take_output.options(concurrency_group=SNAPSHOTS).remote()
-        with suppress(ray.exceptions.RayError):  # it has died, or is late
-            if pass_on(ray.get(asked, timeout=5 * POLL), self.progress.draw):
-                stop.begin_training()
+        [output] = self.manager.ask([seat], "take_output")
+        if output and pass_on(output, self.progress.draw):
+            stop.begin_training()
 
     def _forward(self, stop: StopRequest, seats: Sequence[Seat], sent: set[int]) -> None:
         """Send a signal to all ranks, each once."""
@@ -131,32 +107,23 @@ class RayRanks:
         stop.save_now = False
         if wanted != SAVES:
             sent.add(wanted)
-        for seat in seats:
-            seat.handle.request.options(concurrency_group=SNAPSHOTS).remote(int(wanted))
+        self.manager.ask(seats, "request", int(wanted))
 
-    def _first_cause(
-        self,
-        store: Any,
-        failures: dict[int, Failure],
-        seats: Sequence[Seat],
-        killed: dict[int, int],
-    ) -> Exception:
-        """Return the error that ends the attempt; `killed` has the signals of dead ranks."""
+    def _first_cause(self, store: Any, calls: RankCalls, names: Sequence[str]) -> Cause:
+        """Return why the attempt ends: what the ranks agreed on, unless they only noticed."""
         fields, where = json.loads(store.get("cause")) if _has_cause(store) else (None, "")
         failure = Failure(**fields) if fields else None
+        killed = calls.killed()
         if killed and (failure is None or failure.kind == WorkerLost.__name__):
             rank, number = min(killed.items())  # the others could only say that it is gone
-            return WorkerLost(
-                f"rank {rank} of {len(seats)} ({seats[rank]}) died (signal {number}). {DIED}"
-            )
-        if failure and not (failure.is_echo and failures):  # an echo names who noticed
-            if not failure.is_expected:
-                log.error("%s", failure.trace)
-            return failure.error(where)
-        if failures:
-            rank = min(failures)
-            return failures[rank].error(f"rank {rank} of {len(seats)} ({seats[rank]})")
-        return WorkerError("some ranks ended and others did not, and none says why.")
+            return Cause(Failure.of(WorkerLost(death(number))), names[rank])
+        if failure and not (failure.is_echo and calls.failures):  # an echo names who noticed
+            return Cause(failure, where)
+        if calls.failures:
+            return first_cause(calls.failures, names)
+        return Cause(
+            Failure.of(WorkerError("some ranks ended and others did not, and none says why."))
+        )
 
 
 def _as_rank(program: Program, stop: StopRequest) -> int:

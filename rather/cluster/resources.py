@@ -24,12 +24,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from rather.cluster.cleanup import FAILED, STARTED, Cleaner, kill_marked
-from rather.cluster.health import ANSWER, CUT, Failure, StackSnapshot
+from rather.cluster.health import CUT, GRACE, KILLED, RESUME, Failure, StackSnapshot, death
 from rather.cluster.host import Host
 from rather.cluster.links import Link, connection_problem, open_port
 from rather.cluster.memory import Room, sentence
@@ -56,16 +59,16 @@ LONGEST_PLACE = 20  # characters of the folder that has Ray's: a socket's path h
 TOKEN = "token"  # the file with the secret of a local Ray
 SHARED_MEMORY = Path("/dev/shm")  # only its free space is looked at  # nosec B108
 SNAPSHOTS = "snapshots"  # threads that answer while the main work hangs
+ANSWER = 5.0  # seconds in which they answer
 ENDS = 1.0  # seconds in which a process that can do so ends
 RAY_KILLS = 6.0  # seconds after which Ray has ended a process that does not end by itself
 STARTS = 3  # of processes, one of which dies before it has done anything
 RAY_CHECKS, RAY_WAITS = 2.0, 12.0  # seconds without its server. After 60 Ray would end this process
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds every port to loopback, also on Linux
-RESUME = "Run the same command again to resume from the last checkpoint."
 AGAIN = "Run the same command again, or start it with torchrun, which needs no Ray."
+POLL = 1.0  # seconds between two looks at the ranks
 CHECK_START = 0.5  # seconds between two looks at Ray's processes while a run starts
 RAY_NOTICES = 5.0  # seconds in which Ray itself reports a process that died, with the reason
-DIED = "It crashed, or was killed from outside, often for lack of host memory."
 # Of this process's environment, what ranks get: the number of threads, and the secrets of trackers
 # and stores. They travel as an argument: Ray keeps an environment where others can read it.
 TRAVELS = re.compile(r"OMP_NUM_THREADS|HF_TOKEN|(WANDB|AWS|MLFLOW)_\w+")
@@ -87,39 +90,64 @@ class Seat:
         return f"device {self.device} on {self.process.machine}"
 
 
-class SeatWatch:
-    """Notices processes that end, and machines that are silent, before Ray says so."""
+class RankCalls:
+    """What the ranks of a job were called to do: results, failures, and processes that died.
 
-    def __init__(self, seats: Sequence[Seat], cut_off: set[str], seconds: float) -> None:
-        """`cut_off` gets the nodes that have not answered for so many seconds."""
-        self.seats, self._cut_off, self._seconds = seats, cut_off, seconds
-        self._links = {rank: seat.link for rank, seat in enumerate(seats) if seat.link}
+    Processes that end and machines that are silent are noticed before Ray says so.
+    """
+
+    def __init__(
+        self, manager: ResourceManager, seats: Sequence[Seat], refs: Iterable[Any]
+    ) -> None:
+        """`refs` are Ray's references to the results of the ranks."""
+        self.results: dict[int, Any] = {}
+        self.failures: dict[int, Failure] = {}
+        self.pending = dict(enumerate(refs))
+        self._manager, self._seats = manager, seats
         self._gone_since: dict[int, float] = {}
         self._signals = [SignalWatch(seat.process) for seat in seats]
+
+    def wait(self, seconds: float = POLL) -> None:
+        """Wait for further results, at most so long."""
+        import ray
+
+        refs = list(self.pending.values())
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=seconds)
+        for rank, ref in list(self.pending.items()):
+            if ref not in done:
+                continue
+            del self.pending[rank]
+            try:
+                result = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                result = failure_of(error)
+            outcomes = self.failures if isinstance(result, Failure) else self.results
+            outcomes[rank] = result
+        self._manager.refuse_without_ray()
+        self._note_silent_machines()
+        self._note_dead_processes()
 
     def killed(self) -> dict[int, int]:
         """Return rank -> signal for ranks of this machine that a signal ended, if it is known."""
         numbers = {rank: watch.signal for rank, watch in enumerate(self._signals)}
         return {rank: number for rank, number in numbers.items() if number}
 
-    def failures(self, ranks: Sequence[int]) -> dict[int, Failure]:
-        """Return what has happened to these ranks, and to the machines of all."""
-        return self._silent_machines() | self.died_unnoticed(ranks)
+    def _note_silent_machines(self) -> None:
+        """Blame the first rank on each machine that does not answer."""
+        text = f"its machine has not answered for {self._manager.timeouts.link:.0f} s {CUT}"
+        for rank, seat in enumerate(self._seats):
+            if seat.link and seat.link.is_silent:
+                self._manager.cut_off.add(seat.node)
+                self.failures[rank] = Failure.of(WorkerLost(text))
 
-    def _silent_machines(self) -> dict[int, Failure]:
-        """Return a failure for the first rank on each machine that does not answer."""
-        text = f"its machine has not answered for {self._seconds:.0f} s {CUT}"
-        ranks = [rank for rank, link in self._links.items() if link.is_silent]
-        self._cut_off |= {self.seats[rank].node for rank in ranks}
-        return {rank: Failure.of(WorkerLost(text)) for rank in ranks}
-
-    def died_unnoticed(self, ranks: Sequence[int]) -> dict[int, Failure]:
-        """Return a failure for ranks of this machine that have ended, if Ray is late to say so."""
+    def _note_dead_processes(self) -> None:
+        """Blame ranks of this machine that have ended, if Ray is late to say so."""
         now = time.monotonic()
-        gone = {rank for rank in ranks if self.seats[rank].process.is_gone}
-        self._gone_since = {rank: self._gone_since.get(rank, now) for rank in gone}
-        late = [rank for rank, since in self._gone_since.items() if now - since > RAY_NOTICES]
-        return {rank: Failure.of(WorkerLost(f"its process died. {DIED}")) for rank in late}
+        for rank in self.pending:
+            if not self._seats[rank].process.is_gone:
+                continue
+            if now - self._gone_since.setdefault(rank, now) > RAY_NOTICES:
+                self.failures[rank] = Failure.of(WorkerLost(death(None)))
 
 
 def failure_of(error: Exception) -> Failure:
@@ -132,12 +160,14 @@ def failure_of(error: Exception) -> Failure:
     # Of Ray's long account, the line that says what happened.
     lines = str(error).splitlines()
     reason = ([line for line in lines if "exit" in line.lower()] or lines)[-1].strip()
-    text = f"its process died: {reason.partition(' Some common causes')[0]} {DIED}"
+    text = f"its process died: {reason.partition(' Some common causes')[0]} {KILLED}"
     return Failure(WorkerLost.__name__, text, str(error), time.time())
 
 
-def name_of(role: str, rank: int, seats: Sequence[Seat]) -> str:
-    return f"{role} rank {rank} of {len(seats)} ({seats[rank]})"
+def names_of(seats: Sequence[Seat], role: str = "") -> list[str]:
+    """Return what to call the ranks on these seats."""
+    world = len(seats)
+    return [f"{role} rank {rank} of {world} ({seat})".lstrip() for rank, seat in enumerate(seats)]
 
 
 class ResourceManager:
@@ -158,7 +188,7 @@ class ResourceManager:
         self.devices, self.timeouts = num_nodes * num_gpus_per_node, timeouts or Timeouts()
         self._cluster = f"the Ray cluster at {address}" if address else "this machine"
         self._seats: dict[tuple[int, ...], list[Seat]] = {}
-        self._grouped: set[tuple[int, ...]] = set()  # mappings whose processes are in a group
+        self._groups: dict[tuple[int, ...], Any] = {}  # mapping -> store of its process group
         self.named: dict[str, Sequence[Seat]] = {}  # by role
         self.cut_off: set[str] = set()  # nodes that Ray may still believe to be alive
         self._closed = False
@@ -281,14 +311,19 @@ class ResourceManager:
     def introduce(self, device_mapping: Sequence[int]) -> None:
         """Make a process group of the processes on these devices, unless they are in one."""
         mapping = tuple(device_mapping)
-        if len(mapping) > 1 and mapping not in self._grouped:
-            with self._watched():
-                self._introduce(self._seats[mapping])
-            self._grouped.add(mapping)
+        if len(mapping) == 1 or mapping in self._groups:
+            return
+        seats = self._seats[mapping]
+        with self._watched():
+            self._groups[mapping], *place = self.open_store(seats)
+            # Longer than any deadline of the driver, or the echo of a failure would arrive first.
+            common = (len(seats), *place, 60 + self.timeouts.longest, self.kind)
+            refs = [seat.handle.join.remote(rank, *common) for rank, seat in enumerate(seats)]
+            self._all(refs, "connect with the others", self.timeouts.start, map(str, seats))
 
     def forget_groups(self) -> None:
         """The processes run a program that makes groups of its own, and ends them."""
-        self._grouped.clear()
+        self._groups.clear()
 
     def _start(self, mapping: tuple[int, ...], environment: Mapping[str, str]) -> list[Seat]:
         from ray.util.placement_group import placement_group_table
@@ -335,39 +370,27 @@ class ResourceManager:
         made = self._ray.remote(concurrency_groups={SNAPSHOTS: 1})(cls)
         return made.options(num_cpus=0, scheduling_strategy=where, **devices, **never)
 
-    def _introduce(self, seats: Sequence[Seat]) -> None:
-        """Make a process group of processes that meet at a port of the first one."""
-        place = seats[0].address, self._port_of(seats[0], seats[1:])
-        # Longer than any deadline of the driver, or the echo of a failure would arrive first.
-        common = (len(seats), *place, 60 + self.timeouts.longest, self.kind)
-        asked = [seat.handle.join.remote(rank, *common) for rank, seat in enumerate(seats)]
-        results = self._all(asked, "connect", self.timeouts.start, map(str, seats))
-        for seat, result in zip(seats, results, strict=True):
-            if result.failure:
-                raise WorkerError(
-                    f"{seat}: processes cannot reach each other: {result.failure.text}"
-                )
+    def open_store(self, seats: Sequence[Seat]) -> tuple[Any, str, int]:
+        """Return a store at which these processes meet, its address and its port.
 
-    def _port_of(self, first: Seat, others: Sequence[Seat]) -> int:
-        """Return a port of the first process that all others reach, or say who does not."""
-        [port] = self._all([first.handle.listen.remote(first.address)], "open a port")
-        self.check_reach(others, str(first), first.address, port)
-        return int(port)
-
-    def check_reach(self, seats: Sequence[Seat], name: str, address: str, port: int) -> None:
-        """Refuse processes that cannot reach a port, or say who does not."""
+        It is in this process, so it outlives them.
+        """
+        server = open_port(str(self._ray.util.get_node_ip_address()))
+        address, port = server.getsockname()[:2]
+        # The open port is handed over: nobody else can take it, and it stays on its interface.
+        options: Any = {"wait_for_workers": False, "master_listen_fd": server.detach()}
+        limit = timedelta(seconds=GRACE)
+        store = dist.TCPStore(address, port, is_master=True, timeout=limit, **options)  # type: ignore[attr-defined]
         seconds = self.timeouts.connect
-        asked = [seat.handle.connection_problem.remote(address, port, seconds) for seat in seats]
-        for seat, problem in zip(seats, self._all(asked, "connect", 2 * seconds), strict=True):
+        refs = [seat.handle.connection_problem.remote(address, port, seconds) for seat in seats]
+        for seat, problem in zip(seats, self._all(refs, "connect", 2 * seconds), strict=True):
             if problem:
                 raise WorkerError(
-                    f"{seat} cannot reach {name} at {address}:{port} within {seconds:.0f} "
-                    f"s: {problem}. Workers on several machines need open ports between them."
+                    f"{seat} cannot reach the process that started it at {address}:{port} within "
+                    f"{seconds:.0f} s: {problem}. Workers on several machines need open ports "
+                    "between them."
                 )
-
-    def open_port(self) -> socket.socket:
-        """Open a port of this process at the address by which Ray knows its machine."""
-        return open_port(str(self._ray.util.get_node_ip_address()))
+        return store, address, port
 
     def _link(self, seats: Sequence[Seat]) -> list[Seat]:
         """Connect this process with the first one on each other machine."""
@@ -433,20 +456,22 @@ class ResourceManager:
 
     def snapshots(self) -> dict[str, StackSnapshot | None]:
         """Return what each rank of each role does; None for those that do not answer in time."""
-        asked = {
-            name_of(role, rank, seats): seat.handle.snapshot.options(
-                concurrency_group=SNAPSHOTS
-            ).remote()
-            for role, seats in self.named.items()
-            for rank, seat in enumerate(seats)
-        }
-        found: dict[str, StackSnapshot | None] = dict.fromkeys(asked)
-        deadline = time.monotonic() + ANSWER
-        for name, ref in asked.items():
+        names = [name for role, seats in self.named.items() for name in names_of(seats, role)]
+        seats = [seat for seats in self.named.values() for seat in seats]
+        return dict(zip(names, self.ask(seats, "snapshot"), strict=True))
+
+    def ask(self, seats: Sequence[Seat], method: str, *args: Any) -> list[Any]:
+        """Return what processes answer whose main work may hang; None from those that are late."""
+        refs = []
+        for seat in seats:
+            call = getattr(seat.handle, method).options(concurrency_group=SNAPSHOTS)
+            refs.append(call.remote(*args))
+        self._ray.wait(refs, num_returns=len(refs), timeout=ANSWER)
+        answers: list[Any] = [None] * len(refs)
+        for rank, ref in enumerate(refs):
             with suppress(self._ray.exceptions.RayError):  # it is late, or has just died
-                left = max(0.1, deadline - time.monotonic())
-                found[name] = self._ray.get(ref, timeout=left)
-        return found
+                answers[rank] = self._ray.get(ref, timeout=0)
+        return answers
 
     def refuse_without_ray(self) -> None:
         """Report that Ray is gone, before Ray ends this process with its own exit code."""
@@ -482,8 +507,10 @@ class ResourceManager:
     def stop(self, device_mapping: Sequence[int] | None = None) -> None:
         """End the processes on these devices, or all; those of this machine are then gone."""
         ending = [tuple(device_mapping)] if device_mapping is not None else list(self._seats)
-        self._grouped -= set(ending)
-        seats = [seat for mapping in ending for seat in self._seats.pop(mapping, [])]
+        seats = []
+        for mapping in ending:
+            self._groups.pop(mapping, None)
+            seats += self._seats.pop(mapping, [])
         if self._has_ray:
             for seat in seats:
                 self._ray.kill(seat.handle)

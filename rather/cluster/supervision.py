@@ -23,7 +23,7 @@ from functools import partial, wraps
 from itertools import chain, repeat
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,15 +34,18 @@ from rather.cluster.health import (
     FIRST,
     GRACE,
     ON_RAY,
+    RESUME,
+    Cause,
     Failure,
     Limit,
     Pulse,
     Snapshots,
     StackSnapshot,
+    death,
     first_cause,
+    first_rank,
     hang_error,
     phase_of,
-    place_of,
 )
 from rather.cluster.links import Link, connect, open_port
 from rather.cluster.process import Process, end_with_others
@@ -59,19 +62,7 @@ CHECK_EVERY = 1.0  # seconds
 PATIENCE = 30.0  # seconds for torchrun's store to answer on a busy machine
 PAUSE = 5.0  # seconds between two checks that show that this process was stopped
 START = 5.0  # seconds for torchrun's store to answer; it was there before
-DIED = (
-    "It crashed, or was killed from outside, often for lack of host memory. Run the same command "
-    "again to resume from the last checkpoint."
-)
 DEBUGGERS = ("bdb.py", "pydevd")
-
-
-class Cause(NamedTuple):
-    """Why a job ends, and with which exit code."""
-
-    failure: Failure
-    where: str
-    code: int
 
 
 @dataclass
@@ -215,7 +206,7 @@ class Watchdog:
             error = hang_error(ranks, others, limit, self.log_dir)
             if self.supervision:
                 self.supervision.note("hang", error)
-            return print_cause(Failure.of(error), "")
+            return print_cause(Cause(Failure.of(error)))
 
         def report_all(peers: Peers, found: Mapping[int, Any]) -> Cause:
             late = role or (own.call.partition(".")[0] if "." in own.call else "")
@@ -249,7 +240,7 @@ class Watchdog:
             return
         text = f"{silent[0]} has not answered for {self.timeouts.link:.0f} s {CUT}"
         error = WorkerLost(f"{text} Run the same command again to resume.")
-        cause = print_cause(Failure.of(error), "")
+        cause = print_cause(Cause(Failure.of(error)))
         if peers.rank == 0:
             if self.supervision:
                 self.supervision.note("worker_lost", error)
@@ -300,19 +291,19 @@ class Peers:
     def processes(self) -> dict[int, Process]:
         return {rank: Process(**fields) for rank, fields in self.read("process").items()}
 
-    def names(self, role: str) -> dict[int, str]:
+    def names(self, role: str) -> list[str]:
         """Return what to call each rank: its role, its rank there, and its machine."""
         processes = self.processes()
         places = self.read("place")  # if each role has processes of its own
-        names: dict[int, str] = {}
+        names = []
         for rank in range(self.world):
             own_role, own_rank, world = places.get(rank) or (role, rank, self.world)
             machine = f" (on {processes[rank].machine})" if rank in processes else ""
-            names[rank] = f"{own_role} rank {own_rank} of {world}{machine}".lstrip()
+            names.append(f"{own_role} rank {own_rank} of {world}{machine}".lstrip())
         return names
 
-    def silent_death(self) -> tuple[int, str] | None:
-        """Return a rank of this machine that has ended without a report, and by which signal.
+    def report_silent_death(self, role: str) -> bool:
+        """Report for a rank of this machine that has ended without a report, if there is one.
 
         Call this at once after an echo: the signal is lost when torchrun asks for it.
         """
@@ -321,12 +312,15 @@ class Peers:
             for rank, process in processes.items():
                 number = process.signal
                 if process.is_gone:
-                    return rank, f" (signal {number})" if number else ""
+                    failure = Failure.of(WorkerLost(f"{death(number)} {RESUME}"))
+                    self.write("failure", [asdict(failure), role or None], rank)
+                    return True
             time.sleep(0.05)
-        return None
+        return False
 
-    def write(self, topic: str, value: Any) -> None:
-        self.store.set(f"{topic} {self.rank}", json.dumps(value))
+    def write(self, topic: str, value: Any, rank: int | None = None) -> None:
+        """Write something about a rank, by default this one."""
+        self.store.set(f"{topic} {self.rank if rank is None else rank}", json.dumps(value))
 
     def read(self, topic: str) -> dict[int, Any]:
         """Return what the ranks have written about a topic, with two requests if all of them have."""
@@ -351,7 +345,7 @@ class Peers:
     def publish(self, cause: Cause) -> None:
         """Let all processes, and on Ray the one that started them, know why the job ends."""
         self.store.set("cause", json.dumps([asdict(cause.failure), cause.where]))
-        self.store.set("code", str(cause.code))
+        self.store.set("code", str(cause.error.exit_code))
 
     def settle(
         self, topic: str, own: Any, seconds: float, report: Callable[[Mapping[int, Any]], Cause]
@@ -385,36 +379,29 @@ def report_first_failure(work: Callable[[], int]) -> int:
                 role = caller.role
         try:
             peers = Peers(GRACE)
-            death = peers.silent_death() if own.is_echo else None
-            if own.is_echo and not death and peers.wait(["code"], 2 * GRACE):
+            others_know = own.is_echo and not peers.report_silent_death(role)
+            if others_know and peers.wait(["code"], 2 * GRACE):
                 code = int(peers.store.get("code"))
             else:
                 peers.write("process", asdict(Process.this()))
-                report = [asdict(own), role, death]
-                code = peers.settle("failure", report, GRACE, partial(_report, peers))
+                code = peers.settle("failure", [asdict(own), role], GRACE, partial(_report, peers))
         except dist.DistError:  # torchrun's store is gone, or not there yet
-            code = print_cause(own, "").code
+            code = print_cause(Cause(own)).error.exit_code
     raise SystemExit(code)
 
 
-def _report(peers: Peers, found: Mapping[int, Any]) -> Cause:
+def _report(peers: Peers, reports: Mapping[int, Any]) -> Cause:
     """Print the first cause."""
-    failures = {rank: Failure(**fields) for rank, (fields, *_) in found.items()}
-    rank = first_cause(failures)
-    role = found[rank][1]
-    deaths = [death for *_, death in found.values() if death]
-    if failures[rank].is_echo and deaths:
-        died, how = deaths[0]
-        text = f"{peers.names(role)[died]} died{how}. {DIED}"
-        return print_cause(Failure(WorkerLost.__name__, text, "", failures[rank].at), "")
-    where = place_of(failures, peers.world, role, peers.names(role).__getitem__)
-    return print_cause(failures[rank], where)
+    failures = {rank: Failure(**fields) for rank, (fields, _) in reports.items()}
+    role = reports[first_rank(failures)][1]
+    names = peers.names(role or "")
+    if role == "":
+        names[0] = ""  # outside any role, the first rank reports for all
+    return print_cause(first_cause(failures, names, role))
 
 
-def print_cause(failure: Failure, where: str) -> Cause:
+def print_cause(cause: Cause) -> Cause:
     """Print the first cause of a failure; on Ray the process that started this one does so."""
-    error = failure.error(where)
-    trace = "" if failure.is_expected else failure.trace
     if ON_RAY not in os.environ:
-        print(printable(f"{trace}rather: {error}"), file=sys.stderr, flush=True)
-    return Cause(failure, where, error.exit_code)
+        print(printable(f"{cause.trace}rather: {cause.error}"), file=sys.stderr, flush=True)
+    return cause

@@ -12,8 +12,8 @@ import logging
 import os
 import pkgutil
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,10 @@ from rather.cluster.health import set_environment
 from rather.cluster.images import has_images, make_loader, open_store
 from rather.cluster.memory import (
     Ledger,
-    MemoryKeys,
     Need,
     Peak,
     Room,
+    bytes_held,
     explanation,
     free_memory,
     largest,
@@ -43,6 +43,7 @@ from rather.cluster.memory import (
 from rather.cluster.preflight import refuse_private_folder, refuse_unlike_cpus
 from rather.cluster.process import Process
 from rather.cluster.writer import Writer
+from rather.config.inherit import value_at
 from rather.config.run_config import DPOConfig
 from rather.config.schema import ModelArgs, RoleConfig
 from rather.config.strategies import keeps_state_on_host, layout, refuse_host_offload
@@ -104,12 +105,6 @@ class ActorWorker:
     def __init__(self, config: DPOConfig, role: str, member: RankInfo | None = None) -> None:
         self.config, self.role, self.member = config, role, member or RankInfo()
         self.worker_config: RoleConfig = getattr(config, role)
-        shares_reference = config.shares_devices and from_config(config).needs_reference
-        self.memory_keys = MemoryKeys(
-            config.sequence_length,
-            config.precision,
-            config.reference if shares_reference else None,
-        )
         self.device = self.member.device or device_of(self.worker_config)
         self.on_gpu = self.device.startswith("cuda")
         self.log = logging.getLogger(f"rather.worker.{role}-{self.member.rank}")
@@ -183,7 +178,7 @@ class ActorWorker:
             optimizer = self.build_optimizer(policy, total_steps) if trains else None
             runner = self.build_runner(policy, optimizer)
         except torch.OutOfMemoryError as error:
-            raise MemoryShortage(f"{sentence(error)}\n{explanation(self, 0)}") from error
+            raise MemoryShortage(f"{sentence(error)}\n{self.explain_memory(0)}") from error
         actor = self.config.actor_train
         self.trainer = RankTrainer(
             policy, self._objective(), optimizer, mesh=self.mesh, runner=runner,
@@ -223,20 +218,57 @@ class ActorWorker:
         refuse_unlike_cpus(self.role, self.worker_config.model_args, kind, self.rooms)
         self.ledger.add(self.role, self.memory_need(self.worker_config, model), self.rooms)
 
-    def memory_need(
-        self, role: RoleConfig, model: str | None = None, *, narrow: bool = True
-    ) -> Need | None:
+    def memory_need(self, role: RoleConfig, model: str | None = None) -> Need | None:
         """Return what each rank of a role holds; None if unknown, or if the policy is its model."""
         if not role.trains and self.config.reference_is_policy:
             return None
-        return need_of(self.config, role, self.device.split(":")[0], model, narrow=narrow)
+        return need_of(self.config, role, self.device.split(":")[0], model)
 
-    def accepts(self, change: Mapping[str, Any]) -> bool:
+    def explain_memory(self, tokens: int) -> str:
+        """Return where the memory of this rank goes, and settings that need less.
+
+        `tokens`: of the largest micro-batch; 0 if there is none yet.
+        """
+        config, rows = self.config, dict[str, float]()
+        if hasattr(self, "trainer"):
+            rows = bytes_held(self.trainer)
+        elif need := self.memory_need(self.worker_config):
+            rows[f"state of {self.role}, computed"] = need.device + need.host
+        shares = config.shares_devices and from_config(config).needs_reference
+        if self.role == "actor_train" and shares and (need := self.memory_need(config.reference)):
+            rows["reference"] = need.device if self.on_gpu else need.host
+        rows["activations, at the peak"] = self.peak.bytes - sum(rows.values())
+        return explanation(self.device, tokens, rows, self._memory_fixes(tokens))
+
+    def _memory_fixes(self, tokens: int) -> list[str]:
+        """Return settings that need less and that the config of the run accepts."""
+        role, shape, length = self.role, self.layout, self.config.sequence_length
+        trains, has_adapter = self.worker_config.trains, self.worker_config.model_args.has_adapter
+        changes: list[tuple[str, str | int]] = []
+        if tokens > length:
+            work = "train" if trains else "infer"
+            changes.append((f"{role}.max_tokens_per_microbatch_in_{work}", tokens // 2))
+        if trains and not (self.planned and self.planned.recompute == "full"):
+            changes.append((f"{role}.strategy_args.strategy_config.recompute_granularity", "full"))
+        if trains and self.on_gpu and not has_adapter:
+            changes.append(("precision", "lean"))
+        if shape.dp > 1 and shape.stage < 3 and not shape.host:
+            sharding = "zero3" if trains else "fsdp2_infer"
+            changes.append((f"{role}.strategy_args.strategy_name", sharding))
+        changes.append(("sequence_length", length // 2))
+        fixes = [f"{key}={value}" for key, value in changes if self._accepts(key, value)]
+        if self.config.precision != "lean" and not self.worker_config.model_args.quantization:
+            fixes.append("more devices, which share the weights: zero3, fsdp2_infer or tp_size")
+        return fixes  # the two are for one device
+
+    def _accepts(self, key: str, value: str | int) -> bool:
         """Return whether the config of the run can be changed in this way."""
         from rather.config.load import changed  # imports hydra
 
+        if value_at(self.config, key) == value:
+            return False
         try:
-            config = changed(self.config, change)
+            config = changed(self.config, {key: value})
             for role in (config.actor_train, config.reference):
                 refuse_host_offload(role, self.device.split(":")[0], config.precision, "")
         except ConfigError:
@@ -447,7 +479,7 @@ class ActorWorker:
                     budget = choose_budget(policy, self.trainer, make_room=make_room, **options)
             except NoRoom as error:
                 if not self.trainer.narrow_gradients():
-                    raise MemoryShortage(f"{error}\n{explanation(self, tokens or 0)}") from error
+                    raise MemoryShortage(f"{error}\n{self.explain_memory(tokens or 0)}") from error
                 self.has_narrow_gradients = True
                 self.log.info(
                     "gradients are added up in bfloat16: in float32 no micro-batch would fit"
@@ -485,14 +517,10 @@ class ActorWorker:
     ) -> StepResult:
         """Train on this rank's share of a step, of which the arguments are those of all ranks."""
         own = self._share(batches)
-        try:
+        with self._shortages_explained(own.batches):
             result = self.trainer.train_step(
                 own.batches, reference, own.facts, limits, self.read_requests
             )
-        except torch.OutOfMemoryError as error:
-            error.add_note(explanation(self, largest(own.batches)))  # not shown if a retry succeeds
-            self._refuse_alone(error)
-            raise
         self._end_turn()
         policy = result.policy if own.number in (None, 1) else result.policy.new_empty(0, 2)
         return replace(result, policy=policy, table=None, **self.unused)
@@ -517,20 +545,21 @@ class ActorWorker:
     def compute_log_probs(self, batches: Sequence[PairBatch]) -> Columns:
         """Return the columns of all pairs of a step, of which this rank computes its share."""
         own = self._share(batches)
-        try:
-            with self._as_own_role():
-                columns = own.spread(self.trainer.log_probs(own.batches, own.count))
-        except torch.OutOfMemoryError as error:
-            error.add_note(explanation(self, largest(own.batches)))
-            self._refuse_alone(error)
-            raise
+        with self._shortages_explained(own.batches), self._as_own_role():
+            columns = own.spread(self.trainer.log_probs(own.batches, own.count))
         self._end_turn()
         return columns
 
-    def _refuse_alone(self, error: torch.OutOfMemoryError) -> None:
-        """The other ranks wait for this one in a collective: to repeat the call would not help."""
-        if self.member.world > 1:
-            raise shortage(error) from error
+    @contextmanager
+    def _shortages_explained(self, batches: Sequence[PairBatch]) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            error.add_note(self.explain_memory(largest(batches)))  # not shown if a retry succeeds
+            # Other ranks wait for this one in a collective: to repeat the call would not help.
+            if self.member.world > 1:
+                raise shortage(error) from error
+            raise
 
     def _end_turn(self) -> None:
         if self.takes_turns:

@@ -55,7 +55,6 @@ class Budget:
 
     tokens: int
     recompute: Recompute
-    bytes_of_token: float | None = None  # measured: activations and logits
 
 
 def default_tokens(device: str, router_loss: float) -> int:
@@ -98,15 +97,13 @@ def choose_budget(
     needed = max(tokens or least, largest_pair)
     for level in (recompute,) if recompute else LEVELS[LEVELS.index(at_least) :]:
         arrange_layers(policy, recompute=level, offload=offload, compiled=compiled, alone=True)
-        fitting, bytes_per_token = (
-            (most_tokens, None) if tokens and recompute else _tokens_that_fit(policy, trainer)
-        )
+        fitting = most_tokens if tokens and recompute else _tokens_that_fit(policy, trainer)
         if fitting < needed and make_room and make_room():
-            fitting, bytes_per_token = _tokens_that_fit(policy, trainer)
+            fitting = _tokens_that_fit(policy, trainer)
         if fitting >= needed and (
             tried := _largest_tried(policy, trainer, min(most_tokens, fitting), least, largest_pair)
         ):
-            return Budget(tried, level, bytes_per_token)
+            return Budget(tried, level)
     raise NoRoom(fitting, needed, largest_pair)
 
 
@@ -130,22 +127,21 @@ def agree_on_budget(
     most_tokens = tokens or default_tokens("cuda", _router_loss(policy))
     needed = max(tokens or min(LEAST, most_tokens), largest_pair)
 
-    def measure(level: Recompute, *, compiled: bool) -> tuple[int, float | None]:
+    def measure(level: Recompute, *, compiled: bool) -> int:
         arrange_layers(policy, recompute=level, offload=offload, compiled=compiled)
-        fitting, bytes_per_token = _tokens_that_fit(policy, trainer, SHARED)
-        return least(fitting), bytes_per_token
+        return least(_tokens_that_fit(policy, trainer, SHARED))
 
     level: Recompute = recompute or "full"
-    fitting, bytes_per_token = measure(level, compiled=False)
+    fitting = measure(level, compiled=False)
     if fitting < needed:
         raise NoRoom(fitting, needed, largest_pair)
     if recompute is None and fitting >= ROOMY * REHEARSED[1]:
         for cheaper in LEVELS[LEVELS.index(at_least) : -1]:
-            room, of_token = measure(cheaper, compiled=compiled)
+            room = measure(cheaper, compiled=compiled)
             if room >= needed:
-                return Budget(min(most_tokens, room), cheaper, of_token)
+                return Budget(min(most_tokens, room), cheaper)
     arrange_layers(policy, recompute=level, offload=offload, compiled=compiled)
-    return Budget(min(most_tokens, fitting), level, bytes_per_token)
+    return Budget(min(most_tokens, fitting), level)
 
 
 def _largest_tried(
@@ -172,13 +168,8 @@ def _largest_tried(
         tokens = smaller
 
 
-def _tokens_that_fit(
-    policy: PolicyModel, trainer: Any, share: float = SHARE
-) -> tuple[int, float | None]:
-    """Return the tokens that fit, from the peaks of two trial passes, and the bytes per token.
-
-    0 tokens if even the trial passes do not fit.
-    """
+def _tokens_that_fit(policy: PolicyModel, trainer: Any, share: float = SHARE) -> int:
+    """Return the tokens that fit, from the peaks of two trial passes; 0 if those do not fit."""
     torch.cuda.empty_cache()
     resting = torch.cuda.memory_allocated()
     room = share * torch.cuda.mem_get_info()[0]  # the cache is empty: all that is free
@@ -192,13 +183,13 @@ def _tokens_that_fit(
             trainer.rehearse(batch)
             peaks.append(torch.cuda.max_memory_allocated() - resting)
     except torch.OutOfMemoryError:
-        return 0, None
+        return 0
     finally:
         trainer.forget()
         torch.cuda.empty_cache()
     bytes_per_token = max(1.0, (peaks[1] - peaks[0]) / (REHEARSED[1] - REHEARSED[0]))
     row = policy.vocabulary_size * next(policy.parameters()).element_size()
-    return tokens_in(room - peaks[0], REHEARSED[0], bytes_per_token, row), bytes_per_token
+    return tokens_in(room - peaks[0], REHEARSED[0], bytes_per_token, row)
 
 
 def tokens_in(room: float, tokens: int, bytes_per_token: float, row: int) -> int:

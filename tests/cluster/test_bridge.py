@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from rather.cluster.bridge import POLICY, REFERENCE, Answer, Bridge, ReferenceApart
 from rather.cluster.health import Failure
-from rather.cluster.rank_output import CallResult
 from rather.errors import BatchTooLarge
 from tests.tiny import make_config
 
@@ -36,10 +35,6 @@ def apart(ends: tuple[Bridge, Bridge], tmp_path: Any) -> tuple[ReferenceApart, B
     return ReferenceApart(make_config(tmp_path).reference, "cpu", policy, None), reference
 
 
-def answer(value: Any, seconds: float = 0.5) -> Answer:
-    return Answer(CallResult(value), seconds)
-
-
 def asked(bridge: Bridge) -> tuple[int, str]:
     number, (method, _) = bridge.receive()
     return number, method
@@ -53,7 +48,7 @@ def test_an_answer_that_comes_early_waits_for_its_question(
     for _ in range(2):
         number, method = asked(reference)
         assert method == "compute_log_probs"
-        reference.send(number, answer({}))
+        reference.send(number, Answer({}, 0.5))
     assert role.await_log_probs(second) == role.await_log_probs(first) == {}
     assert role.take_seconds() == 1.0
     assert role.take_seconds() == 0.0
@@ -67,8 +62,8 @@ def test_an_answer_that_nobody_waits_for_is_dropped(
     role.drop_questions()  # as a rollback does
     number = role.ask_log_probs([])
     stale, _ = asked(reference)
-    reference.send(stale, answer({"stale": 1}))
-    reference.send(asked(reference)[0], answer({}))
+    reference.send(stale, Answer({"stale": 1}, 0.5))
+    reference.send(asked(reference)[0], Answer({}, 0.5))
     assert role.await_log_probs(number) == {}
     assert stale == number - 1
 
@@ -78,7 +73,6 @@ def test_lack_of_memory_can_be_answered_with_smaller_micro_batches(
 ) -> None:
     role, reference = apart
     number = role.ask_log_probs([])
-    failure = Failure.of(BatchTooLarge("no room"))
-    reference.send(asked(reference)[0], Answer(CallResult(failure=failure), 0.0))
+    reference.send(asked(reference)[0], Answer(Failure.of(BatchTooLarge("no room")), 0.0))
     with pytest.raises(BatchTooLarge, match="no room"):
         role.await_log_probs(number)

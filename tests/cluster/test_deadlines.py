@@ -7,7 +7,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +16,6 @@ import pytest
 from rather.cluster import health, launch
 from rather.cluster.bridge import ReferenceApart
 from rather.cluster.cluster import Cluster
-from rather.cluster.memory import Room
-from rather.cluster.process import Process
-from rather.cluster.rank_output import CallResult
-from rather.cluster.resources import Seat
 from rather.cluster.supervision import Watchdog
 from rather.cluster.worker import ActorWorker
 from rather.commands.terminal import guarded
@@ -71,7 +66,7 @@ ALONE = {
     "release",
     "folder_problem",
     "memory_need",
-    "accepts",
+    "explain_memory",
 }
 ALONE |= {"answer", "compare_file", "build_policy", "build_optimizer", "build_runner"}
 # Of a reference apart: what does not wait for it. `await_log_probs` has the deadlines of a step.
@@ -101,67 +96,30 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DPOConfig:
 # --- which ---
 
 
-class Processes:
-    """In the place of those on Ray: they answer all methods but one."""
-
-    kind = "cpu"
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
-        self.role, self.silent, self.timeouts = role, "", Timeouts()
-        self.named: dict[str, Any] = {}
-        self.cut_off: set[str] = set()
-        ray = SimpleNamespace(
-            wait=self._wait,
-            get=lambda _: CallResult({}),
-            put=lambda value: value,
-            exceptions=SimpleNamespace(RayError=OSError),
-        )
-        # An import before its token is set would spoil it for others.
-        monkeypatch.setitem(sys.modules, "ray", ray)
-
-    def _wait(self, asked: list[str], **_: Any) -> tuple[list[str], list[str]]:
-        answered = [name for name in asked if name != self.silent]
-        return answered, [name for name in asked if name == self.silent]
-
-    def seats(self, *_: Any) -> list[Seat]:
-        handle = SimpleNamespace(
-            add=SimpleNamespace(remote=lambda *_: "add"),
-            call=SimpleNamespace(remote=lambda role, method, *args, **options: method),
-        )
-        here = replace(Process.this(), machine="here")
-        return [Seat(handle, "", "", here, 0, Room("here", 0, 1 << 40, 0))]
-
-    def introduce(self, _mapping: Any) -> None:
-        """A process alone needs no group."""
-
-    def refuse_without_ray(self) -> None:
-        """It is there."""
-
-    def snapshots(self) -> dict[str, None]:
-        return {f"{self.role} rank 0 of 1 (device 0 on here)": None}
-
-    def stop(self) -> None:
-        """There is nothing to end."""
-
-
-@pytest.mark.parametrize("role", ROLES)
 def test_each_call_of_a_script_has_one_deadline(
-    monkeypatch: pytest.MonkeyPatch, config: DPOConfig, role: str
+    monkeypatch: pytest.MonkeyPatch, config: DPOConfig
 ) -> None:
-    """It is the longest of the config: a script may call what it likes."""
+    """It is the longest of the config, in `_collect`: a script may call what it likes."""
+    timeouts = Timeouts(start=1.0, first_step=1.0, step=1.0, eval=1.0, save=2.0)
+    assert health.Limit.longest(timeouts) == (2.0, "save")
     calls = {"initialize", "train_step", "compute_log_probs"}
     assert calls_of(Cluster) == calls
-    section = config.actor_train if role == "actor_train" else config.reference
-    processes = Processes(monkeypatch, role)
-    cluster = Cluster(role, None, processes, section, pipeline_config=config)  # type: ignore[arg-type]
+    # An import before its token is set would spoil it for others.
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(put=lambda value: value))
+    handle = SimpleNamespace(
+        add=SimpleNamespace(remote=lambda *_: "add"),
+        call=SimpleNamespace(remote=lambda role, method, *_: method),
+    )
+    seats = [SimpleNamespace(handle=handle, node="")]
+    manager: Any = SimpleNamespace(
+        named={}, kind="cpu", seats=lambda *_: seats, introduce=lambda _: None
+    )
+    cluster = Cluster("actor_train", None, manager, config.actor_train, pipeline_config=config)
+    waited: list[str] = []
+    monkeypatch.setattr(cluster, "_collect", waited.extend)
     for name in calls:
-        processes.silent = ""
         CALLS[name][1](cluster)
-        processes.silent = name
-        processes.timeouts = Timeouts(start=0.01, first_step=0.01, step=0.01, eval=0.01, save=0.02)
-        with pytest.raises(HangError, match=r"no answer within 0 s \(timeouts\.save\)"):
-            CALLS[name][1](cluster)
-        processes.timeouts = Timeouts()
+    assert sorted(waited) == ["add", *sorted(calls)]
 
 
 class Telling:
@@ -267,15 +225,13 @@ def test_in_one_process_the_deadline_is_that_of_the_phase(tmp_path: Path) -> Non
 @pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("phase", ["reference"])
 def test_on_ray_the_deadline_is_that_of_the_phase(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], phase: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, fault = struck(tmp_path, phase, reference__device_mapping=[1])
+    config, fault = struck(tmp_path, "reference", reference__device_mapping=[1])
     with inject.attached(fault, config.run_dir, ray=True):
         assert guarded(lambda: DPOPipeline(config).run()) == HangError.exit_code
-    role = "reference" if phase == "reference" else "actor_train"
-    told = rf"rather: {role} rank 0 of 1 \(on .+\): no answer within 2 s \(timeouts.{PHASE[phase][1]}\)"
+    told = r"rather: reference rank 0 of 1 \(on .+\): no answer within 2 s \(timeouts.step\)"
     assert re.search(
         rf"^{told}: it is in inject.py:\d+, stand_still\.", capsys.readouterr().err, re.MULTILINE
     )

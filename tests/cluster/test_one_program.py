@@ -7,7 +7,6 @@ import logging
 import os
 import platform
 import re
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from rather.cluster.health import Failure
 from rather.cluster.memory import Room
 from rather.cluster.process import Process
-from rather.cluster.rank_output import BEGINS, LOG, STDOUT, LogRecords, RankOutput, pass_on
+from rather.cluster.rank_output import BEGINS, LOG, STDOUT, RankOutput, pass_on
 from rather.cluster.ray_ranks import RayRanks
 from rather.cluster.resources import ResourceManager, Seat
 from rather.config import plugins
@@ -57,9 +56,7 @@ class Stub:
         self.output = RankOutput()
         self.mapping = list(range(ranks))
         handle = SimpleNamespace(
-            run=self._method("run", lambda environment, *_: rank(environment)),
-            take_output=self._method("take_output", self.output.take),
-            request=self._method("request", self.asked.append),
+            run=SimpleNamespace(remote=lambda *given: Pending(partial(rank, given[0]))),
         )
         here = Process.this()
         self._seats = [
@@ -72,23 +69,21 @@ class Stub:
         )
         monkeypatch.setitem(sys.modules, "ray", answered)
 
-    def _method(self, name: str, work: Callable[..., Any]) -> Any:
-        def remote(*args: Any) -> Any:
-            self.calls[name] += 1
-            return work(*args) if name != "run" else Pending(partial(work, *args))
-
-        return SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
+    def ask(self, seats: list[Seat], method: str, *args: int) -> list[Any]:
+        self.calls[method] += 1
+        self.asked += args * len(seats)
+        return [self.output.take()]
 
     def seats(self, *_: Any) -> list[Seat]:
         return self._seats
 
-    def open_port(self) -> socket.socket:
-        return socket.create_server(("127.0.0.1", 0))
+    def open_store(self, *_: Any) -> tuple[Any, str, int]:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return store, store.host, store.port
 
     def stop(self) -> None:
         self.stopped = True
 
-    def check_reach(self, *_: Any) -> None: ...
     def forget_groups(self) -> None: ...
     def refuse_without_ray(self) -> None: ...
 
@@ -113,8 +108,8 @@ def test_ranks_get_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch) 
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert [[each[name] for name in names] for each in seen] == [list("0202"), list("1212")]
     assert len({each["MASTER_PORT"] for each in seen}) == 1
-    # One call per rank and job, and one a second for what the first rank logs.
-    assert stub.calls["run"] == 2
+    # One call per job and rank, and one a second for what the first rank logs.
+    assert len(seen) == 2
     assert stub.calls["take_output"] <= 3
 
 
@@ -144,7 +139,7 @@ def test_the_first_cause_comes_from_the_store_that_outlives_the_ranks(
 def lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray raises is the loss of a rank, and the others have little time to say why."""
     failure = Failure.of(WorkerLost("its process died"))
-    monkeypatch.setattr("rather.cluster.ray_ranks.failure_of", lambda _: failure)
+    monkeypatch.setattr("rather.cluster.resources.failure_of", lambda _: failure)
     monkeypatch.setattr("rather.cluster.ray_ranks.LAST_WORDS", 0.1)
 
 
@@ -179,7 +174,9 @@ def test_the_signal_that_ended_a_rank_is_named(monkeypatch: pytest.MonkeyPatch) 
     stub = Stub(monkeypatch, rank)
     process = replace(Process.this(), pid=other.pid)
     stub._seats[1] = replace(stub._seats[1], process=process)
-    with pytest.raises(WorkerLost, match=r"^rank 1 of 2 \(device 1 on .+\) died \(signal 9\)\. It"):
+    with pytest.raises(
+        WorkerLost, match=r"^rank 1 of 2 \(device 1 on .+\): its process died \(signal 9\)\. It"
+    ):
         run(stub)
 
 
@@ -282,11 +279,10 @@ def test_listed_secrets_travel_as_an_argument_and_in_no_option(
 def test_no_secret_is_in_what_a_rank_sends_to_others(canaries: dict[str, str]) -> None:
     text = f"the environment: {dict(os.environ)}"
     record = logging.LogRecord("rather.x", logging.WARNING, "", 0, text, (), None)
-    output, records = RankOutput(), LogRecords()
+    output = RankOutput()
     output.emit(record)
     print(text, file=output.stream(STDOUT))
-    records.emit(record)
-    sent = repr((output.take(), records.take(), Failure.of(ValueError(text))))
+    sent = repr((output.take(), Failure.of(ValueError(text))))
     assert sent.count("the environment") > 3
     for value in canaries.values():
         assert value not in sent

@@ -159,12 +159,17 @@ def test_a_worker_that_ray_does_not_miss_is_noticed(monkeypatch: pytest.MonkeyPa
         SimpleNamespace(process=alive, link=None),
         SimpleNamespace(process=replace(alive, started="0"), link=None),
     ]
-    watch = resources.SeatWatch(seats, set(), 30.0)
-    assert watch.failures([0, 1]) == {}, "Ray has a few seconds to say why"
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=lambda refs, **_: ([], refs)))
+    manager: Any = SimpleNamespace(
+        refuse_without_ray=lambda: None, timeouts=SimpleNamespace(link=9.0)
+    )
+    calls = resources.RankCalls(manager, seats, ["0", "1"])
+    calls.wait()
+    assert calls.failures == {}, "Ray has a few seconds to say why"
     monkeypatch.setattr(resources, "RAY_NOTICES", -1.0)
-    [(rank, failure)] = watch.failures([0, 1]).items()
+    calls.wait()
+    [(rank, failure)] = calls.failures.items()
     assert (rank, failure.kind) == (1, "WorkerLost")
-    assert watch.failures([0]) == {}
 
 
 PARENT = """

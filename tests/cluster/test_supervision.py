@@ -104,7 +104,7 @@ def test_a_killed_rank_is_the_first_cause_under_torchrun(
         supervision.report_first_failure(step)
     assert ended.value.code == WorkerError.exit_code
     (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"rather: rank 1 of 2 (on {here.machine}) died (signal 9). It crashed,")
+    assert told.startswith(f"rather: rank 1 of 2 (on {here.machine}): its process died (signal 9).")
 
 
 def test_warnings_of_other_ranks_are_logged_once(
@@ -425,11 +425,11 @@ def test_after_a_lost_rank_the_job_restarts_and_the_result_has_the_same_bits(
     causes = [each["cause"] for each in incidents(struck)]
     if faults == KILL:
         assert found == [("worker_lost", 2, 1)]
-        assert re.match(r"rank 1 of 2 \(device 1 on .+\) died", causes[0])
+        assert re.match(r"rank 1 of 2 \(device 1 on .+\): its process died", causes[0])
     else:
         assert found == [("hang", 0, 1), ("worker_lost", 2, 1)]
         assert "no answer within 20 s (timeouts.step): " in causes[0]
-        assert re.match(r"rank 0 of 2 \(device 0 on .+\) died", causes[1])
+        assert re.match(r"rank 0 of 2 \(device 0 on .+\): its process died", causes[1])
     assert_same(clean, struck)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rather.cluster.memory import explanation, largest
+from rather.cluster.memory import largest
 from rather.cluster.worker import ActorWorker
 from rather.data.batch import Columns, PairBatch
 from rather.errors import DataError, NonFiniteError
@@ -50,12 +50,6 @@ class Breaks(ActorWorker):
             raise ValueError("boom")
         if last and what == "nonfinite":
             raise NonFiniteError("the loss is not finite")
-        if what == "alike":
-            raise NonFiniteError("the loss is not finite")
-        if last and what == "memory":
-            raise torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines."
-            )
         if what == "warn":
             self.log.warning("all say this")
             self.log.warning("only rank %d says this", self.member.rank)
@@ -96,7 +90,7 @@ class SmallDevice(ActorWorker):
             error = torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines."
             )
-            error.add_note(explanation(self, tokens))
+            error.add_note(self.explain_memory(tokens))
             raise error
 
 

@@ -262,14 +262,14 @@ def test_a_budget_recomputes_at_least_so_much(
     fitting = {"none": 0, "half": 0, "selective": 8192, "full": 9216}
     arrange = lambda _, *, recompute, **__: levels.append(recompute)  # noqa: E731
     monkeypatch.setattr(budget, "arrange_layers", arrange)
-    monkeypatch.setattr(budget, "_tokens_that_fit", lambda *_: (fitting[levels[-1]], 1.0))
+    monkeypatch.setattr(budget, "_tokens_that_fit", lambda *_: fitting[levels[-1]])
     monkeypatch.setattr(budget, "_largest_tried", lambda _, __, tokens, *___: tokens)
     device = SimpleNamespace(type="cuda")
     policy: Any = SimpleNamespace(causal_lm=SimpleNamespace(device=device), balance=None)
     rest: dict[str, Any] = {"offload": False, "compiled": False, "largest_pair": 100}
     chosen = choose_budget(policy, Never(), tokens=None, recompute=None, at_least=at_least, **rest)
     assert levels == tried
-    assert chosen == Budget(fitting[tried[-1]], chosen.recompute, 1.0)
+    assert chosen == Budget(fitting[tried[-1]], chosen.recompute)
 
 
 def test_with_a_router_loss_a_step_may_be_one_large_micro_batch() -> None:

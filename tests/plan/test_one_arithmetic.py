@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from rather.cluster.memory import Ledger, Room, _fixes, _per_tokens, need_of, table
+from rather.cluster.memory import Ledger, Room, need_of
 from rather.cluster.worker import ActorWorker, RankInfo
 from rather.config.load import changed
 from rather.config.run_config import DPOConfig
@@ -131,19 +131,10 @@ def test_plan_preflight_and_advice_agree(models: list[Known], seed: int) -> None
     assert policy.device <= forecast.parts.total
     assert policy.host == pytest.approx(forecast.host)
 
-    # The table on a shortage has the bytes of the plan.
-    rank = rank_of(found, "actor_train")
-    wide = need_of(found, found.actor_train, "cuda", narrow=False)
-    assert wide is not None
-    assert table(rank)["state of actor_train, computed"] == wide.device + wide.host
-    level = forecast.chosen.recompute
-    rank.planned = Budget(4096, level)
-    memory = MemoryForecast(found, sizes, device, reference=True, compiled=False)
-    rows = _per_tokens(rank, "cuda")
-    kept = memory.layer(level).kept_by_rank(1000, 1)
-    assert rows["activations of 1000 tokens, computed"] == kept
-
     # The config takes each setting that is advised, and a pass then needs less.
+    rank, level = rank_of(found, "actor_train"), forecast.chosen.recompute
+    rank.planned = Budget(4096, level)
+
     def needed(changed_config: DPOConfig, tokens: int, rows: int) -> float:
         recompute = layout(changed_config.actor_train).recompute or level
         parked = changed_config.reference.offload == "on"
@@ -153,7 +144,7 @@ def test_plan_preflight_and_advice_agree(models: list[Known], seed: int) -> None
         return max(parts.total for parts in memory.in_training(chosen, work))
 
     before = needed(found, 4096, 4000)
-    advised = [way.split(" ")[0] for way in _fixes(rank, 4096, table(rank))]
+    advised = [way.split(" ")[0] for way in rank._memory_fixes(4096)]
     assert advised
     for way in advised:
         key, separator, value = way.partition("=")
