@@ -379,7 +379,9 @@ def report_first_failure(work: Callable[[], int]) -> int:
                 role = caller.role
         try:
             peers = Peers(GRACE)
-            others_know = own.is_echo and not peers.report_silent_death(role)
+            others_know = own.is_echo and (
+                peers.wait(["code"], 0.0) or not peers.report_silent_death(role)
+            )
             if others_know and peers.wait(["code"], 2 * GRACE):
                 code = int(peers.store.get("code"))
             else:
