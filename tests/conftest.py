@@ -28,7 +28,7 @@ import torch
 from tests.browser import browser as browser
 from tests.browser import open_page as open_page
 from tests.sharing import GROUPS, group_of
-from tests.wide import is_wide
+from tests.wide import COLLECTED, is_wide
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -92,6 +92,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip GPU tests without a CUDA device; leave wide cells to --all."""
+    COLLECTED[:] = items
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="a CUDA device is needed: make test-gpu"))

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rather.checkpoint.checkpoint import open_checkpoint
+from rather.checkpoint.checkpoint import MANIFEST, open_checkpoint
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from tests.checkpoint.runs import TIMES
@@ -57,14 +57,17 @@ def saved(config: DPOConfig, step: int, *groups: str) -> dict[str, Tensor]:
 
 
 def assert_resumes(config: DPOConfig, after: int) -> None:
-    """A run without its checkpoints beyond a step leaves the same bits and metrics once more."""
-    DPOPipeline(config).run()
+    """A run without its checkpoints beyond a step reads the one left: same bits and metrics again."""
+    assert DPOPipeline(config).run() == 0
     last = max(int(path.name.split("-")[1]) for path in config.run_dir.glob("checkpoint-*"))
     first = left(config, last)
     for step in range(after + 1, last + 1):
         shutil.rmtree(config.run_dir / f"checkpoint-{step}", ignore_errors=True)
     shutil.rmtree(config.run_dir / "model")
-    DPOPipeline(config).run()
+    manifest = config.run_dir / f"checkpoint-{after}" / MANIFEST
+    written = manifest.stat().st_mtime_ns
+    assert DPOPipeline(config).run() == 0
+    assert manifest.stat().st_mtime_ns == written
     lines, tensors, files = left(config, last)
     assert lines == first[0]
     assert_equal(tensors, first[1])

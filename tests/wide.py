@@ -10,6 +10,9 @@ from __future__ import annotations
 import re
 from functools import cache
 
+import pytest
+
+COLLECTED: list[pytest.Item] = []  # what this session has collected, wide or not
 WIDE = {
     "fuzz/test_fuzz.py::test_thirty_seconds_find_nothing": (
         "security/: damaged files of each kind, one by one; make fuzz"
@@ -25,11 +28,13 @@ WIDE = {
     "health/test_health.py::test_a_finding_appears_on_the_run_made_for_it[answers_longer|chosen_falling]": (
         "its other cells; test_findings_follow_from_the_metrics_alone"
     ),
-    "health/test_health.py::test_a_healthy_run_has_no_finding[simpo]": "its cell sigmoid",
     "data/test_hub.py::test_a_model_of_the_cache_is_used_if_the_hub_never_answers": (
         "test_a_hub_that_never_answers_is_asked_once and what is read without a network, in the same file"
     ),
-    "cluster/test_orphans.py": "faults/test_kill.py and cluster/test_hang.py leave no process behind",
+    "cluster/test_orphans.py": (
+        "cluster/test_supervision.py: the process of a device ends with the driver; "
+        "cluster/test_starts.py: a local Ray"
+    ),
     "cluster/test_hang.py::test_under_torchrun_one_watchdog_names_it_and_all_processes_end": (
         "one process with its stacks, in the same file; cluster/test_deadlines.py under torchrun"
     ),
@@ -54,7 +59,7 @@ WIDE = {
         "checkpoint/test_control.py"
     ),
     "api/test_resume.py::test_a_killed_training_resumes_to_the_same_bits[fit-loader-adamw]": (
-        "its cells fit-rows and coati-loader"
+        "its cell fit-rows; coati-loader: an optimizer of torch"
     ),
     "board/test_page.py::test_both_themes_and_widths": "page/test_page.py: both themes; the board's tests here",
     "board/test_page.py::test_new_lines_appear": "board/test_serve.py: new lines of a run",
@@ -81,13 +86,11 @@ WIDE = {
     "docs/test_newcomer.py": "docs/test_snippets.py runs the README's commands in their order",
     "api/test_script.py": "api/test_coati.py runs the same trainer in this process",
     "bench/": "measures, not promises: what they measure is tested in the rooms of the package",
-    "engines/": "train/: the engine of the package; config/test_strategies.py: names of strategies",
+    "engines/": "nothing in make test; config/test_strategies.py: names of strategies",
     "release/test_container.py": "release/test_habits.py; make release",
     "release/test_install.py": "house/test_packaging.py: versions and pins; make release",
     "release/test_release.py": "house/test_packaging.py: versions and pins; make release",
-    "adapters/test_run.py::test_killed_and_resumed_to_the_bit": (
-        "adapters/test_experts.py: an adapter resumed to the bit; train/test_resume.py: kills"
-    ),
+    "adapters/test_run.py::test_killed_and_resumed_to_the_bit[lora]": "its cell pissa",
     "adapters/test_run.py::test_the_cache_distinguishes_adapters": "reference/test_cache.py: keys",
     "board/test_page.py::test_a_browser_enters_by_the_private_page": "board/test_serve.py: token",
     "checkpoint/test_disk_space.py::test_a_whole_run_whose_disk_is_full_for_a_while": (
@@ -102,13 +105,18 @@ WIDE = {
         "cluster/test_cluster.py: roles on two devices"
     ),
     "cluster/test_cluster.py::test_warnings_of_all_ranks_are_logged_once_with_their_ranks": (
-        "the first cause is reported once, in the same file"
+        "cluster/test_supervision.py: warnings of other ranks are logged once"
     ),
     "cluster/test_memory.py": "train/test_shortage.py: the same retry in one process",
     "cluster/test_nonfinite.py": "train/test_nonfinite.py: all ranks skip together",
     "cluster/test_seed.py::test_seed_000_the_pipeline_makes_its_clusters": "the seed's script, same file",
-    "cluster/test_signals.py": "train/test_signals.py in one process; hang and orphans on Ray",
-    "cluster/test_torchrun.py": "same/ and faults/test_kill.py run ranks with torchrun's variables",
+    "cluster/test_signals.py": (
+        "train/test_signals.py in one process; cluster/test_one_program.py: a signal reaches every rank"
+    ),
+    "cluster/test_torchrun.py": (
+        "cluster/test_one_program.py: torchrun's variables; faults/test_kill.py: two ranks, one killed; "
+        "cluster/test_supervision.py: the first cause"
+    ),
     "data/test_prepare.py::test_a_damaged_cache_is_built_again[report|gone|emptied|truncated]": (
         "its cell `a bit`"
     ),
@@ -121,9 +129,7 @@ WIDE = {
     "faults/test_soak.py::test_random_faults_end_as_no_fault": (
         "faults/test_kill.py: one kill after another at chosen points; make soak"
     ),
-    r"health/test_health.py::test_a_healthy_run_has_no_finding[(?!sigmoid\]|simpo\]).*]": (
-        "the cells sigmoid and simpo"
-    ),
+    r"health/test_health.py::test_a_healthy_run_has_no_finding[(?!sigmoid\]).*]": "its cell sigmoid",
     "health/test_health.py::test_a_finding_appears_on_the_run_made_for_it[overfitting"
     "|margin_saturated|accuracy_stuck|length_exploitation|data/.*]": "the other findings",
     "reference/test_cache.py::test_two_runs_fill_it_at_the_same_time": (
@@ -149,7 +155,7 @@ WIDE = {
     "adapters/test_run.py::test_what_a_run_left_is_trained_on[dora|modules]": "its cell pissa-rslora",
     "api/test_ranks.py::test_coati_on_two_ranks[zero2|gemini]": "its cell ddp; zero3 in the same file",
     "checkpoint/test_damage.py::test_damaged_entries_of_the_cache_are_computed_again"
-    "[truncate|edit|link|other_version|unlink|swap]": (
+    "[truncate|edit|other_version|unlink|swap]": (
         "the cell flip_bit; reference/test_logprob_cache.py: any flipped bit, any cut"
     ),
     "cluster/test_ray_security.py::test_secrets_of_a_worker_are_in_no_log_and_no_argument": (
@@ -224,39 +230,26 @@ WIDE = {
     "train/test_rounding.py::test_a_moving_reference_resumes_with_its_low_bits": (
         "same/test_rounding.py: a reference in bfloat16 moves; losses/test_resume.py: TR-DPO"
     ),
-    "cluster/test_cluster.py::test_the_first_cause_is_reported": (
-        "cluster/test_supervision.py: lost workers; faults/test_kill.py: a killed rank"
-    ),
     "faults/test_kill.py::test_one_of_two_ranks[.*follow.*]": "its cell backward",
-    "faults/test_commands.py": "commands/test_generate.py: killed and run again; files.py: written whole or not at all",
+    "faults/test_commands.py": (
+        "train/test_learned_nothing.py: a kill leaves no half report; model/test_export.py: nor an export"
+    ),
     "rounds/test_rounds.py::test_killed_in_every_stage_the_same_command_ends_in_the_same_files": (
-        "what each stage leaves and reads, in the same file; commands that are killed: commands/"
+        "what each stage leaves and reads, in the same file; kills only in make test-wide"
     ),
     "same/test_load.py::test_no_process_holds_more_than_two_shards": (
-        "ranks read together what one process reads, in the same file; bench/gpu_parallel.py"
+        "what each rank reads, in the same file; the peak only in make test-wide"
     ),
     "same/test_adapters.py::test_frozen_shards_stay_in_the_precision_they_are_computed_in": (
         "its layouts, in the same file; same/test_rounding.py: precisions in every layout"
     ),
-    "same/test_adapters.py::test_the_layout_does_not_matter[tp]": "its cell fsdp2",
-    "same/test_layouts.py::test_the_run_is_that_of_one_process[dp4 zero3 shard2-sigmoid]": (
-        "its cells dp2 zero2 and dp2 zero3"
-    ),
-    "same/test_tensor.py::test_every_family": "the canonical run on tp 2; model/test_layers.py",
     "model/test_released_names.py::test_a_trained_model_has_the_names_of_its_source_and_opens"
     "[mistral_large4-saved]": "its cell qwen3_5_moe",
-    "data/test_prepare.py::test_children_end_with_their_parent": (
-        "train/test_signals.py: a stopped run leaves no process; cluster/test_orphans.py"
-    ),
     "health/test_answers_at_end.py::test_the_loss_on_texts_is_that_of_one_process": (
         "health/test_answers.py: answers at evaluations; same/test_shard.py: log-probs of all ranks"
     ),
     "security/test_strangers.py::test_nothing_of_a_stranger_runs_or_writes_outside[sweep|plan|tune]": (
         "its other cells: train, score, data and more read the same config by the same loader"
-    ),
-    "pairs/test_tune.py::test_settings_that_change_nothing_are_rarely_written[0.3]": "its cell 2.0",
-    "api/test_resume.py::test_a_killed_training_resumes_to_the_same_bits[fit-rows.*]": (
-        "its cell coati-loader; train/test_resume.py"
     ),
     "trl/test_numbers.py::test_log_history_is_trls[orpo]": "its other cells; golden/test_trl.py: ORPO",
 }

@@ -251,6 +251,14 @@ def test_impossible_arguments_are_refused(model: Any, changes: dict[str, Any], s
         trainer_of(model, **changes)
 
 
+def test_a_step_without_a_reference(model: Any, folder: Path) -> None:
+    trainer = trainer_of(model, train_config=DPOConfig(pref_loss="orpo"), ref_model=None)
+    batches = iter([padded(random_pairs(4, 60), folder)] * 2)
+    loss, metrics, skipped, *_ = trainer.training_step(model, batches, LENGTH)
+    assert (skipped, len(metrics)) == (0, 2)
+    assert float(loss) > float(metrics[0]["sft_loss"]) > 0
+
+
 def test_a_pipeline_lists_all_missing_keys() -> None:
     with pytest.raises(ConfigError) as refused:
         DPOPipeline(pipeline_config=DPOConfig())

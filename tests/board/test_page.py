@@ -12,6 +12,8 @@ from shutil import copytree
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from rather.config.run_config import DPOConfig
 from rather.tools.board.serve import Board
@@ -26,6 +28,7 @@ from tests.browser import (
     drawn_points,
     overflow,
 )
+from tests.padded import padded_logps
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -146,22 +149,23 @@ def test_pairs_token_by_token(
     page.fill("#index", "3")
     page.keyboard.press("Enter")
     page.wait_for_selector("#verdict", timeout=SLOW)
-    pair = Session(trained["second"].run_dir).pair("train", 3)
-    chosen, rejected = pair["sides"].values()
+    config = trained["second"]
+    (pair,) = Session(config.run_dir).sets["train"].take([3])
+    with torch.no_grad():
+        base, model = (
+            padded_logps(AutoModelForCausalLM.from_pretrained(folder), [pair])[0].tolist()
+            for folder in (str(config.pretrain), config.run_dir / "model")
+        )
     cells = page.locator("#pair .scroll tbody tr td").all_inner_texts()
     shown = [float(text.replace("−", "-")) for text in cells]
     # Without columns of "before", for the policy began as its reference.
-    sums = [[side["sums"]["reference"], side["sums"]["after"]] for side in (chosen, rejected)]
-    expected = [
-        [*both, both[1] - both[0], reward]
-        for both, reward in zip(sums, pair["rewards"]["after"], strict=True)
-    ]
+    expected = [[a, b, b - a, 0.3 * (b - a)] for a, b in zip(base, model, strict=True)]
     margins = [a - b for a, b in zip(*expected, strict=True)]
     assert shown == pytest.approx([*expected[0], *expected[1], *margins], abs=6e-4)
 
     options = page.get_by_role("listbox", name="Tokens of the chosen answer").get_by_role("option")
-    assert options.count() == len(chosen["scored"])
-    tokens = len(chosen["scored"]) + len(rejected["scored"])
+    assert options.count() == len(pair.chosen)
+    tokens = len(pair.chosen) + len(pair.rejected)
     assert page.locator(".token.up, .token.down").count() == tokens
     options.first.focus()
     readout = page.inner_text(".readout")

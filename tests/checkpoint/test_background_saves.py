@@ -17,6 +17,7 @@ from rather.checkpoint.sharded_tensors import Shard, ShardSpec
 from rather.cluster import writer
 from rather.errors import DiskError, NonFiniteError
 from rather.pipeline.pipeline import DPOPipeline
+from rather.pipeline.saving import Saving
 from tests.at_step import AtStep
 from tests.checkpoint.runs import config_of, fill_disk, finish, steps
 
@@ -133,16 +134,23 @@ def test_a_writer_that_cannot_even_leave_a_note(
     folder: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """The disk has become read-only: nobody waits for the note until timeouts.save."""
+    is_over, answers = Saving._is_over, list[bool]()
+
+    def asked(saving: Saving) -> bool:
+        answers.append(is_over(saving))
+        return answers[-1]
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(checkpoint, "write_groups", refuse)
     monkeypatch.setattr(checkpoint, "leave_note", refuse)
-    config = config_of(folder, f"mute-{way}", checkpoint_config__async_save=way)
-    assert config.timeouts.save > LONG
+    monkeypatch.setattr(Saving, "_is_over", asked)
+    changes = {"checkpoint_config__async_save": way, "timeouts": {"save": LONG}}
+    config = config_of(folder, f"mute-{way}", **changes)
     with pytest.raises(DiskError, match="actor_train-00000 has not written its part"):
         DPOPipeline(config).run()
+    assert answers[-1], "the deadline ended it"
 
 
 def test_silent_writers_are_named(tmp_path: Path) -> None:

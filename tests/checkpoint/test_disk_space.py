@@ -100,10 +100,11 @@ def test_too_little_disk_space_is_found_before_the_save(
 ) -> None:
     """By the size of the checkpoint before, nothing is begun that cannot end well."""
     config = config_of(folder, "before")
-    usage, begun = shutil.disk_usage(folder), checkpoint.Draft
+    usage, begun, needs = shutil.disk_usage(folder), checkpoint.Draft, list[int]()
 
     def begin(run_dir: Path, step: int, needed: int) -> Any:
-        free = usage.free if step != 4 else needed + (1 << 20) - 1
+        needs.append(needed + (1 << 20))
+        free = usage.free if step != 4 else needs[-1] - 1
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
         return begun(run_dir, step, needed)
 
@@ -112,6 +113,7 @@ def test_too_little_disk_space_is_found_before_the_save(
     (missed,) = incidents(config)
     assert missed["step"] == 4
     assert "the disk is too full" in missed["reason"]
+    assert f"needs {needs[1]:,} bytes and {needs[1] - 1:,} are free" in missed["reason"]
     assert steps(config.run_dir) == [2, 6]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import shutil
@@ -113,6 +114,7 @@ def kill_everywhere(root: Path) -> int:
     For each point: whether it was killed, the content that is found, that of a save afterwards, and
     what is left.
     """
+    faulthandler.dump_traceback_later(600, exit=True)  # a deadlock fails
     # The page cache outlives a killed process, and syncing took most of the time.
     os.fsync = lambda _: None
     run_dir, outcomes = root / "run", {}

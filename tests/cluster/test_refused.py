@@ -41,9 +41,12 @@ def test_it_is_refused_before_any_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     changes, keys = REFUSED[what]
+    config = make_config(tmp_path, **changes)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for start in ("subprocess.Popen.__init__", "multiprocessing.process.BaseProcess.start"):
+        monkeypatch.setattr(start, lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(ConfigError) as refused:
-        launch(make_config(tmp_path, **changes), with_reference=False)
+        launch(config, with_reference=False)
     assert [key for key in keys if key not in str(refused.value)] == []
 
 

@@ -41,17 +41,14 @@ def score(prompt, answer):
             except OSError: pass
     if answer == "memory": return len(bytearray(100 << 20)) / (100 << 20)
     if answer == "too much": return len(bytearray(1 << 45))
-    if answer == "numpy":
-        import numpy
-        return numpy.float32(2.5)
     return VALUES.get(answer, len(answer))
 
 VALUES = {"1e308": 1e308, "nan": float("nan"), "inf": float("-inf"), "huge": 10 ** 400,
           "text": "1.0", "none": None, "list": [1.0], "million": -10 ** 6, "true": True}
 """
 FINE = {
-    "good": 4.0, "behind": 6.0, "fork": 4.0, "prints": 6.0, "memory": 1.0, "numpy": 2.5,
-    "true": 1.0, "million": -1e6,
+    "good": 4.0, "behind": 6.0, "fork": 4.0, "prints": 6.0, "memory": 1.0, "true": 1.0,
+    "million": -1e6,
 }  # fmt: skip
 ERRORS = {
     "regex": "took longer than 2 s", "sleep": "took longer than 2 s", "exit": "SystemExit",
@@ -138,6 +135,7 @@ def test_no_process_stays_when_the_command_is_ended(number: signal.Signals) -> N
     with subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.PIPE) as process:
         assert process.stderr
         assert process.stderr.read(1) == b"!"
+        assert len(processes()) > 1  # the command, and the rule that `processes` has to find
         process.send_signal(number)
         rest = process.stderr.read()
     assert process.returncode == -number
@@ -186,6 +184,7 @@ def test_a_rule_gets_the_columns_that_it_names() -> None:
     [
         ("prompt, answer", "prompt == '2 + 3?' and answer == '5'"),
         ("p, a", "p == '2 + 3?' and a == '5'"),
+        ("p, a", "__import__('numpy').float32(1)"),  # what a score may be
         ("p, a, question", "(p, a, question) == ('2 + 3?', '5', p)"),
         ("answer, row", "answer == '5' and row['answer'].endswith('#### 5')"),
         ("question, *, answer, level=3", "(question, answer, level) == ('2 + 3?', '5', 3)"),

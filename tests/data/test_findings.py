@@ -353,10 +353,9 @@ def test_a_prompt_as_at_inference(
 
 
 def test_a_template_bomb_is_not_rendered_for_plain_text(
-    prepare_pairs: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepare_pairs: Prepare, tmp_path: Path
 ) -> None:
     """Plain text does not need the tokenizer's template: one that never ends costs nothing."""
-    monkeypatch.setattr("rather.data.pool.ROW_SECONDS", 0.5)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     bad = _save(tmp_path / "bad", _tokenizer(False), eos_token="</s>", chat_template=endless)
     made = prepare_pairs(ROWS[:3], sequence_length=1024, data={"template": "none"}, pretrain=bad)

@@ -21,6 +21,7 @@ import pytest
 from rich.console import Console
 
 from rather.config import plugins
+from rather.config.run_config import DPOConfig
 from rather.data import cache, pool
 from rather.data import prepare as module
 from rather.data.cache import Cache
@@ -33,7 +34,7 @@ from rather.errors import DataError, DiskError
 from rather.pipeline.pipeline import DPOPipeline
 from tests.data.conftest import Config, Prepare, Write, counts, everything
 from tests.data.files import write_arrow
-from tests.tiny import make_config, metrics
+from tests.tiny import in_child, make_config, metrics
 
 GOOD = {"prompt": "Where is the bread?", "chosen": "On the top shelf.", "rejected": "No idea."}
 
@@ -330,29 +331,22 @@ def test_a_template_bomb_dies_alone(
         prepare_pairs(rows, data={"template": write(bomb, "bomb.jinja")})
 
 
-def test_children_end_with_their_parent(config: Config, write: Write) -> None:
+def killed_in_a_template(config: DPOConfig, told: Path) -> None:
+    def killed(child: pool.Child, *_: Any) -> None:
+        told.write_text(str(child.process.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pool.Child.receive = killed  # type: ignore[assignment, method-assign]
+    pool.ROW_SECONDS = 3600.0  # its own limit does not end it
+    module.prepare(config)
+
+
+def test_children_end_with_their_parent(config: Config, write: Write, tmp_path: Path) -> None:
     """A killed run leaves no process behind, also none that is inside an endless template."""
     setup = config(write([GOOD]), data={"template": write(ENDLESS, "bomb.jinja")})
-    file = write(setup.model_dump_json(exclude_unset=True), "config.json")
-    script = (
-        "import sys\nfrom rather.config.run_config import DPOConfig\nfrom rather.data import pool\n"
-        "from rather.data.prepare import prepare\npool.ROW_SECONDS = 1.0\n"
-        "start = pool.Child.__init__\n"
-        "def told(self, *a):\n    start(self, *a)\n    print(self.process.pid, flush=True)\n"
-        "pool.Child.__init__ = told\n"
-        "prepare(DPOConfig.model_validate_json(open(sys.argv[1]).read()))\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, file],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=Path(pool.__file__).parents[2],
-    ) as parent:
-        assert parent.stdout
-        child = int(parent.stdout.readline())
-        parent.send_signal(signal.SIGKILL)
+    assert in_child(killed_in_a_template, setup, tmp_path / "pid") == -signal.SIGKILL
     with suppress(ProcessLookupError):  # it has ended already
-        assert select.select([os.pidfd_open(child)], [], [], 30)[0]
+        assert select.select([os.pidfd_open(int((tmp_path / "pid").read_text()))], [], [], 300)[0]
 
 
 def test_messages_need_a_template(prepare_pairs: Prepare) -> None:

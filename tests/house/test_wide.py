@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import subprocess
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from tests import run_wide
 from tests.house.source import ROOT, nodes
 from tests.run_wide import division
-from tests.wide import WIDE, is_wide
+from tests.wide import COLLECTED, WIDE, _pattern, is_wide
 
 
 def test_each_key_names_a_test_that_exists() -> None:
@@ -29,6 +29,31 @@ def test_each_key_names_a_test_that_exists() -> None:
         names = [n.name for n in nodes(path) if isinstance(n, ast.FunctionDef)]
         pattern = rest.partition("[")[0]
         assert not pattern or any(re.fullmatch(pattern, name) for name in names), key
+
+
+def test_each_cell_exists_and_each_function_keeps_one_in_make_test() -> None:
+    """Of the files that this session has collected: in make test, of all."""
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in COLLECTED:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    for key in WIDE:
+        start, _, rest = key.partition("[")
+        function = _pattern(start)
+        ids = [i.nodeid for name in functions if function.match(name) for i in functions[name]]
+        for cell in re.split(r"\|(?![^(]*\))", rest[:-1]) if rest and ids else []:
+            assert any(_pattern(f"{start}[{cell}]").match(id_) for id_ in ids), (key, cell)
+    whole = [_pattern(key) for key in WIDE if "[" not in key]
+    for name, items in functions.items():
+        if not any(pattern.match(name) for pattern in whole):
+            assert any(map(is_whole_or_fast, items)), f"{name}: no cell in make test"
+
+
+def is_whole_or_fast(item: pytest.Item) -> bool:
+    """Return whether a test runs in `make test`, or its whole function is marked as wide."""
+    cell = getattr(item, "callspec", None)
+    own = cell.marks if cell else ()
+    marks = [mark for mark in item.iter_markers() if mark.name in ("wide", "alone")]
+    return any(mark not in own for mark in marks) or not (marks or is_wide(item.nodeid))
 
 
 def test_cells_and_files_are_matched() -> None:

@@ -295,6 +295,7 @@ def test_stop_ends_the_run(shared: Path, fault: Any) -> None:
     ) as stop:
         run(shared, "nan-stop", on_nonfinite="stop")
     assert stop.value.exit_code == 6
+    assert not list((shared / "output" / "nan-stop").glob("checkpoint-*"))
 
 
 def test_too_many_in_a_row(shared: Path, fault: Any) -> None:
