@@ -4,6 +4,7 @@ Of a matrix some cells run in `make test` and some in `make test-wide`. A cell t
 not written: it would prove nothing. The wide ones are chosen so that each value of each axis occurs
 at least once.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -21,12 +22,12 @@ def _values(cell: Any) -> tuple[Any, ...]:
     return cell if isinstance(cell, tuple) else (cell,)
 
 
-def read_table(text: str, read: Callable[[str], Any] = str) -> list[Any]:
+def read_table(text: str, read: Callable[[str], Any] = str.strip) -> list[Any]:
     """Return the parameters of a table: cells between bars, and the defect of a line after `##`."""
     parameters = []
     for line in text.strip().splitlines():
-        row, _, defect = line.strip().partition(" ## ")
+        row, _, defect = line.partition(" ## ")
         marks = [pytest.mark.defect(defect)] if defect else []
-        if not row.startswith("#"):
-            parameters.append(pytest.param(*map(read, row.split(" | ")), marks=marks))
+        if not row.strip().startswith("#"):
+            parameters.append(pytest.param(*map(read, row.split("|")), marks=marks))
     return parameters

@@ -16,7 +16,6 @@ from rather.config.redaction import looks_secret
 from rather.config.values import MASK
 from rather.errors import ConfigError, DataError
 from rather.recipes import find_recipe
-
 from tests.cells import read_table
 
 from .conftest import SMALLEST, assert_the_last_is_refused, smallest
