@@ -241,6 +241,8 @@ COMBINATIONS = """
     actor_train.strategy_args.strategy_config.additional_configs.moe_z_loss_coeff=0.1 | is not supported
     actor_train.model_args.ulysses_size=2 | set strategy_args.cp_size instead
     actor_train.training_args.seed=3 | set seed at the top level instead
+    pref_loss=[sigmoid, sft] + loss_weights=[1.0] | 1 weights for 2 losses in pref_loss
+    ref_model_sync_steps=4 | needs sync_ref_model
     response_length=512 | set sequence_length
     actor_train.strategy_args.strategy_config.calculate_per_token_loss=true | counts pairs
 """
