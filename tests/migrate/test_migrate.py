@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from rather.cli import app
 from rather.config.inherit import value_at
 from rather.config.keys import table
 from rather.config.load import composed_values, load
@@ -35,6 +33,7 @@ from rather.tools.migrate.rules import (
 from rather.tools.migrate.source import read_file
 from rather.tracking.json_lines import flatten
 from tests.cells import read_table
+from tests.commands.conftest import rather as command
 from tests.migrate.convert import (
     BASIC,
     DATA,
@@ -55,7 +54,7 @@ SOURCES = TESTS / "migrate" / "sources"
 
 
 def rather(*words: Any) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["migrate", *map(str, words)])
+    done = command("migrate", *words)
     return done.exit_code, done.output
 
 
