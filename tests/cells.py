@@ -1,12 +1,13 @@
-"""Cells of a matrix that is too large to run: some in `make test`, some in `make test-wide`.
+"""Parameters of tests: cells of a matrix that is too large to run, and tables written as text.
 
-A cell that neither runs is not written: it would prove nothing. The wide ones are chosen so that
-each value of each axis occurs at least once.
+Of a matrix some cells run in `make test` and some in `make test-wide`. A cell that neither runs is
+not written: it would prove nothing. The wide ones are chosen so that each value of each axis occurs
+at least once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -19,3 +20,14 @@ def cells(fast: Iterable[Any], wide: Iterable[Any]) -> list[Any]:
 
 def _values(cell: Any) -> tuple[Any, ...]:
     return cell if isinstance(cell, tuple) else (cell,)
+
+
+def read_table(text: str, read: Callable[[str], Any] = str.strip) -> list[Any]:
+    """Return the parameters of a table: cells between bars, and the defect of a line after `##`."""
+    parameters = []
+    for line in text.strip().splitlines():
+        row, _, defect = line.partition(" ## ")
+        marks = [pytest.mark.defect(defect)] if defect else []
+        if not row.strip().startswith("#"):
+            parameters.append(pytest.param(*map(read, row.split("|")), marks=marks))
+    return parameters

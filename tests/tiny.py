@@ -101,6 +101,11 @@ def write_rows(file: Path, rows: Iterable[Any]) -> Path:
     return file
 
 
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 def make_config(folder: Path, **changes: Any) -> DPOConfig:
     """A run of a few small steps in `folder`, which gets a model and pairs. Dotted keys change it."""
     if not (folder / "base").exists():
@@ -158,9 +163,7 @@ class CalledCuda(str):
 
 def metrics(config: DPOConfig) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
-    return [
-        json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    ]
+    return rows_of(config.run_dir / "metrics.jsonl")
 
 
 def tiny_policy(*, dtype: torch.dtype = torch.float32, **changes: Any) -> PolicyModel:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rather.commands.export import merge
 from rather.model import adapters
 from rather.model.adapters import saved_config
-from tests.commands.conftest import rather
+from tests.commands.conftest import refusal, succeed
 from tests.tiny import make_model
 
 
@@ -31,21 +31,13 @@ def difference_in(result: str) -> float:
     return float(result.partition("differ by ")[2].partition(" ")[0])
 
 
-def refusal(adapter: Path, out: Path, *more: object) -> str:
-    """What `rather merge` says when it writes nothing."""
-    done = rather("merge", adapter, "--out", out, *more)
-    assert done.exit_code == 2
-    return done.output
-
-
 def copied(adapter: Path, folder: Path) -> Path:
     return shutil.copytree(adapter, folder / "adapter")
 
 
 def test_by_the_command(shared: Path, tuned: Path, tmp_path: Path) -> None:
     """The adapter knows its base; here its folder has no tokenizer, so that of the base comes along."""
-    done = rather("merge", tuned, "--out", tmp_path / "merged")
-    assert done.exit_code == 0, done.output
+    done = succeed("merge", tuned, "--out", tmp_path / "merged")
     assert "log-probs before and after differ by" in done.output
     assert "(allowed: 0.0001)" in done.output
     source = AutoModelForCausalLM.from_pretrained(shared / "base")
@@ -54,7 +46,7 @@ def test_by_the_command(shared: Path, tuned: Path, tmp_path: Path) -> None:
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected, atol=1e-5
     )
     assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == 63
-    assert "already exists" in refusal(tuned, tmp_path / "merged")
+    assert "already exists" in refusal(2, "merge", tuned, "--out", tmp_path / "merged")
 
 
 def test_half_precision_is_allowed_its_rounding(tuned: Path, tmp_path: Path) -> None:
@@ -76,7 +68,7 @@ def test_a_foreign_base_is_refused(
     tuned: Path, tmp_path: Path, changes: dict[str, int], sentence: str
 ) -> None:
     base = make_model(tmp_path / "base", **changes)
-    assert sentence in refusal(tuned, tmp_path / "merged", "--base", base)
+    assert sentence in refusal(2, "merge", tuned, "--out", tmp_path / "merged", "--base", base)
     assert not (tmp_path / "merged").exists()
 
 
@@ -95,7 +87,7 @@ def test_a_merge_that_changes_the_model_is_not_written(
 
     really = adapters.merge
     monkeypatch.setattr(adapters, "merge", wrong)
-    said = refusal(tuned, tmp_path / "merged")
+    said = refusal(2, "merge", tuned, "--out", tmp_path / "merged")
     assert "not written: log-probs before and after differ" in said
     assert not list(tmp_path.iterdir())
 
@@ -105,7 +97,9 @@ def test_a_missing_base_is_reported(tuned: Path, tmp_path: Path) -> None:
     file = adapter / "adapter_config.json"
     values = json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}
     file.write_text(json.dumps(values))
-    assert "is not here; pass it with --base" in refusal(adapter, tmp_path / "merged")
+    assert "is not here; pass it with --base" in refusal(
+        2, "merge", adapter, "--out", tmp_path / "merged"
+    )
 
 
 def test_a_base_quantised_in_training_is_reported(
@@ -129,4 +123,4 @@ def test_nonfinite_weights_are_refused(tuned: Path, tmp_path: Path) -> None:
     weights = load_file(file)
     weights[min(weights)].fill_(float("nan"))
     save_file(weights, file)
-    assert "not finite numbers" in refusal(adapter, tmp_path / "merged")
+    assert "not finite numbers" in refusal(2, "merge", adapter, "--out", tmp_path / "merged")

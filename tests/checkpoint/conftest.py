@@ -10,10 +10,8 @@ from tests.checkpoint.runs import train
 
 
 @pytest.fixture(autouse=True)
-def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is half the time of a tiny run, and has tests of its own."""
-    for name in ("check_family", "check_model"):
-        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
+def load_unchecked(no_self_check: None) -> None:
+    """Load every model of this folder without its check."""
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from fnmatch import fnmatch
@@ -18,7 +17,7 @@ from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.run_config import DPOConfig
 from rather.errors import RatherError
 from rather.pipeline.pipeline import DPOPipeline
-from tests.tiny import make_config
+from tests.tiny import make_config, metrics, rows_of
 
 TIMES = {"pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait"}
 RUN: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "eval_steps": 3, "max_ckpt_to_keep": 0}
@@ -40,12 +39,11 @@ def train(folder: Path, name: str, **changes: Any) -> int:
 def outcome(config: DPOConfig) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], bytes]:
     """Metrics without times, every tensor of the last checkpoint, exported weights and ledger."""
     run = config.run_dir
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = open_checkpoint(run / f"checkpoint-{config.max_steps}")
     tensors = {
         f"{g}/{k}": v for g in ("model", "optimizer", "rng") for k, v in last.tensors(g).items()
     }
-    plain = [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+    plain = [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(config)]
     files = ("model/model.safetensors", "ledger.arrows")
     return plain, tensors, b"".join((run / name).read_bytes() for name in files)
 
@@ -74,7 +72,7 @@ def copy_of_whole(folder: Path, name: str, *without: str, **changes: Any) -> DPO
 
 def incidents(config: DPOConfig) -> list[dict[str, Any]]:
     file = config.run_dir / "incidents.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return rows_of(file) if file.exists() else []
 
 
 def steps(run_dir: Path) -> list[int]:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner, Result
 from rather.cli import app
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
-from tests.tiny import make_config
+from tests.tiny import make_config, write_rows
+from tests.tiny import rows_of as rows_of
 
 SHORT = {"max_steps": 3, "save_steps": 2}
 TEMPLATE = (
@@ -37,11 +38,17 @@ def succeed(*args: object, **options: Any) -> Result:
     return done
 
 
+def exits(codes: int | tuple[int, ...], *args: object) -> str:
+    """Run a command that must end with this exit code, or one of these; return what it printed."""
+    done = rather(*args)
+    expected = codes if isinstance(codes, tuple) else (codes,)
+    assert done.exit_code in expected, (args, done.output, done.exception)
+    return done.output
+
+
 def refusal(code: int, *args: object) -> str:
     """What a command prints that ends with this exit code, as one line."""
-    done = rather(*args)
-    assert done.exit_code == code, done.output
-    return " ".join(done.output.split())
+    return " ".join(exits(code, *args).split())
 
 
 def told(*args: object) -> Any:
@@ -54,12 +61,7 @@ def json_of(file: Path) -> Any:
 
 
 def write(file: Path, *rows: Any) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return write_rows(file, rows)
 
 
 def plainly(folder: Path, text: str, count: int) -> str:

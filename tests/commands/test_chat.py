@@ -49,7 +49,7 @@ def test_a_conversation(chat_model: Path) -> None:
 
 
 def test_the_end_of_the_input_ends_it(model: Path) -> None:
-    assert rather("chat", model, input="").exit_code == 0
+    succeed("chat", model, input="")
 
 
 def test_two_models_answer_the_same(run: DPOConfig, folder: Path) -> None:

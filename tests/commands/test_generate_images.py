@@ -20,6 +20,7 @@ from rather.model.generate import Decoding
 from rather.run_folder.model_source import weights_of
 from tests.cells import cells
 from tests.data.vision import png, processor_of
+from tests.tiny import rows_of, write_rows
 from tests.train.test_vision_run import make_model
 
 
@@ -34,10 +35,10 @@ def test_answers_about_images_are_those_of_transformers(tmp_path: Path, family: 
         {"prompt": "<image> or <image>?", "images": [data_url(files["blue.png"]), "red.png"]},
     ]
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     request = AnswerRequest(2, Decoding(6))
     generate_answers(str(folder), path, tmp_path / "out.jsonl", request)
-    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    written = rows_of(tmp_path / "out.jsonl")
     assert [row["images"] for row in written] == [row["images"] for row in rows]
 
     processor, model = processor_of(family), AutoModelForImageTextToText.from_pretrained(folder)

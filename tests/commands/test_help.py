@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.commands.conftest import rather
+from tests.commands.conftest import exits, rather
 
 
 def test_commands_are_grouped_and_train_is_the_first() -> None:
@@ -24,10 +24,9 @@ def test_the_version() -> None:
     ("name", "instead"), [("compare-losses", "rather sweep"), ("compare", "rather board output")]
 )
 def test_a_removed_command_says_what_to_use(name: str, instead: str) -> None:
-    done = rather(name, "output/a", "output/b")
-    assert done.exit_code == 2
-    assert "it was removed" in done.output
-    assert instead in done.output
+    done = exits(2, name, "output/a", "output/b")
+    assert "it was removed" in done
+    assert instead in done
 
 
 @pytest.mark.parametrize("name", ["-h", "--help"])

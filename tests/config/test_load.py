@@ -16,8 +16,9 @@ from rather.config.redaction import looks_secret
 from rather.config.values import MASK
 from rather.errors import ConfigError, DataError
 from rather.recipes import find_recipe
+from tests.cells import read_table
 
-from .conftest import SMALLEST, smallest
+from .conftest import SMALLEST, assert_the_last_is_refused, smallest
 
 
 def test_the_smallest_file_is_enough(write) -> None:
@@ -367,10 +368,10 @@ BAD_DEVICES = """
 """
 
 
-@pytest.mark.parametrize("text", map(str.strip, BAD_DEVICES.strip().splitlines()))
+@pytest.mark.parametrize("text", read_table(BAD_DEVICES))
 def test_device_mapping_refused(judged, text: str) -> None:
-    (line,) = judged(f"actor_train.device_mapping={text}")
-    assert line.startswith("actor_train.device_mapping: ")
+    setting = f"actor_train.device_mapping={text}"
+    assert_the_last_is_refused(judged(setting), [setting], "cannot be used: ")
 
 
 # --- writing it out ---

@@ -13,23 +13,23 @@ from rather.config.run_config import DPOConfig
 from rather.config.show import explain
 from rather.errors import ConfigError
 from rather.losses.losses import LOSSES
+from tests.cells import read_table
 
 NAMES = """
-    batch_size - did you mean 'train_batch_size'?
-    bf16 - set actor_train.model_args.dtype: bf16
-    gpus - set actor_train.device_mapping: list(range(0,N)) for N GPUs
-    wandb - set track_with: wandb
-    load_in_4bit - set actor_train.model_args.quantization: 4bit
-    optim - the optimizer is always AdamW
-    warmup - did you mean 'actor_train.training_args.warmup_steps'?
-    xyzzy - `rather config reference` lists all keys
+    batch_size | did you mean 'train_batch_size'?
+    bf16 | set actor_train.model_args.dtype: bf16
+    gpus | set actor_train.device_mapping: list(range(0,N)) for N GPUs
+    wandb | set track_with: wandb
+    load_in_4bit | set actor_train.model_args.quantization: 4bit
+    optim | the optimizer is always AdamW
+    warmup | did you mean 'actor_train.training_args.warmup_steps'?
+    xyzzy | `rather config reference` lists all keys
 """
 
 
 @pytest.mark.defect("U11")
-@pytest.mark.parametrize("line", NAMES.strip().splitlines())
-def test_the_key_that_rather_has_is_named(line: str) -> None:
-    name, _, text = line.strip().partition(" - ")
+@pytest.mark.parametrize(("name", "text"), read_table(NAMES))
+def test_the_key_that_rather_has_is_named(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         config_from_dict({name: 1})
 

@@ -9,7 +9,8 @@ import pytest
 
 from rather.config.load import config_from_dict
 from rather.config.strategies import STAGES, Layout, layout
-from tests.config.conftest import assert_the_last_is_refused, cells, smallest, strategy
+from tests.cells import read_table
+from tests.config.conftest import assert_the_last_is_refused, smallest, strategy
 from tests.house.source import ROOT
 
 
@@ -83,33 +84,38 @@ def test_the_layout_says_what_a_name_became() -> None:
 
 
 REFUSED = """
-    megatron_train: overlap_gradients=true
-    megatron_train: expert_model_parallel_size=3
-    zero1: use_distributed_optimizer=true
-    megatron_train: recompute_method=block
-    megatron_train: recompute_num_layers=1
-    megatron_train: sequence_parallel=true
-    hsdp: shard_size=null
-    hsdp: shard_size=3
-    3d: zero_stage=4
-    deepspeed_train: optimizer.type=AdamW
-    deepspeed_train: train_batch_size=8
-    deepspeed_train: zero_optimization.offload_param.device=nvme
-    default: pp_size=2 + pipeline_schedule=1f1
-    default: pp_size=2 + virtual_pipeline_model_parallel_size=0
-    default: pp_size=2 + virtual_pipeline_model_parallel_size=2 + pipeline_schedule=1f1b
-    default: pp_size=2 + virtual_pipeline_model_parallel_size=3 + pipeline_schedule=zbv
-    default: pp_size=2 + virtual_pipeline_model_parallel_size=1 + pipeline_schedule=interleaved
-    default: pp_size=2 + pipeline_schedule=zbv + recompute_granularity=selective
-    default: virtual_pipeline_model_parallel_size=2
-    default: pipeline_schedule=gpipe
+    megatron_train: overlap_gradients=true | unknown key; known: tp_size
+    megatron_train: expert_model_parallel_size=3 | expert parallel 3 does not divide the 4 data-parallel ranks
+    zero1: use_distributed_optimizer=true | is a key of megatron_train
+    megatron_train: recompute_method=block | 'block' is not allowed: Input should be 'uniform'
+    megatron_train: recompute_num_layers=1 | needs recompute_granularity: full
+    megatron_train: sequence_parallel=true | tp is 1
+    hsdp: shard_size=null | hsdp needs a divisor of the 4
+    hsdp: shard_size=3 | hsdp needs a divisor of the 4
+    3d: zero_stage=4 | 4 is not allowed: Input should be 0, 1, 2 or 3
+    deepspeed_train: optimizer.type=AdamW | 'AdamW' is not supported
+    deepspeed_train: train_batch_size=8 | set train_batch_size at the top level instead
+    deepspeed_train: zero_optimization.offload_param.device=nvme | 'nvme' is not supported
+    default: pp_size=2 + pipeline_schedule=1f1 | '1f1' is not allowed: Input should be 'gpipe', '1f1b'
+    default: pp_size=2 + virtual_pipeline_model_parallel_size=0 | 0 is not allowed: Input should be greater than or equal to 1
+    default: pp_size=2 + virtual_pipeline_model_parallel_size=2 + pipeline_schedule=1f1b | '1f1b' takes 1 to 1 stages a rank, not 2
+    default: pp_size=2 + virtual_pipeline_model_parallel_size=3 + pipeline_schedule=zbv | 'zbv' takes 2 to 2 stages a rank, not 3
+    default: pp_size=2 + virtual_pipeline_model_parallel_size=1 + pipeline_schedule=interleaved | takes 2 to any stages a rank, not 1
+    default: pp_size=2 + pipeline_schedule=zbv + recompute_granularity=selective | selective needs one backward pass, and 'zbv' has two; set full or null
+    default: virtual_pipeline_model_parallel_size=2 | needs pp_size > 1; remove it
+    default: pipeline_schedule=gpipe | needs pp_size > 1; remove it
 """
 
 
-@pytest.mark.parametrize("cell", cells(REFUSED))
-def test_what_cannot_be_honoured_is_refused_by_name(judged, cell: str) -> None:
+@pytest.mark.parametrize(("cell", "said"), read_table(REFUSED))
+def test_what_cannot_be_honoured_is_refused_by_name(judged, cell: str, said: str) -> None:
     settings = strategy(cell)
-    assert_the_last_is_refused(judged(*settings), settings)
+    assert_the_last_is_refused(judged(*settings), settings, said)
+
+
+def test_hsdp_needs_its_size(judged) -> None:
+    (line,) = judged(*strategy("hsdp"))
+    assert "strategy_config.shard_size: hsdp needs a divisor of the 4" in line
 
 
 def test_deepspeeds_json_is_read(judged, tmp_path: Path) -> None:

@@ -7,16 +7,14 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from rather.cli import app
 from rather.config.load import dump_yaml
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools.report.sections import data_page, data_section
 from tests.browser import NARROW, OpenPage, accessibility_findings, overflow
+from tests.commands.conftest import refusal, succeed, told
 from tests.data.conftest import data_config
 from tests.tiny import make_config, make_model, write_rows
 
@@ -40,16 +38,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path])
     return folder / "run.yaml"
 
 
-def command(*arguments: str) -> Any:
-    done = CliRunner().invoke(app, ["data", *arguments])
-    assert done.exit_code == 0, done.output
-    return done
-
-
 @pytest.fixture(scope="module")
 def page(settings: Path) -> Path:
     file = settings.parent / "data.html"
-    told = command(str(settings), "--html", str(file), "--show", "2")
+    told = succeed("data", settings, "--html", file, "--show", "2")
     assert f"the page is in {file}" in told.stdout.replace("\n", "")
     return file
 
@@ -79,12 +71,12 @@ def test_pairs_that_are_markup_stay_text(page: Path) -> None:
 
 
 def test_json_prints_nothing_but_json(settings: Path) -> None:
-    report = json.loads(command(str(settings), "--json").stdout)
+    report = told("data", settings)
     assert report["train"]["warned"]["duplicate_pair"]["count"] == 3
     assert report["evals"]["held"]["warned"]["prompt_in_training_data"]["count"] == 2
     assert report["look"]["findings"][0]["name"] == "leakage"
     assert "shown" not in report
-    shown = json.loads(command(str(settings), "--json", "--show", "1").stdout)["shown"]
+    shown = told("data", settings, "--show", "1")["shown"]
     chosen = shown[0]["sides"]["chosen"]
     assert len(chosen["shown"]) == chosen["tokens"]
     scored = "".join(text for text, is_scored in chosen["shown"] if is_scored)
@@ -92,11 +84,8 @@ def test_json_prints_nothing_but_json(settings: Path) -> None:
 
 
 def test_an_unwritable_path_is_reported(settings: Path) -> None:
-    done = CliRunner().invoke(
-        app, ["data", str(settings), "--html", str(settings.parent / "no" / "such.html")]
-    )
-    assert done.exit_code == 2
-    assert "cannot be written" in done.output
+    file = settings.parent / "no" / "such.html"
+    assert "cannot be written" in refusal(2, "data", settings, "--html", file)
 
 
 def test_refused_data_has_a_page_too() -> None:

@@ -25,6 +25,7 @@ from rather.data.template import load_tokenizer
 from rather.errors import CheckpointError, ConfigError, DataError
 from rather.files import ask_hub, check_hub_model
 from rather.pipeline.pipeline import DPOPipeline
+from tests.cells import read_table
 from tests.commands.conftest import rather
 from tests.hub import Hub, serving
 from tests.tiny import make_config, make_model
@@ -149,9 +150,8 @@ SPLITS = """
 """
 
 
-@pytest.mark.parametrize("line", SPLITS.strip().splitlines())
-def test_the_files_of_a_split(line: str) -> None:
-    files, card, split, chosen = (column.strip() for column in line.split("|"))
+@pytest.mark.parametrize(("files", "card", "split", "chosen"), read_table(SPLITS))
+def test_the_files_of_a_split(files: str, card: str, split: str, chosen: str) -> None:
     if chosen:
         assert choose(files.split(), yaml.safe_load(card), split, "here") == chosen.split()
     else:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from typer.testing import CliRunner
-
-from rather.cli import app
 from rather.config.load import dump_yaml
 from rather.data.overlap import WORDS, find_overlap
+from tests.commands.conftest import refusal
 from tests.tiny import make_config, write_rows
 
 
@@ -45,11 +43,8 @@ def test_the_command_compares_with_held_out_and_named_rows(tmp_path: Path) -> No
     train = write(tmp_path / "own.jsonl", text("a"), text("b"))
     held_out = write(tmp_path / "held.jsonl", text("b"))
     (tmp_path / "dpo.yaml").write_text(dump_yaml(config))
-    arguments = ["data", str(tmp_path / "dpo.yaml"), "--overlap", str(named)]
-    arguments += [f"actor_train.data_args.file_name={train}", "sequence_length=512"]
-    arguments += [f"validation.data_args.file_name={held_out}"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    said = " ".join(result.output.split())
+    settings = [f"actor_train.data_args.file_name={train}", "sequence_length=512"]
+    settings += [f"validation.data_args.file_name={held_out}"]
+    said = refusal(0, "data", tmp_path / "dpo.yaml", "--overlap", named, *settings)
     assert f"1 of 2 training rows share 13 words in a row with {named} (first: own.jsonl:1)" in said
     assert "share 13 words in a row with eval (first: own.jsonl:2)" in said

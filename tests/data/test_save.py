@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from rather.cli import app
 from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
 from rather.data.batch import TokenPair
 from rather.data.prepare import BadRows, Prepared, prepare
 from rather.data.save import save
 from rather.errors import ConfigError, DataError, DiskError
+from tests.commands.conftest import exits, succeed
 from tests.data.conftest import everything
 from tests.data.files import save_to_disk
-from tests.tiny import make_config, write_rows
+from tests.tiny import make_config, rows_of, write_rows
 
 EOS = 2
 
@@ -168,8 +167,8 @@ def test_left_padding_and_several_turns(folder: Path, tmp_path: Path) -> None:
 
 
 def test_save_and_read_back(folder: Path, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    rows = [{**row, "weight": 0.5, "margin": 2.0, "id": f"row {i}"} for i, row in enumerate(rows)]
+    rows = enumerate(rows_of(folder / "pairs.jsonl"))
+    rows = [{**row, "weight": 0.5, "margin": 2.0, "id": f"row {i}"} for i, row in rows]
     file = write_rows(tmp_path / "pairs.jsonl", rows)
     first = prepare(make_config(folder, actor_train__data_args={"file_name": str(file)}))
     out = tmp_path / "new" / "tokens"
@@ -254,10 +253,8 @@ def test_a_folder_of_several_sets_asks_for_one(folder: Path, tmp_path: Path) -> 
 def test_the_command_saves(folder: Path, tmp_path: Path) -> None:
     config = from_folder(folder, folder / "pairs.jsonl", output_dir=str(tmp_path / "out"))
     (tmp_path / "dpo.yaml").write_text(dump_yaml(config))
-    command = ["data", str(tmp_path / "dpo.yaml"), "--save", str(tmp_path / "tokens")]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    assert f"tokenised pairs are in {tmp_path / 'tokens'}" in done.output
-    assert CliRunner().invoke(app, command).exit_code == 0  # it is complete
+    command = ["data", tmp_path / "dpo.yaml", "--save", tmp_path / "tokens"]
+    assert f"tokenised pairs are in {tmp_path / 'tokens'}" in succeed(*command).output
+    succeed(*command)  # it is complete
     (tmp_path / "tokens" / "mine.txt").touch()
-    assert CliRunner().invoke(app, command).exit_code == 2
+    exits(2, *command)

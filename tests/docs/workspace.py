@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rather.cli import app
 from tests.house.source import ROOT
+from tests.tiny import write_rows
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -109,7 +110,7 @@ def write_files(workspace: Path) -> None:
     for name, count, seed in (("pairs", 24, 0), ("held_out", 6, 1)):
         made = rows(count, seed)
         (workspace / f"{name}.json").write_text(json.dumps(made))
-        (workspace / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        write_rows(workspace / f"{name}.jsonl", made)
     shutil.copy(workspace / "pairs.json", workspace / "my_pairs.json")
     (workspace / "dpo.yaml").write_text(CONFIG)
     (workspace / "my_run.yaml").write_text(CONFIG.replace("first", "my-first-run"))

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from rather.checkpoint.checkpoint import open_checkpoint
-from rather.cli import app
 from rather.config.found import found_values
 from rather.config.load import config_from_dict
 from rather.config.run_config import DPOConfig
 from rather.errors import CheckpointError, ConfigError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.train import engine as seam
+from tests.commands.conftest import rather
 from tests.engines import toy
 from tests.tiny import make_config, metrics
 
+pytestmark = pytest.mark.usefixtures("no_self_check")
 TOY = f"{toy.__file__}:ToyEngine"
 STEPS: dict[str, Any] = {
     "max_steps": 4,
@@ -35,13 +35,6 @@ STEPS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("engines")
-
-
-@pytest.fixture(autouse=True)
-def no_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is half the time of a tiny run, and has tests of its own."""
-    for name in ("check_family", "check_model"):
-        monkeypatch.setattr(f"rather.parallel.load.{name}", lambda _: None)
 
 
 def run(folder: Path, name: str, **changes: Any) -> DPOConfig:
@@ -179,7 +172,7 @@ def test_migrate_does_not_copy_an_engine(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     lines = ["pretrain: base", "actor_train:", f"  engine: {TOY}", "  data_args:"]
     Path("roll.yaml").write_text("\n".join([*lines, "    file_name: pairs.jsonl", ""]))
-    result = CliRunner().invoke(app, ["migrate", "roll.yaml", "--from", "roll"])
+    result = rather("migrate", "roll.yaml", "--from", "roll")
     assert "left out: actor_train.engine" in result.output
     values = yaml.safe_load(next(tmp_path.glob("dpo*.yaml")).read_text())
     assert "engine" not in values["actor_train"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from rather.pipeline.pipeline import DPOPipeline
 from tests.model import test_experts as experts
 from tests.model.test_families import FAMILIES, VOCAB, tiny
 from tests.padded import padded_logps, random_pairs
-from tests.tiny import make_config
+from tests.tiny import make_config, rows_of
 
 pytestmark = pytest.mark.gpu
 
@@ -198,7 +197,7 @@ def test_loading_leaves_the_random_numbers_of_both_devices(
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return rows_of(run / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from rather.config.run_config import DPOConfig
 from rather.errors import MemoryShortage
 from rather.pipeline.loop import TrainingLoop
 from rather.pipeline.pipeline import DPOPipeline
-from tests.tiny import make_config, make_model, make_pairs, metrics
+from tests.tiny import make_config, make_model, make_pairs, metrics, rows_of
 
 pytestmark = pytest.mark.gpu
 
@@ -83,9 +82,7 @@ def test_an_out_of_memory_step_is_repeated_with_smaller_micro_batches(
 
     monkeypatch.setattr(TrainingLoop, "train_step", trained)
     short, lines = run(folder, "short")
-    told = [
-        json.loads(line) for line in (short.run_dir / "incidents.jsonl").read_text().splitlines()
-    ]
+    told = rows_of(short.run_dir / "incidents.jsonl")
     assert {each["kind"] for each in told} == {"out_of_memory"}
     assert "actor_train" in {each["role"] for each in told}
     for mine, theirs in zip(lines, expected, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from rather.pipeline.pipeline import DPOPipeline
 from tests.checkpoint.runs import TIMES
 from tests.losses.formulas import PAIRWISE
 from tests.runs import assert_equal, assert_resumes, saved, steps, trained
-from tests.tiny import make_config, make_model, make_pairs, metrics
+from tests.tiny import make_config, make_model, make_pairs, metrics, rows_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("no_self_check")
 RUN: dict[str, Any] = {
@@ -58,10 +57,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(0)
     for name, count in (("pairs", 12), ("held_out", 4)):
         file = make_pairs(folder / f"{name}.jsonl", count)
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = rows_of(file)
         for row in rows:
             row |= {"margin": draw.random(), "soft_label": 0.5 + draw.random() / 2}
-        file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+        write_rows(file, rows)
     return folder
 
 

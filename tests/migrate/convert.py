@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-import yaml
-
 from rather.config.inherit import value_at
 from rather.tools.migrate.engine import Migrated, full, migrate
 from rather.tools.migrate.peers import PEERS
@@ -28,17 +25,6 @@ def of(
     folder: Path | None = None,
 ) -> Migrated:
     return migrate((folder or Path()) / "source.yaml", values, PEERS[peer], devices, trainer)
-
-
-def cells(text: str) -> list[Any]:
-    """Return the parameters of a table: YAML between bars, and the defect of a line after `##`."""
-    parameters = []
-    lines = [line for line in text.strip().splitlines() if not line.strip().startswith("#")]
-    for line in lines:
-        cell, _, defect = line.partition(" ## ")
-        marks = [pytest.mark.defect(defect)] if defect else []
-        parameters.append(pytest.param(*map(yaml.safe_load, cell.split(" | ")), marks=marks))
-    return parameters
 
 
 def problems(result: Migrated) -> dict[str, str]:

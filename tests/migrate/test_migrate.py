@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from rather.cli import app
 from rather.config.inherit import value_at
 from rather.config.keys import table
 from rather.config.load import composed_values, load
@@ -34,6 +32,8 @@ from rather.tools.migrate.rules import (
 )
 from rather.tools.migrate.source import read_file
 from rather.tracking.json_lines import flatten
+from tests.cells import read_table
+from tests.commands.conftest import rather as command
 from tests.migrate.convert import (
     BASIC,
     DATA,
@@ -43,7 +43,6 @@ from tests.migrate.convert import (
     RANK,
     STRATEGY,
     TRAINING,
-    cells,
     of,
     problems,
     row_of,
@@ -55,7 +54,7 @@ SOURCES = TESTS / "migrate" / "sources"
 
 
 def rather(*words: Any) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["migrate", *map(str, words)])
+    done = command("migrate", *words)
     return done.exit_code, done.output
 
 
@@ -290,7 +289,8 @@ def factory(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("peer", "settings", "expected"),
-    cells("""
+    read_table(
+        """
         llama-factory | {stage: kto, dataset: answers, kto_rejected_weight: 0.5} | {task: unpaired, pref_loss: kto, undesirable_weight: 0.5, beta: 0.1}
         llama-factory | {stage: rm} | {task: reward, pref_loss: bradley_terry}
         llama-factory | {stage: sft, dataset: answers} | {task: sft, data.score: assistant}
@@ -320,7 +320,9 @@ def factory(tmp_path: Path) -> Path:
         axolotl | {save_strategy: "no"} | {save_steps: null} ## U20
         axolotl | {save_steps: 0.2} | {save_steps: 0.2} ## U20
         axolotl | {save_steps: 50} | {save_steps: 50, eval_steps: null} ## U20
-    """),
+    """,
+        yaml.safe_load,
+    ),
 )
 def test_what_is_trained(peer: str, settings: Any, expected: Any, factory: Path) -> None:
     result = of({**BASES[peer], **settings}, peer, folder=factory)
@@ -330,7 +332,8 @@ def test_what_is_trained(peer: str, settings: Any, expected: Any, factory: Path)
 
 @pytest.mark.parametrize(
     ("peer", "settings", "expected"),
-    cells("""
+    read_table(
+        """
         llama-factory | {stage: sft} | [dataset, (data)] ## U7
         llama-factory | {dataset: modelscope} | [dataset, (data)] ## U7
         llama-factory | {dataset: drawn} | [dataset, (data)] ## U7
@@ -362,7 +365,9 @@ def test_what_is_trained(peer: str, settings: Any, expected: Any, factory: Path)
         axolotl | {warmup_steps: null, save_steps: 9, max_steps: 1000} | [(warm-up)] ## U20
         axolotl | {save_strategy: epoch, num_epochs: 1.5} | [save_strategy] ## U20
         axolotl | {save_strategy: epoch, max_steps: 10} | [save_strategy] ## U20
-    """),
+    """,
+        yaml.safe_load,
+    ),
 )
 def test_what_is_not_possible(peer: str, settings: Any, expected: list[str], factory: Path) -> None:
     """A key in brackets is not determined: no key of the file says it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from rather.tools.migrate.rules import (
     CHANGED,
@@ -16,12 +17,12 @@ from rather.tools.migrate.rules import (
     UNKNOWN,
     WRITTEN,
 )
+from tests.cells import read_table
 from tests.migrate.convert import (
     BASIC,
     DATA,
     FILE,
     LR,
-    cells,
     of,
     problems,
     row_of,
@@ -35,7 +36,8 @@ DIVERGENCE = {"f_divergence_type": "alpha_divergence"}
 
 @pytest.mark.parametrize(
     ("trainer", "settings", "expected"),
-    cells("""
+    read_table(
+        """
         dpo | {} | {pref_loss: sigmoid, beta: 0.1, pairs: 8, model.lora_rank: null, sequence_length: 1024}
         # only dpo.py has it
         null | {loss_type: apo_zero} | {pref_loss: apo_zero}
@@ -74,7 +76,9 @@ DIVERGENCE = {"f_divergence_type": "alpha_divergence"}
         dpo | {dataset_name: org/d} | {data.file_name: "hf://datasets/org/d", held_out.file_name: null}
         dpo | {dataset_name: org/d, dataset_config: c, eval_strategy: epoch} | {data.file_name: "hf://datasets/org/d:c/train", held_out.file_name: "hf://datasets/org/d:c/test"}
         dpo | {dataset_name: ./here} | {data.file_name: here.jsonl}
-    """),
+    """,
+        yaml.safe_load,
+    ),
 )
 def test_what_is_trained(trainer: str | None, settings: Any, expected: dict[str, Any]) -> None:
     result = of({**SHORT, **settings}, trainer=trainer)
@@ -84,7 +88,8 @@ def test_what_is_trained(trainer: str | None, settings: Any, expected: dict[str,
 
 @pytest.mark.parametrize(
     ("trainer", "settings", "expected"),
-    cells("""
+    read_table(
+        """
         # depends on the rows' columns
         sft | {} | {(scored turns): not determined}
         sft | {assistant_only_loss: true, packing: true} | {packing: not possible}
@@ -102,7 +107,9 @@ def test_what_is_trained(trainer: str | None, settings: Any, expected: dict[str,
         dpo | {dataset_name: org/d, dataset_train_split: "train[:9]"} | {dataset_name: not possible, (data): not determined}
         orpo | {model_name_or_path: org/Mix-30B-A3B} | {(router loss): not determined}
         dpo | {use_peft: true, model_name_or_path: microsoft/phi-2} | {(layers): not determined}
-    """),
+    """,
+        yaml.safe_load,
+    ),
 )
 def test_what_is_not_certain_is_reported(trainer: str | None, settings: Any, expected: Any) -> None:
     assert problems(of({**SHORT, **settings}, trainer=trainer)) == expected

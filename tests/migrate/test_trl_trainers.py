@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from rather.cli import app
 from rather.tools.migrate.engine import TRAINER
 from rather.tools.migrate.peers import trl
 from rather.tools.migrate.peers.trl_versions import BETWEEN, OLD, SHARED, table
 from rather.tools.migrate.rules import UNSET
+from tests.commands.conftest import refusal, succeed
 from tests.migrate.convert import BASIC, of, problems
 
 VERSIONS: list[str] = list(table()["versions"])
@@ -104,12 +103,9 @@ def test_the_user_names_the_trainer(trainer: str) -> None:
 def test_the_command_takes_a_trainer(tmp_path: Path) -> None:
     file, out = tmp_path / "x.yaml", tmp_path / "out.yaml"
     file.write_text(yaml.safe_dump({**BASIC, "max_length": 512, "max_prompt_length": 128}))
-    command = ["migrate", str(file), "--from", "trl", "--out", str(out)]
-    unnamed = CliRunner().invoke(app, command)
-    assert unnamed.exit_code == 2
-    assert "not determined: (loss); a file does not name its trainer" in unnamed.output
-    named = CliRunner().invoke(app, [*command, "--trainer", "orpo"])
-    assert named.exit_code == 0, named.output
+    command = ["migrate", file, "--from", "trl", "--out", out]
+    assert "not determined: (loss); a file does not name its trainer" in refusal(2, *command)
+    succeed(*command, "--trainer", "orpo")
     assert yaml.safe_load(out.read_text())["pref_loss"] == "orpo"
 
 

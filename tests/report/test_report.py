@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
 
-from rather.cli import app
 from rather.config.redaction import HIDDEN
 from rather.errors import ConfigError
 from rather.pipeline.pipeline import DPOPipeline
@@ -38,7 +36,8 @@ from tests.browser import (
     figures,
     overflow,
 )
-from tests.tiny import make_config
+from tests.commands.conftest import exits, succeed, write
+from tests.tiny import make_config, rows_of
 
 SECRET = "canary-4711-canary"
 FINDING = {
@@ -64,23 +63,10 @@ def answer(step: int) -> dict[str, Any]:
     return {"step": step, **texts, "reference_stats": STATS, "policy_stats": STATS}
 
 
-def write_lines(file: Path, *records: dict[str, Any]) -> Path:
-    file.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
-    return file
-
-
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def series(text: str, anchor: str) -> list[dict[str, Any]]:
     """The lines or bars of a chart."""
     drawn: list[dict[str, Any]] = figures(text)[anchor]["series"]
     return drawn
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +87,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             stopping.setattr(
                 control, "take_requests", lambda run_dir, step: control.STOP if step == 6 else None
             )
-            assert invoke(*arguments).exit_code == 143
+            exits(143, *arguments)
         assert "<dd>stopped</dd>" in (config.run_dir / "report.html").read_text(encoding="utf-8")
-        done = invoke(*arguments)
-        assert done.exit_code == 0, done.output
+        succeed(*arguments)
         said = {"health": [FINDING], "answers": [answer(0), answer(12)], "incidents": [INCIDENT]}
         for name, lines in said.items():
-            write_lines(config.run_dir / f"{name}.jsonl", *lines)
-        assert invoke("report", config.run_dir).exit_code == 0
+            write(config.run_dir / f"{name}.jsonl", *lines)
+        succeed("report", config.run_dir)
         yield config.run_dir
 
 
@@ -132,7 +117,7 @@ def rows(text: str, caption: str) -> list[tuple[str, list[str]]]:
 
 
 def test_curves_show_the_metrics(run_dir: Path, text: str) -> None:
-    records = read_records(run_dir)
+    records = rows_of(run_dir / "metrics.jsonl")
     training = [record for record in records if "loss" in record]
     held_out = [record for record in records if "eval/loss" in record]
     for anchor, metrics in {
@@ -183,7 +168,7 @@ def test_one_sentence_says_whether_it_was_worth_it(
     before = {"step": 0, "eval/loss": 0.69, name: 0.0, "eval/rewards/ties": 1.0}
     after = {"step": 9, "eval/loss": 0.5, name: last, "eval/rewards/ties": 0.0}
     after |= {f"{name}_low": low, f"{name}_high": 0.8, "eval/pairs": 500}
-    write_lines(tmp_path / "metrics.jsonl", before, after)
+    write(tmp_path / "metrics.jsonl", before, after)
     run = Folder(tmp_path)
     run.data = {
         "rows": "pairs",
@@ -202,7 +187,7 @@ def test_single_answers_are_desirable_or_not(tmp_path: Path) -> None:
     values = {"rewards/accuracies": 0.9, "rewards/chosen": 1.0, "rewards/rejected": -1.0}
     record = {"step": 9, "eval/loss": 0.5} | {f"eval/{name}": x for name, x in values.items()}
     before = record | {"step": 0, "eval/rewards/accuracies": 0.0}
-    write_lines(tmp_path / "metrics.jsonl", before, record)
+    write(tmp_path / "metrics.jsonl", before, record)
     run = Folder(tmp_path)
     sets = {"eval": {"length_bias": {"longer_wins": 0.8}}}
     run.data = {"rows": "labelled", "look": {"sets": sets}}
@@ -216,7 +201,7 @@ def test_single_answers_are_desirable_or_not(tmp_path: Path) -> None:
 def test_suspicious_pairs_have_their_texts(run_dir: Path, text: str) -> None:
     """And margins of several epochs are drawn as first and last seen, those of one only once."""
     suspects = rows(text, "The pairs with the highest flip score")
-    answers = [json.loads(line)["chosen"] for line in (run_dir.parents[1] / "pairs.jsonl").open()]
+    answers = [row["chosen"] for row in rows_of(run_dir.parents[1] / "pairs.jsonl")]
     shown = {" ".join(cells[-2].split()) for _, cells in suspects}
     assert len(suspects) == 20
     assert shown <= {" ".join(answer.split()) for answer in answers}
@@ -241,7 +226,7 @@ def test_machine_time_and_cost(run_dir: Path, text: str) -> None:
     assert {"torch", "transformers", "Python", "device"} <= machine.keys()
     assert (machine["devices"], machine["hosts"]) == (["1"], ["1"])
     cost = cells(text, "Cost of all steps in metrics.jsonl; a shared prompt counts once")
-    training = [record for record in read_records(run_dir) if "tokens" in record]
+    training = [record for record in rows_of(run_dir / "metrics.jsonl") if "tokens" in record]
     assert cost["Pairs"] == [f"{sum(record['pairs'] for record in training)}"]
     assert cost["Tokens"] == [f"{sum(record['tokens'] for record in training):,}"]
     seconds = sum(record["pairs"] / record["pairs_per_second"] for record in training)
@@ -280,20 +265,17 @@ def test_texts_are_redacted_separately(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_can_be_rewritten_from_the_folder(run_dir: Path, text: str, tmp_path: Path) -> None:
     out = tmp_path / "again.html"
-    done = invoke("report", run_dir, "--out", out)
-    assert done.exit_code == 0, done.output
+    done = succeed("report", run_dir, "--out", out)
     assert str(out) in done.output
     assert out.read_text(encoding="utf-8") == text
     assert os.listdir(tmp_path) == ["again.html"]
 
 
 def test_a_folder_without_a_run_is_refused(run_dir: Path, tmp_path: Path) -> None:
-    done = invoke("report", tmp_path)
-    assert done.exit_code == 2
-    assert "not a run folder" in done.output
-    unwritable = invoke("report", run_dir, "--out", tmp_path / "missing" / "a.html")
-    assert unwritable.exit_code == 2
-    assert "cannot be written" in unwritable.output
+    assert "not a run folder" in exits(2, "report", tmp_path)
+    assert "cannot be written" in exits(
+        2, "report", run_dir, "--out", tmp_path / "missing" / "a.html"
+    )
 
 
 def test_a_folder_with_few_files(run_dir: Path, tmp_path: Path) -> None:
@@ -317,7 +299,7 @@ def test_a_damaged_file_costs_only_its_part(run_dir: Path, tmp_path: Path) -> No
         ("answers", {"prompt": []}),
         ("starts", {"settings": 3}),
     ):
-        write_lines(tmp_path / f"{name}.jsonl", line)
+        write(tmp_path / f"{name}.jsonl", line)
     (tmp_path / "incidents.jsonl").mkdir()
     for name in ("data_report", "plan", "report"):
         (tmp_path / f"{name}.json").write_text(
@@ -332,7 +314,7 @@ def test_a_damaged_file_costs_only_its_part(run_dir: Path, tmp_path: Path) -> No
 
 def test_a_lone_surrogate_is_replaced(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
-    write_lines(tmp_path / "health.jsonl", {**FINDING, "text": "half \ud83d"})
+    write(tmp_path / "health.jsonl", {**FINDING, "text": "half \ud83d"})
     assert "half ?" in write_report(tmp_path, state="running").read_text(encoding="utf-8")
 
 
@@ -399,7 +381,7 @@ def test_metrics_are_read_as_columns(tmp_path: Path) -> None:
         {"step": "x"},
         {},
     ]
-    columns = MetricsReader(write_lines(tmp_path / "metrics.jsonl", *lines)).update()
+    columns = MetricsReader(write(tmp_path / "metrics.jsonl", *lines)).update()
     read = {name: (list(each.steps), list(each.values)) for name, each in columns.items()}
     assert read == {
         "loss": ([1, 2, 3], [3.0, float("inf"), 1.0]),
@@ -421,7 +403,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
         {"step": step, **{f"eval/{name}": 1 / step for name in METRICS_OF_A_RUN}}
         for step in range(10, 2001, 10)
     ]
-    write_lines(tmp_path / "metrics.jsonl", *records, *held_out)
+    write(tmp_path / "metrics.jsonl", *records, *held_out)
     page = report_page(Folder(tmp_path), "running")
     (training, _) = series(page, "loss")
     assert len(training["x"]) <= MOST_POINTS
@@ -435,15 +417,14 @@ def test_the_reproduction_command_gives_the_same_numbers(run_dir: Path, text: st
     assert line
     program, *arguments = shlex.split(html.unescape(line[1]))
     assert program == "rather"
-    done = invoke(*arguments, "report_html=false")
-    assert done.exit_code == 0, done.output
+    succeed(*arguments, "report_html=false")
     there = run_dir.with_name("run-again")
 
     def numbers(folder: Path) -> list[dict[str, Any]]:
         clock = ("second", "time/")
         return [
             {name: value for name, value in each.items() if not any(map(name.count, clock))}
-            for each in read_records(folder)
+            for each in rows_of(folder / "metrics.jsonl")
         ]
 
     assert numbers(there) == numbers(run_dir)
@@ -488,9 +469,7 @@ def test_a_run_that_is_stopped_writes_its_small_report_at_the_end(
 def test_the_report_of_a_failed_run_says_so_and_a_full_disk_costs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = write_lines(tmp_path / "metrics.jsonl", {"step": 1, "loss": 1.0}).with_name(
-        "report.html"
-    )
+    page = write(tmp_path / "metrics.jsonl", {"step": 1, "loss": 1.0}).with_name("report.html")
     write_last_report(tmp_path, MemoryError)
     assert "<dd>failed</dd>" in page.read_text(encoding="utf-8")
 

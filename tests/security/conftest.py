@@ -15,9 +15,8 @@ import pytest
 import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner, Result
 
-from rather.cli import app
+from tests.commands.conftest import exits
 from tests.tiny import make_model, make_pairs
 
 MARKER = "code-ran-here"
@@ -142,22 +141,6 @@ def config(good: Path, tmp_path: Path) -> Config:
         return file
 
     return write
-
-
-def rather(*args: object) -> Result:
-    """The command, in this process."""
-    environment = {"COLUMNS": "200", "NO_COLOR": "1"}
-    return CliRunner().invoke(
-        app, [str(arg) for arg in args], env=environment, catch_exceptions=True
-    )
-
-
-def exits(codes: int | tuple[int, ...], *command: object) -> str:
-    """Run a command that must end with this exit code, or one of these; return what it printed."""
-    done = rather(*command)
-    expected = codes if isinstance(codes, tuple) else (codes,)
-    assert done.exit_code in expected, (command, done.output, done.exception)
-    return done.output
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import torch
 from rather.config.schema import ModelArgs
 from rather.errors import ConfigError
 from rather.parallel.load import load_policy
-from tests.security.conftest import Bait, Config, change, exits
+from tests.commands.conftest import exits
+from tests.security.conftest import Bait, Config, change
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rather.checkpoint.manifest import MANIFEST, STATE, manifest_bytes
-from tests.security.conftest import Bait, Config, exits
+from tests.commands.conftest import exits
+from tests.security.conftest import Bait, Config
 
 Resume = Callable[[int, Path], str]
 

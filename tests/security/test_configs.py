@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.conftest import Config, exits
+from tests.commands.conftest import exits
+from tests.security.conftest import Config
 
 TOUCH = "touch code-ran-here"
 ALIASES = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))

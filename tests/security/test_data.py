@@ -28,8 +28,9 @@ from rather.data.prepare import prepare
 from rather.data.read import find_sources
 from rather.data.template import ChatTemplate, load_tokenizer
 from rather.errors import DataError
+from tests.commands.conftest import exits
 from tests.data.files import reasons, rows_of, save_to_disk, write_arrow
-from tests.security.conftest import Config, Data, exits
+from tests.security.conftest import Config, Data
 from tests.tiny import write_rows
 
 ROW = {"prompt": "w1 w2", "chosen": " w3", "rejected": " w4"}

@@ -25,8 +25,8 @@ from rather.config.keys import table
 from rather.config.load import load_config, load_found
 from rather.config.values import accepted_types
 from rather.errors import ConfigError, RatherError
+from tests.commands.conftest import exits, rather
 from tests.data.files import save_to_disk
-from tests.security.conftest import exits, rather
 
 SECRET = "canary-of-the-environment"
 PRIVATE = "canary-of-a-private-file"

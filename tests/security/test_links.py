@@ -18,7 +18,8 @@ from rather.files import own, read_bytes, write_own
 from rather.run_folder.control import LOCK
 from rather.run_folder.layout import OWN_FILES
 from rather.tracking.logs import close_logging, setup_logging
-from tests.security.conftest import Config, exits, rather
+from tests.commands.conftest import exits, rather
+from tests.security.conftest import Config
 
 
 @pytest.fixture

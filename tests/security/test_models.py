@@ -18,7 +18,8 @@ from rather.data.template import load_tokenizer
 from rather.errors import ConfigError, DataError
 from rather.model.files import weight_files
 from rather.parallel.load import load_policy
-from tests.security.conftest import Bait, Config, change, exits
+from tests.commands.conftest import exits
+from tests.security.conftest import Bait, Config, change
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -14,8 +14,9 @@ import pytest
 
 from rather.errors import ConfigError
 from rather.files import MOST_DEPTH, inspect_folder, parse_json, parse_yaml, read_bytes, read_json
+from tests.commands.conftest import exits
 from tests.house.source import nodes, python_files, where
-from tests.security.conftest import Config, exits
+from tests.security.conftest import Config
 
 # --- which code may read without the readers ---
 

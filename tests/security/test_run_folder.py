@@ -14,7 +14,8 @@ from rather.run_folder import layout
 from rather.run_folder.control import lock
 from rather.run_folder.layout import RunFolder
 from rather.tracking.json_lines import JsonLines
-from tests.security.conftest import Config, exits
+from tests.commands.conftest import exits
+from tests.security.conftest import Config
 
 
 @pytest.mark.parametrize("name", ["run", "a.b_c-1", "x" * 128])

@@ -17,7 +17,8 @@ from rather.cluster.worker import ActorWorker
 from rather.config.keys import table
 from rather.config.redaction import looks_secret, redact
 from rather.run_folder.layout import Incidents
-from tests.security.conftest import Config, exits, rather
+from tests.commands.conftest import exits, rather
+from tests.security.conftest import Config
 from tests.tiny import in_child
 
 CANARIES = {

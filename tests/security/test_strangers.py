@@ -26,7 +26,8 @@ from rather.run_folder.layout import OWN_FILES
 from rather.tools import tune
 from rather.tools.board.serve import ROUTES, Board, RequestRefused
 from rather.tracking.json_lines import LEDGER
-from tests.security.conftest import Bait, change, exits, rather, run_values
+from tests.commands.conftest import exits, rather
+from tests.security.conftest import Bait, change, run_values
 
 CODE = {
     "auto_map": {

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from rather.config.redaction import printable
+from tests.commands.conftest import exits
 from tests.house.source import nodes, python_files
-from tests.security.conftest import Config, change, exits
+from tests.security.conftest import Config, change
 from tests.tiny import write_rows
 
 ROOT = Path(__file__).parents[2]

@@ -17,15 +17,14 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from typer.testing import CliRunner, Result
 
-from rather.cli import app
 from rather.commands.terminal import settings
 from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
 from rather.tools import sweep as sweep_runs
 from rather.tools.sweep import SweepRun, plan_sweep, run_children
+from tests.commands.conftest import exits, rather, succeed
 from tests.tiny import make_config
 
 Writer = Callable[..., Path]
@@ -59,12 +58,6 @@ def yaml_file(shared: Path, tmp_path: Path) -> Writer:
     return write
 
 
-def sweep(*args: object) -> Result:
-    return CliRunner().invoke(
-        app, ["sweep", *map(str, args)], env={"COLUMNS": "160", "NO_COLOR": "1"}
-    )
-
-
 def report(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "report.json").read_text())["reference"]
     return found
@@ -73,8 +66,7 @@ def report(folder: Path) -> dict[str, Any]:
 def test_three_betas_take_one_pass_of_the_reference(yaml_file: Writer, tmp_path: Path) -> None:
     """The first run computes as many forwards as a single run; the same command then does nothing."""
     file = yaml_file()
-    done = sweep(file, BETAS, "--json")
-    assert done.exit_code == 0, done.output
+    done = succeed("sweep", file, BETAS, "--json")
     found, folder = json.loads(done.stdout), tmp_path / "out" / "run-sweep"
     names = ["beta-0.01", "beta-0.05", "beta-0.1"]
     reports = [report(folder / name) for name in names]
@@ -95,16 +87,14 @@ def test_three_betas_take_one_pass_of_the_reference(yaml_file: Writer, tmp_path:
     assert values[found["best"]] == max(values.values())
 
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
-    again = sweep(file, BETAS)
-    assert again.exit_code == 0, again.output
+    again = succeed("sweep", file, BETAS)
     assert again.output.count("finished at step 3") == 3
     assert "Best by eval/rewards/accuracies" in again.stdout
     assert f"rather board {folder}" in again.stdout
     assert "Not significantly worse with so few held-out pairs" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")} == before
 
-    more = sweep(file, BETAS + ",0.2")
-    assert more.exit_code == 0, more.output
+    succeed("sweep", file, BETAS + ",0.2")
     assert report(folder / "beta-0.2")["forwards"] == 0
 
     planned = plan_sweep(
@@ -121,7 +111,7 @@ def test_one_that_fails_does_not_stop_the_others(yaml_file: Writer, tmp_path: Pa
     """The sweep exits with the code of the failed run, and another run is the best."""
     file = yaml_file(on_nonfinite="stop")
     rates = "actor_train.training_args.learning_rate=1e30,1e-3"
-    done = sweep(file, rates)
+    done = rather("sweep", file, rates)
     assert done.exit_code == 6, done.output
     state = json.loads((tmp_path / "out" / "run-sweep" / "sweep.json").read_text())["runs"]
     assert [run["state"] for run in state.values()] == ["failed", "finished"]
@@ -141,14 +131,14 @@ def test_a_stopped_sweep_is_resumed(yaml_file: Writer, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sweep_runs, "train_here", train)
     file = yaml_file()
-    first = sweep(file, BETAS)
+    first = rather("sweep", file, BETAS)
     assert first.exit_code == 143
     assert trained == ["beta-0.01", "beta-0.05"]
     assert "waiting" in first.stdout
     assert "run the same command again to resume" in first.output
     codes.clear()
     trained.clear()
-    assert sweep(file, BETAS).exit_code == 0
+    succeed("sweep", file, BETAS)
     assert trained == ["beta-0.01", "beta-0.05", "beta-0.1"]
 
 
@@ -161,13 +151,12 @@ def test_a_run_folder_with_other_settings_is_refused(
     old = plan_sweep(yaml_file(), ["beta=1,2", f"{rate}=1e-4"]).runs[1].config
     old.run_dir.mkdir(parents=True)
     (old.run_dir / "config.yaml").write_text(dump_yaml(old))
-    assert sweep(yaml_file(), "beta=1,2", f"{rate}=1e-4").exit_code == 143
-    assert sweep(yaml_file(), "beta=1,2", f"{rate}=1e-3", "--overwrite").exit_code == 143
-    refused = sweep(yaml_file(), "beta=1,2", f"{rate}=1e-3")
-    assert refused.exit_code == 2
-    assert "contains a sweep with other settings" in refused.output
-    assert f"beta-2.{rate}: 0.0001 before, 0.001 now" in refused.output
-    assert "--overwrite" in refused.output
+    exits(143, "sweep", yaml_file(), "beta=1,2", f"{rate}=1e-4")
+    exits(143, "sweep", yaml_file(), "beta=1,2", f"{rate}=1e-3", "--overwrite")
+    refused = exits(2, "sweep", yaml_file(), "beta=1,2", f"{rate}=1e-3")
+    assert "contains a sweep with other settings" in refused
+    assert f"beta-2.{rate}: 0.0001 before, 0.001 now" in refused
+    assert "--overwrite" in refused
 
 
 def test_a_bug_in_a_run_is_a_failure_of_that_run(
@@ -186,22 +175,17 @@ def test_without_held_out_pairs_no_run_is_the_best(
 ) -> None:
     monkeypatch.setattr(sweep_runs, "train_here", lambda config: (0, ""))
     file = yaml_file(validation__data_args__file_name=None)
-    done = sweep(file, "beta=1,2")
-    assert done.exit_code == 0, done.output
+    done = succeed("sweep", file, "beta=1,2")
     assert "No best run: no pairs are held out (validation.data_args)." in done.stdout
-    refused = sweep(file, "beta=1,2", "--by", "eval/loss")
-    assert refused.exit_code == 2
-    assert "no pairs are held out" in refused.output
+    assert "no pairs are held out" in exits(2, "sweep", file, "beta=1,2", "--by", "eval/loss")
 
 
 def test_unknown_metrics_and_values_are_refused(yaml_file: Writer) -> None:
     for metric in ("eval/accuracy", "eval/kl"):
-        done = sweep(yaml_file(), "beta=1,2", "--by", metric)
-        assert done.exit_code == 2
-        assert "not a metric with a best value" in done.output
-    bad = sweep(yaml_file(), "beta=0.1,-1")
-    assert bad.exit_code == 2
-    assert "beta" in bad.output
+        assert "not a metric with a best value" in exits(
+            2, "sweep", yaml_file(), "beta=1,2", "--by", metric
+        )
+    assert "beta" in exits(2, "sweep", yaml_file(), "beta=0.1,-1")
 
 
 def test_finished_runs_on_other_pairs_are_refused(
@@ -210,11 +194,9 @@ def test_finished_runs_on_other_pairs_are_refused(
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text((shared / "pairs.jsonl").read_text())
     file = yaml_file(actor_train__data_args__file_name=str(pairs), max_steps=1)
-    assert sweep(file, "beta=1,2").exit_code == 0
+    succeed("sweep", file, "beta=1,2")
     pairs.write_text((shared / "pairs.jsonl").read_text().replace("w1 ", "w2 "))
-    refused = sweep(file, "beta=1,2")
-    assert refused.exit_code == 4
-    assert "failed with exit code 4" in refused.output
+    assert "failed with exit code 4" in exits(4, "sweep", file, "beta=1,2")
 
 
 # --- side by side ---
@@ -261,8 +243,7 @@ def test_runs_side_by_side_share_one_pass_of_the_reference(
 
     monkeypatch.setattr(sweep_runs, "device_groups", lambda _configs: [["4"], ["5"]])
     monkeypatch.setattr(sweep_runs, "run_children", children)
-    done = sweep(yaml_file(), "beta=0.01,0.05", "--json")
-    assert done.exit_code == 0, done.output
+    done = succeed("sweep", yaml_file(), "beta=0.01,0.05", "--json")
     found = json.loads(done.stdout)
     assert modules == ["rather.tools.sweep", "rather", "rather"]
     assert [run["reference_forwards"] for run in found["runs"]] == [0, 0]
@@ -352,6 +333,4 @@ def test_a_sweep_in_use_is_refused(yaml_file: Writer) -> None:
     file = yaml_file()
     planned = plan_sweep(file, ["beta=1,2"])
     with control.lock(planned.folder):
-        done = sweep(file, "beta=1,2")
-    assert done.exit_code == 2
-    assert "is in use by process" in done.output
+        assert "is in use by process" in exits(2, "sweep", file, "beta=1,2")

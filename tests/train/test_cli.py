@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.commands.conftest import rather
+from tests.cells import read_table
+from tests.commands.conftest import exits, rather, succeed
+from tests.tiny import rows_of
 
 pytestmark = pytest.mark.usefixtures("no_self_check")
 MUST_SHOW = """\
@@ -73,8 +75,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str) -> None:
-    result = rather(*command.split(), "--help")
-    assert result.exit_code == 0
+    result = succeed(*command.split(), "--help")
     assert "Usage:" in result.stdout
     if command in ("train", "data", "eval", "config show", "config explain"):
         assert f"Example: rather {command} " in result.stdout.replace("`", "")
@@ -97,7 +98,11 @@ def test_three_problems_are_one_message_and_nothing_is_written(
     assert done.returncode == 2
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
-    for said in ("dpo.yaml:2", "mean 'beta'?", "dpo.yaml:3", "0.7", "0.5", "dpo.yaml:8", "fast"):
+    for said in (
+        "bata (dpo.yaml:2): unknown key; did you mean 'beta'?",
+        "label_smoothing (dpo.yaml:3): 0.7 is not a number >= 0 and < 0.5",
+        "learning_rate (dpo.yaml:8): 'fast' is not a number",
+    ):
         assert said in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["dpo.yaml"]
 
@@ -124,25 +129,21 @@ def test_a_demo_in_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_config_show_explain_schema_and_reference(yaml_file: Callable[..., Path]) -> None:
     file = yaml_file(beta=0.3)
-    shown = rather("config", "show", file, "label_smoothing=0.1")
-    assert shown.exit_code == 0
+    shown = succeed("config", "show", file, "label_smoothing=0.1")
     (beta,) = [line for line in shown.stdout.splitlines() if line.startswith("beta")]
     assert "0.3" in beta
     assert "dpo.yaml" in beta
-    explained = rather("config", "explain", "actor_train.training_args.learning_rate", file)
-    assert explained.exit_code == 0
+    explained = succeed("config", "explain", "actor_train.training_args.learning_rate", file)
     assert "Peak learning rate" in explained.stdout
     assert "0.001" in explained.stdout
-    assert rather("config", "explain", "beta").exit_code == 0
+    succeed("config", "explain", "beta")
     schema = rather("config", "schema")
     assert "actor_train" in json.loads(schema.stdout)["properties"]
     assert "| `beta` |" in rather("config", "reference").stdout
 
 
 def test_an_unknown_key_cannot_be_explained() -> None:
-    result = rather("config", "explain", "bata")
-    assert result.exit_code == 2
-    assert "beta" in result.stderr
+    assert "beta" in exits(2, "config", "explain", "bata")
 
 
 # --- training and evaluation ---
@@ -151,18 +152,16 @@ def test_an_unknown_key_cannot_be_explained() -> None:
 def test_train_then_evaluate(yaml_file: Callable[..., Path], shared: Path, tmp_path: Path) -> None:
     """`rather eval` prints what the run's last evaluation wrote; of the base model, what its first did."""
     file = yaml_file()
-    trained = rather("train", file)
-    assert trained.exit_code == 0, trained.output
+    succeed("train", file)
     run = tmp_path / "out" / "run"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = rows_of(run / "metrics.jsonl")
     evaluations = [
         {k: v for k, v in line.items() if k.startswith("eval/")}
         for line in lines
         if "eval/loss" in line
     ]
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    result = rather("eval", file)
-    assert result.exit_code == 0, result.output
+    result = succeed("eval", file)
     assert json.loads(result.stdout) == pytest.approx(evaluations[-1], rel=1e-6)
     base = rather("eval", file, "--model", shared / "base")
     assert json.loads(base.stdout) == pytest.approx(evaluations[0], rel=1e-6)
@@ -172,59 +171,51 @@ def test_train_then_evaluate(yaml_file: Callable[..., Path], shared: Path, tmp_p
     assert {path.name for path in (tmp_path / "logs" / "run").iterdir()} == {
         "driver.log", "actor_train-0.log", "reference-0.log",
     }  # fmt: skip
-    again = rather("train", file)
-    assert again.exit_code == 0
+    again = succeed("train", file)
     assert "is finished at step 2" in again.output
-    other_loss = rather("train", file, "beta=0.7", "max_steps=3")
-    assert other_loss.exit_code == 4
-    assert "belongs to another run" in other_loss.stderr
-    anew = rather("train", file, "beta=0.7", "--overwrite")
-    assert anew.exit_code == 0, anew.output
+    assert "belongs to another run" in exits(4, "train", file, "beta=0.7", "max_steps=3")
+    succeed("train", file, "beta=0.7", "--overwrite")
 
 
 def test_a_dry_run_writes_no_run(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
-    result = rather("train", yaml_file(), "--dry-run")
-    assert result.exit_code == 0, result.output
+    result = succeed("train", yaml_file(), "--dry-run")
     assert "40 pairs, 2 steps of 8 pairs" in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["dpo.yaml"]
 
 
 def test_data_shows_pairs(yaml_file: Callable[..., Path]) -> None:
-    result = rather("data", yaml_file(), "--show", "2")
-    assert result.exit_code == 0, result.output
+    result = succeed("data", yaml_file(), "--show", "2")
     assert "40" in result.stdout
     assert "[[" in result.stdout  # what is scored, where there are no colours
 
 
-def test_exit_codes(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
-    file, nan = yaml_file(), "tests.train.test_pipeline.NotANumber"
-    for words, code, text in (
-        (
-            ["train", file, f"actor_train.data_args.file_name={tmp_path}/none.jsonl"],
-            3,
-            "none.jsonl",
-        ),
-        (["train", file, f"pretrain={tmp_path}/none"], 2, "does not exist"),
-        (["train", tmp_path / "none.yaml"], 2, "none.yaml"),
-        (["eval", file], 2, "Train first"),
-        (["eval", file, "validation.data_args.file_name=null"], 2, "held-out"),
-        (["train", file, f"actor_train.worker_cls={nan}"], 6, "such steps in a row"),
-        (["train", file, "pref_loss=sigmoyd"], 2, "did you mean 'sigmoid'?"),
-    ):
-        done = rather(*words)
-        assert (done.exit_code, text in done.stderr) == (code, True), words
+EXITS = """
+    3 | train {file} actor_train.data_args.file_name={folder}/none.jsonl | none.jsonl
+    2 | train {file} pretrain={folder}/none | does not exist
+    2 | train {folder}/none.yaml | none.yaml
+    2 | eval {file} | Train first
+    2 | eval {file} validation.data_args.file_name=null | held-out
+    6 | train {file} actor_train.worker_cls=tests.train.test_pipeline.NotANumber | such steps in a row
+    2 | train {file} pref_loss=sigmoyd | did you mean 'sigmoid'?
+"""
+
+
+@pytest.mark.parametrize(("code", "line", "said"), read_table(EXITS))
+def test_exit_codes(
+    yaml_file: Callable[..., Path], tmp_path: Path, code: str, line: str, said: str
+) -> None:
+    done = rather(*line.format(file=yaml_file(), folder=tmp_path).split())
+    assert (done.exit_code, said in done.stderr) == (int(code), True), done.output
 
 
 def test_what_a_loss_refuses_has_its_line_and_costs_nothing(
     yaml_file: Callable[..., Path], tmp_path: Path
 ) -> None:
-    result = rather(
-        "train", yaml_file(pref_loss="hinge", gamma=1.0, f_divergence_type="js", soft_labels=True)
-    )
-    assert result.exit_code == 2
-    assert "gamma (dpo.yaml:" in result.output
-    assert "loss 'hinge' takes beta; it has no gamma" in result.output
-    assert "soft_labels (dpo.yaml:" in result.output
+    changes = {"pref_loss": "hinge", "gamma": 1.0, "f_divergence_type": "js", "soft_labels": True}
+    printed = exits(2, "train", yaml_file(**changes))
+    assert "gamma (dpo.yaml:" in printed
+    assert "loss 'hinge' takes beta; it has no gamma" in printed
+    assert "soft_labels (dpo.yaml:" in printed
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "logs").exists()
 
@@ -233,20 +224,17 @@ def test_refused_data_leaves_its_report(yaml_file: Callable[..., Path], tmp_path
     rows = [{"prompt": "w1", "chosen": " w2", "rejected": f" w{i}"} for i in range(2, 9)]
     (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
     file, bad = yaml_file(), f"actor_train.data_args.file_name={tmp_path / 'bad.jsonl'}"
-    assert rather("train", file, bad).exit_code == 3
+    exits(3, "train", file, bad)
     report = json.loads((tmp_path / "out" / "run" / "data_report.json").read_text())
     assert report["train"]["dropped"]["identical_text"]["count"] == 1
-    assert (
-        rather("train", file, "resume_from_checkpoint=false").exit_code == 0
-    )  # that was no run yet
-    assert rather("train", file, "resume_from_checkpoint=false").exit_code == 2
+    succeed("train", file, "resume_from_checkpoint=false")  # that was no run yet
+    exits(2, "train", file, "resume_from_checkpoint=false")
 
 
 def test_the_written_config_trains_on(yaml_file: Callable[..., Path], tmp_path: Path) -> None:
     """config.yaml of a run that was started anew must not start anew again."""
-    assert rather("train", yaml_file(max_steps=1), "--overwrite").exit_code == 0
+    succeed("train", yaml_file(max_steps=1), "--overwrite")
     written = tmp_path / "out" / "run" / "config.yaml"
-    again = rather("train", written, "max_steps=2")
-    assert again.exit_code == 0, again.output
-    lines = (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines if "loss" in json.loads(line)] == [1, 2]
+    succeed("train", written, "max_steps=2")
+    lines = rows_of(written.with_name("metrics.jsonl"))
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
