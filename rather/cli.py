@@ -30,7 +30,8 @@ from rather.run_folder.control import PATIENCE, StopRequest, leave_within
 
 REMOVED_COMMANDS = {
     "compare": "it was removed. `rather board output` shows the curves of runs, and the settings that "
-    "differ, next to each other; `diff -r A/model B/model` says whether weights are equal.",
+    "differ, next to each other; `sha256sum A/model/*.safetensors B/model/*.safetensors` says "
+    "whether weights are equal.",
     "compare-losses": "it was removed. To compare losses, train with each: `rather sweep dpo.yaml "
     "pref_loss=sigmoid,ipo`.",
 }

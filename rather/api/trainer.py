@@ -529,8 +529,8 @@ class DPOTrainer:
         """Run the pipeline; return all records of the run, also those before a resume."""
         folder = Path(run_dir).expanduser().absolute() if run_dir else None
         if folder:
-            names = {"output_dir": str(folder.parent), "exp_name": folder.name}
-            self.config = with_rounding_of_run(self.config.model_copy(update=names))
+            folders = {"output_dir": str(folder.parent), "exp_name": folder.name}
+            self.config = with_rounding_of_run(self.config.model_copy(update=folders))
             policy = self.policy.policy
             if self.config.rounding == "nearest":
                 policy.rounding = replace(policy.rounding, kind="nearest", held=frozenset())

@@ -79,13 +79,16 @@ def print_methods(
     device = _listed_device(gpu) or device_here("cuda")
     methods = methods_of(model, device, gpu or gpu_here("cuda"))
     if as_json:
-        return print_json([
-            {
-                "method": name, "sequence_length": method.forecast.config.sequence_length,
-                "pairs_per_second": method.pairs_per_second, **method.as_json(),
-            }
-            for name, by_length in methods.items() for method in by_length
-        ])  # fmt: skip
+        entries = []
+        for name, by_length in methods.items():
+            for method in by_length:
+                facts = {
+                    "method": name,
+                    "sequence_length": method.forecast.config.sequence_length,
+                    "pairs_per_second": method.pairs_per_second,
+                }
+                entries.append({**facts, **method.as_json()})
+        return print_json(entries)
     forecasts = [method.forecast for method in methods["full"]]
     headings = [f"{forecast.config.sequence_length:,} tokens" for forecast in forecasts]
     weights = forecasts[0].sizes.weights / 1e9

@@ -148,6 +148,7 @@ REMOVED = {
     "timeouts.adaptive": "was removed; every call may take as long as the other keys of timeouts "
     "say; remove it",
 }
+REMOVED_VALUES = {"report_html=auto": "`auto` was removed; write true, the default, or false"}
 TOP_REFUSED = {
     **REMOVED,
     "profiler_memory": "is not supported; remove it",

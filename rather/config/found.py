@@ -156,13 +156,15 @@ def found_values(
     return allowed
 
 
+def in_run_folder(path: Path) -> bool:
+    return (path.absolute().parent / "metrics.jsonl").exists()
+
+
 def is_found(path: Path) -> bool:
     """Whether a YAML is in a run folder that this user's own `rather train` did not write."""
-    run_dir = path.absolute().parent
+    config = path.absolute().parent / "config.yaml"
     try:
-        return (run_dir / "metrics.jsonl").exists() and not is_signed(
-            yaml_text(run_dir / "config.yaml", own)
-        )
+        return in_run_folder(path) and not is_signed(yaml_text(config, own))
     except (OSError, ValueError):
         return True
 

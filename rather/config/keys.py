@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from rather.config.compat import DEGREES, REMOVED, Names
+from rather.config.compat import DEGREES, REMOVED, REMOVED_VALUES, Names
 from rather.config.plugins import did_you_mean
 from rather.config.redaction import looks_secret
 from rather.config.schema import RunConfig
@@ -282,6 +282,7 @@ def field_problems(error: ValidationError, data: JsonObject) -> dict[Names, str]
         else:
             key = table().get(path) or table()[path.rpartition(".")[0]]
             reason = details["ctx"]["error"] if details["type"] == "value_error" else ""
-            text = key.refusal(path, setting, str(reason))
+            removed = REMOVED_VALUES.get(f"{path}={setting}")
+            text = removed or key.refusal(path, setting, str(reason))
         texts.setdefault(names, text)
     return texts

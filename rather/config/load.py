@@ -33,7 +33,7 @@ from pydantic import ValidationError
 
 from rather.config import paths
 from rather.config.compat import Names, roll_keys
-from rather.config.found import ALLOWED, NO_TRUST, Trust, found_values, is_found
+from rather.config.found import ALLOWED, NO_TRUST, Trust, found_values, in_run_folder, is_found
 from rather.config.inherit import set_at
 from rather.config.keys import field_problems, nearest, table
 from rather.config.run_config import FOR_A_PART, FOR_A_RUN, DPOConfig
@@ -152,6 +152,8 @@ def _validated(path: Path, composed: DictConfig, sources: dict[str, str]) -> DPO
     if "exp_name" not in raw:
         raw["exp_name"] = composed.exp_name = path.stem
         sources["exp_name"] = "name of the file"
+    if raw.get("report_html") == "auto" and in_run_folder(path):
+        raw["report_html"] = True  # an earlier version wrote its default down
     problems: dict[Names, str] = {}
     for names, leaf in _leaves(raw):
         if "defaults" in sources:

@@ -806,8 +806,7 @@ class TrackingKeys(Section):
     in every epoch (about 60 bytes a row), which `rather pairs` reads. Only for task: preference."""
     report_html: bool = True
     """Write report.html into the run folder when the run ends: one file that works offline.
-    `rather report` writes it at any time. Range: write true instead of `auto`, which earlier
-    versions had."""
+    `rather report` writes it at any time."""
 
 
 class RayArgs(Section):

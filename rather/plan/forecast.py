@@ -133,7 +133,8 @@ class Forecast:
             and args.vision_cache == "auto"
             and set(args.frozen_parts) == set(PARTS)
         ):
-            rows = 1 + len({match[1] for name in sizes.tower if (match := DEEP.search(name))})
+            matches = map(DEEP.search, sizes.tower)
+            rows = 1 + len({match[1] for match in matches if match})
             width = sizes.hidden * stored_dtype(args, self.device.kind).itemsize
             disk["image features"] = min(
                 pairs.image_tokens * rows * width, args.vision_cache_gb * 1e9

@@ -114,7 +114,7 @@ class RoleState:
 
     @property
     def on_device(self) -> WeightBytes:
-        """Those of them that are in the memory of the rank's device."""
+        """Return the bytes of one rank by purpose that are in its device's memory."""
         return WeightBytes(*map(mul, self.by_purpose, self.device_shares))
 
     @property
@@ -152,10 +152,10 @@ def role_state(
         each = _bytes_of_weight(
             found, kind, args, precision=keys.precision, rounding=keys.rounding, narrow=narrow
         )
-    shards = groups = 1
-    if found.stage:
-        shards, groups = found.shard * found.cp, max(1, found.shard // found.ep) * found.cp
-    whole = dense, norms, experts = _counts(shapes, found, shards)
+    shards = found.shard * found.cp if found.stage else 1
+    expert_shards = max(1, found.shard // found.ep) * found.cp if found.stage else 1
+    whole = _counts(shapes, found, shards)
+    dense, norms, experts = whole
     ranks = range(found.pp) if stage is None else [stage]
     held = [_counts(on_pipeline_rank(shapes, found, rank), found, shards) for rank in ranks]
     # How many ranks like this one would hold the whole.
@@ -167,7 +167,7 @@ def role_state(
         Part(linears, WeightBytes(FOUR_BITS), 0),
         Part(dense - linears, base, kept, shards, found.tp * pp[0]),
         Part(norms, base, kept, shards, pp[1]),
-        Part(experts, base, kept, groups, found.ep * pp[2]),
+        Part(experts, base, kept, expert_shards, found.ep * pp[2]),
     ]
     if args.has_adapter:
         cut = found.tp * found.pp
@@ -180,11 +180,20 @@ def _places(found: Layout, kind: str, shapes: Shapes) -> tuple[WeightBytes, Weig
     """Return which share of each purpose is on the device, and which is in host memory."""
     if not keeps_state_on_host(found, kind):
         return (NOTHING, EVERYTHING) if found.host and kind == "cuda" else (EVERYTHING, NOTHING)
-    layers = {match[1] for name in shapes if (match := LAYER.search(name))}
+    layers = _layers_by_weight(shapes)
     weights = sum(map(prod, shapes.values()))
-    inner = sum(prod(shape) for name, shape in shapes.items() if LAYER.search(name)) / weights
-    summed_here = 1 - inner + SLOTS * inner / len(layers)
+    inner = sum(prod(shapes[name]) for name in layers) / weights
+    summed_here = 1 - inner + SLOTS * inner / len(set(layers.values()))
     return WeightBytes(1, summed_here), WeightBytes(0, inner, 1, 1)
+
+
+def _layers_by_weight(shapes: Shapes) -> dict[str, int]:
+    """Return the number of the decoder layer of each weight that is in one."""
+    layers = {}
+    for name in shapes:
+        if match := LAYER.search(name):
+            layers[name] = int(match[1])
+    return layers
 
 
 def _in_4_bits(shapes: Shapes) -> int:
@@ -242,7 +251,7 @@ def on_pipeline_rank(shapes: Shapes, found: Layout, rank: int) -> Shapes:
         return shapes
     pipeline = found.pipeline
     stages = pipeline.stages_of(rank)
-    layers = {name: int(match[1]) for name in shapes if (match := LAYER.search(name))}
+    layers = _layers_by_weight(shapes)
     before = list(takewhile(lambda name: name not in layers, shapes))
     after = [name for name in shapes if name not in layers and name not in before]
     count = 1 + max(layers.values())

@@ -57,14 +57,14 @@ class Alternative:
         return self.forecast.config.global_batch() / seconds.total if seconds else None
 
     @property
-    def rank(self) -> tuple[float, float]:
-        """Sort those that fit by speed, then by memory, and the others by memory."""
+    def sort_key(self) -> tuple[float, float]:
+        """Return a key that sorts those that fit by speed, then memory, and others by memory."""
         rate = self.pairs_per_second if self.forecast.fits else None
         return -float(f"{rate or 0:.2g}"), self.forecast.parts.total
 
     @property
-    def trained(self) -> tuple[object, ...]:
-        """What decides the weights that result; other settings are for memory and speed."""
+    def trained_settings(self) -> tuple[object, ...]:
+        """Return the settings that change the trained weights."""
         config = self.forecast.config
         args = config.actor_train.model_args
         return config.global_batch(), config.precision, args.lora_rank, args.quantization
@@ -86,10 +86,10 @@ def alternatives(own: Forecast, judge: Callable[[Change], Forecast]) -> list[Alt
     fitting = [option for option in options if option.forecast.fits]
     least: dict[tuple[object, ...], float] = {}  # bytes, by what is trained
     better = []
-    for option in sorted(fitting or options, key=lambda option: option.rank):
+    for option in sorted(fitting or options, key=lambda option: option.sort_key):
         size = option.forecast.parts.total
-        if size < least.get(option.trained, inf):
-            least[option.trained] = size
+        if size < least.get(option.trained_settings, inf):
+            least[option.trained_settings] = size
             better.append(option)
     return [option for option in better if option is not unchanged][:MOST]
 
@@ -153,7 +153,10 @@ def methods_of(model: str, device: Device, gpu: str | None) -> Mapping[str, list
             change, Forecast(changed(config, {**change, **sized}), sizes, device, pairs, speed)
         )
 
-    return {name: [judge(change, length) for length in lengths] for name, change in METHODS.items()}
+    methods = {}
+    for name, change in METHODS.items():
+        methods[name] = [judge(change, length) for length in lengths]
+    return methods
 
 
 def _is_possible(model: str, length: int) -> bool:

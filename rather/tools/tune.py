@@ -469,7 +469,8 @@ class Tuning:
     @property
     def _costs(self) -> tuple[float, float]:
         """The seconds of a step, and what a run takes besides; the first ones fill caches."""
-        timed = [run for name in self.searched if (run := self.runs[name])["steps"]]
+        searched_runs = [self.runs[name] for name in self.searched]
+        timed = [run for run in searched_runs if run["steps"]]
         if not timed:
             raise ConfigError(f"No setting could be trained; see {self.folder / STATE}.")
         step = min(run["step_seconds"] for run in timed)

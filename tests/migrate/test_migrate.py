@@ -103,6 +103,17 @@ def test_roll_files() -> None:
     assert row_of(results["experts"], experts).status == CONVERTED
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("trl", {**BASIC, "use_peft": True, "deepspeed": {"zero_optimization": {"stage": 2}}}),
+        ("axolotl", {"rl": "dpo", "base_model": "m", "trl": {"sync_ref_model": True, "ref_model_sync_steps": 9}}),
+    ],
+)  # fmt: skip
+def test_parts_of_dotted_keys_are_not_marks(name: str, values: Any) -> None:
+    assert guess(Path("x.yaml"), values, PEERS).name == name
+
+
 # ---- the command
 
 
@@ -311,6 +322,9 @@ def factory(tmp_path: Path) -> Path:
         axolotl | {rl: null, datasets: [{path: d.jsonl, type: chat_template}]} | {task: sft, data.score: assistant} ## U12
         axolotl | {eval_table_max_new_tokens: null} | {beta: 0.1}
         axolotl | {warmup_steps: 7, warmup_ratio: 0.1} | {training.warmup_steps: 7, training.warmup_ratio: 0.0} ## U20
+        axolotl | {warmup_steps: 0, warmup_ratio: 0.1} | {training.warmup_steps: 0, training.warmup_ratio: 0.0}
+        axolotl | {warmup_steps: 10, lr_scheduler: constant} | {training.warmup_steps: 0, training.lr_scheduler_type: constant}
+        axolotl | {warmup_steps: null, lr_scheduler: constant} | {training.warmup_steps: 0, training.warmup_ratio: 0.0}
         axolotl | {warmup_steps: null, warmup_ratio: 0.1, max_steps: 99, save_steps: 9} | {training.warmup_steps: 0, training.warmup_ratio: 0.1} ## U20
         axolotl | {saves_per_epoch: 2, evals_per_epoch: 4, num_epochs: 2, val_set_size: 0.1} | {save_steps: 0.25, eval_steps: 0.125} ## U20
         axolotl | {saves_per_epoch: 1, num_epochs: 1} | {save_steps: null, eval_steps: null} ## U20
@@ -397,8 +411,11 @@ def test_other_algorithms_are_refused_by_name(values: Any, peer: str, named: str
     ("values", "peer", "expected"),
     [
         ({**FACTORY, "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct", "image_max_pixels": 262144},
-         "llama-factory", {f"{DATA}.image_max_pixels": 262144}),
-        ({**BASIC, "model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct"}, "trl", {}),
+         "llama-factory", {f"{DATA}.image_max_pixels": 262144, f"{MODEL}.freeze": None}),
+        ({**BASIC, "model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct"}, "trl", {f"{MODEL}.freeze": []}),
+        ({**AXOLOTL, "base_model": "Qwen/Qwen3-VL-2B-Instruct"}, "axolotl", {f"{MODEL}.freeze": []}),
+        ({**AXOLOTL, "base_model": "Qwen/Qwen3-VL-2B-Instruct", "adapter": "lora"}, "axolotl",
+         {f"{MODEL}.freeze": None}),
     ],
 )  # fmt: skip
 def test_examples_with_images_say_what_may_differ(values: Any, peer: str, expected: Any) -> None:
@@ -438,7 +455,8 @@ def test_sharded_weights_need_the_number_of_devices(
     values, trainer = (FACTORY, None) if peer == "llama-factory" else (BASIC, "dpo")
     result = of({**values, **sharded}, peer, trainer, folder=factory)
     assert problems(result) == {"(devices)": MISSING}
-    assert "set actor_train.device_mapping" in result.yaml()
+    assert "the weights are divided among devices" in result.yaml()
+    assert "pass --devices" in result.yaml()
     known = of({**values, **sharded}, peer, trainer, devices=4, folder=factory)
     assert (problems(known), known.config.global_batch()) == ({}, pairs)
 

@@ -118,10 +118,12 @@ def test_gaps_of_a_long_line_are_kept() -> None:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A page with hostile texts, a long line, a short one with gaps, and bars."""
-    lines = [line(HOSTILE, (range(100_000), noisy(100_000)))]
+    lines = [line(HOSTILE, (range(100_000, 200_000), noisy(100_000)))]
     gaps = [line("a", ([1, 2, 3, 4, 5], [0.1, math.nan, 0.3, 0.4, math.inf]), colour=3)]
     bars = [{"name": name, "x": [HOSTILE, "2"], "y": [7, 1]} for name in ("a", "b")]
     charts = [
+        chart("Damaged", "", [{"name": "a", "x": [None], "y": [1]}], bars=True),
+        chart("Start", "", [line("a", ([0], [1.0]))]),
         chart("Long " + HOSTILE, HOSTILE, lines),
         chart("Short", HOSTILE, gaps, range=[0, 1], percent=True),
         chart("Bars", HOSTILE, bars, x="tokens", bars=True),
@@ -142,7 +144,9 @@ def test_in_a_browser(open_page: OpenPage, file: Path) -> None:
     opened = open_page(file, theme="dark")
     assert opened.title() == HOSTILE
     assert opened.evaluate("JSON.parse(document.getElementById('data').textContent).a") == HOSTILE
-    long, short = drawn_points(opened)
+    assert opened.inner_text("#damaged") == "This chart cannot be drawn; the table has its numbers."
+    assert "-1" not in opened.locator("#start text").all_text_contents()
+    _, long, short = drawn_points(opened)
     assert 100 < long <= 500
     assert short == 3  # in two parts, with a gap between them
     assert opened.locator("#short path.line").get_attribute("d").count("M") == 2
@@ -156,6 +160,9 @@ def test_in_a_browser(open_page: OpenPage, file: Path) -> None:
     box = opened.locator("#short svg").bounding_box()
     opened.mouse.move(box["x"] + box["width"] - 16, box["y"] + 50)
     assert opened.locator("#short .values").is_hidden()  # a gap is there
+    box = opened.locator(".plot svg").nth(1).bounding_box()
+    opened.mouse.move(box["x"] + box["width"] - 12, box["y"] + 50)
+    assert "step: 199,999" in opened.locator(".plot .values").nth(1).inner_text()
     assert overflow(opened) == 0
     opened.set_viewport_size({"width": NARROW[0], "height": NARROW[1]})
     wait_until(opened, "document.querySelector('.plot svg').getBoundingClientRect().width < 390")

@@ -77,9 +77,9 @@ def test_each_row_is_faster_or_smaller_than_others_that_train_the_same(
     assert own.fits
     assert others
     for one, other in product([Alternative({}, own), *others], others):
-        if one.trained == other.trained and one.rank < other.rank:
+        if one.trained_settings == other.trained_settings and one.sort_key < other.sort_key:
             assert other.forecast.parts.total < one.forecast.parts.total
-            assert one.rank[0] < other.rank[0]  # faster
+            assert one.sort_key[0] < other.sort_key[0]  # faster
 
 
 # --- methods ---

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rather.config.load import load
 from rather.config.redaction import HIDDEN
 from rather.errors import ConfigError
 from rather.pipeline.pipeline import DPOPipeline
@@ -483,9 +484,14 @@ def test_the_report_of_a_failed_run_says_so_and_a_full_disk_costs_one_warning(
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "report.html"]
 
 
-def test_auto_is_not_a_choice(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="report_html: 'auto' is not true or false"):
-        make_config(tmp_path, report_html="auto")
+def test_auto_is_only_read_in_a_run_folder(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    data = "actor_train: {data_args: {file_name: pairs.jsonl}}"
+    file.write_text(f"report_html: auto\npretrain: model\n{data}\n")
+    with pytest.raises(ConfigError, match=r"report_html \(config.yaml:1\): `auto` was removed"):
+        load(file)
+    (tmp_path / "metrics.jsonl").touch()
+    assert load(file).report_html is True
 
 
 def test_the_command_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.commands.conftest import exits
+from tests.migrate.convert import of
 from tests.security.conftest import Config
 
 TOUCH = "touch code-ran-here"
@@ -83,3 +85,8 @@ def test_a_worker_class_is_the_authors_own_and_must_be_one(config: Config) -> No
     for text in ("os", "os.system('x')", "os.system; import evil", "../evil.Evil"):
         exits(2, "train", config(actor_train__worker_cls=text))
     assert "worker_cls" in exits(2, "train", config(actor_train__worker_cls="os.system"))
+
+
+def test_the_name_of_a_migrated_key_adds_no_line() -> None:
+    result = of({"a\nsystem_envs: {A: b}\n#": 1})
+    assert yaml.safe_load(result.yaml()) == result.values

@@ -492,11 +492,11 @@ def _label(row: Row, threshold: float | None) -> float:
 
 def _format_of(row: Row, layout: RowLayout) -> DataFormat:
     if layout.format != "auto":
-        chosen = FORMATS[layout.format]
-        require(row, *chosen.needs)
-        if not chosen.fits(_columns_with_values(row)):
-            raise DropReason("missing_key", f"the row has none of {', '.join(chosen.one_of)}")
-        return chosen
+        data_format = FORMATS[layout.format]
+        require(row, *data_format.needs)
+        if not data_format.fits(_columns_with_values(row)):
+            raise DropReason("missing_key", f"the row has none of {', '.join(data_format.one_of)}")
+        return data_format
     if form := matching_format(row, layout):
         return form
     columns = _columns_with_values(row)

@@ -34,14 +34,17 @@ from rather.tools.migrate.rules import (
     MIXTURE,
     NEEDLESS,
     OPEN,
+    SEEING,
     UNKNOWN,
     UNSET,
+    VISION,
     WRITTEN,
     Given,
     Outcome,
     Rule,
     Unsupported,
     all_hold,
+    one_line,
     pairs,
     rounds_instead,
     short,
@@ -76,7 +79,7 @@ ESSENTIAL = """
     scored turns = data.score
     router loss = model.moe_aux_loss_coef
 """
-# What an incomplete file has where its source says nothing.
+# Placeholders for keys that the source file does not set.
 PLACES = {"pretrain": "path/to/model", "actor_train.data_args.file_name": "path/to/pairs.jsonl"}
 KEYS = Path(__file__).parent / "keys"  # lists that bench/migrate_keys.py makes
 # What is known besides the keys of a file.
@@ -85,16 +88,13 @@ VARIABLE = re.compile(r"\$(\{|[A-Za-z_])")
 UNSURE = "its value is only known when a script has filled it in"
 QUANTISED = "its weights are quantised and cannot be trained; name the model in full precision"
 ROUNDED = re.compile(r"(?i)(^|[-_/.])(gptq|awq|aqlm|hqq|eetq|bnb-4bit|int4|int8)($|[-_/.])")
-VISION = re.compile(  # names of models and data sets
-    r"(?i)(^|[^a-z])((intern)?(vl|vlm)|llava\w*|vision|omni|pixtral|idefics\w*|[a-z]*ocr|tts|asr|audio|"
-    r"speech|minicpm-?[vo]|ovis\w*|janus\w*|emu\d?|textcaps|llama-?4|rlaif-v)($|[^a-z])"
-)
-# Models that see images here.
-SEEING = re.compile(r"(?i)qwen(2\.?5-?vl|3-?vl|3\.?5)|llava-?(v1\.6|next)|smolvlm")
 IMAGES = (
     "tools scale images before the processor does, so sizes and tokens of images may differ; "
-    "compare `rather data --show 3`, set data_args.image_dir and image_max_pixels; TRL and Axolotl "
-    "train the vision tower, which here needs model_args.freeze: []"
+    "compare `rather data --show 3`, set data_args.image_dir and image_max_pixels"
+)
+SHARDED = (
+    "the weights are divided among devices, and the pairs of a step depend on how many there are; "
+    "pass --devices"
 )
 
 
@@ -138,7 +138,7 @@ class Peer:
             with suppress(TypeError, ValueError):  # it depends on senseless values
                 yield key, derive(given)
         for line in self.defaults.strip().splitlines():
-            settings, *conditions = " ".join(line.split()).split(" if ")
+            settings, *conditions = one_line(line).split(" if ")
             if all_hold(conditions, given):
                 yield from pairs(settings).items()
 
@@ -174,7 +174,7 @@ class Migrated:
 
     def yaml(self) -> str:
         tool = f"{self.peer.name} {self.peer.version}"
-        lines = [f"# Made by `rather migrate` from {self.name} ({tool})."]
+        lines = [one_line(f"# Made by `rather migrate` from {self.name} ({tool}).")]
         if not self.is_complete:
             lines.append("# INCOMPLETE: it does not train what the source trains.")
         lines += [f"# {row.line}" for row in self.rows if row.status in PROBLEMS]
@@ -206,9 +206,10 @@ class Migrated:
 def guess(path: Path, values: JsonObject, peers: Mapping[str, Peer]) -> Peer:
     """Return the tool that these keys belong to; an error if none or several match."""
     keys = {*flatten(values), *values}
-    keys.update(*(key.split(".") for key in keys))
-    marks = {name: peer.marks for name, peer in peers.items()} | MARKS
-    counts = {name: len(keys.intersection(text.split())) for name, text in marks.items()}
+    key_parts = keys.union(*(key.split(".") for key in keys))
+    counts = {name: len(keys.intersection(peer.marks.split())) for name, peer in peers.items()}
+    for name, marks in MARKS.items():
+        counts[name] = len(key_parts.intersection(marks.split()))
     highest = max(counts.values())
     best = [name for name, count in counts.items() if count == highest > 0]
     offered = [name for name in best if name in peers]
@@ -249,9 +250,10 @@ def migrate(
     stated = _values(rows)
     defaults = [_row(peer, key, given[key], given) for key in filled]
     rows += _differing_defaults(defaults, stated)
-    before = _values(rows)
+    proposed = _values(rows)
     rows, config = _judged(rows)
-    determined = (_values(defaults) | before).keys() - (before.keys() - _values(rows).keys())
+    rejected = proposed.keys() - _values(rows).keys()
+    determined = (_values(defaults).keys() | proposed.keys()) - rejected
     knows_devices = bool(devices) or DEVICES in determined
     rows += _missing(peer, rows, determined, config, knows_devices=knows_devices)
     rows += _of_model(path, config)
@@ -266,12 +268,12 @@ def _fill_defaults(peer: Peer, given: JsonObject) -> list[str]:
     """
     filled = []
     for key, default in peer.defaults_for(given):
-        is_set = given.get(key) is not None or (
-            key in given and (key in filled or _outcome(peer, key, None, given).values)
-        )
-        if default is not UNSET and not is_set:
-            given[key] = default
-            filled.append(key)
+        if default is UNSET or key in filled or given.get(key) is not None:
+            continue
+        if key in given and _outcome(peer, key, None, given).values:
+            continue
+        given[key] = default
+        filled.append(key)
     return filled
 
 
@@ -295,10 +297,13 @@ def _agreed(rows: list[Outcome]) -> list[Outcome]:
     first: dict[str, Outcome] = {}
     checked = []
     for row in rows:
-        against = {first[path].key for path, setting in row.values.items()
-                   if first.setdefault(path, row).values[path] != setting}  # fmt: skip
-        note = f"contradicts {', '.join(sorted(against))}; remove one of them"
-        checked.append(row.refused(IMPOSSIBLE, note) if against else row)
+        contradicted = set()
+        for path, setting in row.values.items():
+            earlier = first.setdefault(path, row)
+            if earlier.values[path] != setting:
+                contradicted.add(earlier.key)
+        note = f"contradicts {', '.join(sorted(contradicted))}; remove one of them"
+        checked.append(row.refused(IMPOSSIBLE, note) if contradicted else row)
     return checked
 
 
@@ -320,6 +325,8 @@ def _missing(
         if needless.get(name) or f"({name})" in reported or not determined.isdisjoint(paths):
             continue
         note = f"neither set in the source file nor a fixed default of {peer.name}; set {paths[0]}"
+        if name == "devices":
+            note = SHARDED
         values = {path: PLACES[path] for path in paths if path in PLACES}
         yield Outcome(MISSING, values, note, f"({name})")
 
@@ -391,14 +398,14 @@ def _without_rule(peer: Peer, key: str, value: Any) -> Outcome:
 
 def _differing_defaults(rows: list[Outcome], stated: JsonObject) -> Iterator[Outcome]:
     """Yield the defaults of the tool that are not Rather's, and those that have no counterpart."""
-    ours = {path: key.default for path, key in table().items()}
+    rather_defaults = {path: key.default for path, key in table().items()}
     for row in rows:
         differing = {path: setting for path, setting in row.values.items()
-                     if path not in stated and setting != ours[path]}  # fmt: skip
+                     if path not in stated and setting != rather_defaults[path]}  # fmt: skip
         if row.status in INCOMPLETE:
             yield row
         elif differing:
-            defaults = ", ".join(short(ours[path]) for path in differing)
+            defaults = ", ".join(short(rather_defaults[path]) for path in differing)
             note = f"Rather's default is {defaults}"
             note += f"; {row.note}" if row.note else ""
             yield row._replace(status=WRITTEN, values=differing, note=note)

@@ -27,7 +27,14 @@ MIXTURE = re.compile(  # names of models that are mixtures of experts
     r"(?i)(^|[^a-z])(\d+x\d+b|\d+b-?a\d|a\d+(\.\d+)?b|\w*moe|mixtral|deepseek-v[23]|gpt-oss)"
     r"($|[^a-z])"
 )
+VISION = re.compile(  # names of models and data sets
+    r"(?i)(^|[^a-z])((intern)?(vl|vlm)|llava\w*|vision|omni|pixtral|idefics\w*|[a-z]*ocr|tts|asr|audio|"
+    r"speech|minicpm-?[vo]|ovis\w*|janus\w*|emu\d?|textcaps|llama-?4|rlaif-v)($|[^a-z])"
+)
+# Models that see images here.
+SEEING = re.compile(r"(?i)qwen(2\.?5-?vl|3-?vl|3\.?5)|llava-?(v1\.6|next)|smolvlm")
 ONLINE = re.compile(r"(?i)(ppo|grpo|gspo|gdpo|rloo|xpo|online|nash|reinforce)")
+KINDS = {"mixture": [MIXTURE], "vision": [VISION, SEEING]}  # of models, in conditions
 SIGN = re.compile(r"(?:^|\s)([=~@>]|\?\??|!!?)(?:\s+|$)")  # of a line of a table
 OPERATOR = re.compile(r" ?(\b(?:un)?set$|[<>]|!?=|~)")  # of a condition
 
@@ -46,12 +53,12 @@ class Outcome(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Return all of it in one line."""
-        ours = ", ".join(f"{path}: {short(v)}" for path, v in self.values.items())
+        """Return all of it in one line; names of keys come from the file and may have several."""
+        rather_values = ", ".join(f"{path}: {short(v)}" for path, v in self.values.items())
         text = f"{self.status}: {self.key}"
         text += "" if self.value is None else f" = {short(self.value)}"
-        text += f" -> {ours}" if ours else ""
-        return f"{text}; {self.note}" if self.note else text
+        text += f" -> {rather_values}" if rather_values else ""
+        return one_line(f"{text}; {self.note}" if self.note else text)
 
 
 Rule = Callable[[Any, Given], Outcome]
@@ -71,9 +78,13 @@ def gives(values: JsonObject, note: str = "") -> Outcome:
 NOT_NEEDED = gives({})
 
 
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def short(value: Any) -> str:
     text = str(value) if not isinstance(value, bool) else str(value).lower()
-    text = "null" if value is None else " ".join(text.split())
+    text = "null" if value is None else one_line(text)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -162,7 +173,7 @@ def facts(text: str) -> Rules:
     rules: dict[str, Lines] = {}
     names: list[str] = []
     for line in text.strip().splitlines():
-        start, sign, meaning = (*SIGN.split(" ".join(line.split()), maxsplit=1), "", "")[:3]
+        start, sign, meaning = (*SIGN.split(one_line(line), maxsplit=1), "", "")[:3]
         names_of_line, *conditions = start.split(" if ")
         names += names_of_line.split()
         if sign:
@@ -175,15 +186,17 @@ def facts(text: str) -> Rules:
 def all_hold(conditions: list[str], given: Given, value: Any = None) -> bool:
     """Return whether all conditions hold.
 
-    `set`: not empty, 0 or false; `unset`; `>1`; `<1`; `=a or b`; `!=a`; `~a or b`, contains a or b. With
-    another key before it, of that key. `mixture key`, a model.
+    `set`: not null, 0, false, empty, "no" or "none"; `unset`: one of these; `!=none`: any value is
+    written, also 0. `>1`; `<1`; `=a or b`; `!=a`; `~a or b`: contains a or b. With a key before
+    it, the condition is about that key. `mixture key`, `vision key`: the name of a model.
     """
     return all(_holds(condition, given, value) for condition in conditions)
 
 
 def _holds(condition: str, given: Given, value: Any) -> object:
-    if condition.startswith("mixture "):
-        return MIXTURE.search(str(given.get(condition[8:])))
+    kind, _, key = condition.partition(" ")
+    if kind in KINDS:
+        return all(pattern.search(str(given.get(key))) for pattern in KINDS[kind])
     key, sign, names = OPERATOR.split(condition, maxsplit=1)
     setting: Any = given.get(key) if key else value
     words = names.split(" or ")
@@ -208,9 +221,10 @@ def _set(meaning: str, value: Any) -> Outcome:
     is_empty = value is None and None not in renamed
     if is_list and not is_empty:
         names = [(name, renamed.get(name, name)) for name in names_of(value)]
-        if lost := [name for name, ours in names if ours is None]:
-            raise Unsupported(f"Rather has no loss {lost[0]}")
-        value = one_or_all([ours for _, ours in names])
+        for name, rather_value in names:
+            if rather_value is None:
+                raise Unsupported(f"Rather has no loss {name}")
+        value = one_or_all([rather_value for _, rather_value in names])
     elif renamed and not is_empty:
         if value not in renamed:
             supported = ", ".join(map(str, renamed))

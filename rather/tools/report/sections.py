@@ -485,7 +485,9 @@ def _margins_chart(history: PairHistory) -> str:
         margins["last seen"] = history.last
         about = "Pairs by their margin when first seen, and when last seen."
     edges = np.histogram_bin_edges(np.concatenate([*margins.values()]), BARS)
-    middles = [f"{middle:.3g}" for middle in (edges[1:] + edges[:-1]) / 2]
+    # Labels are categories: with too few digits, two bars would fall on one.
+    digits = 2 + int(np.log10(BARS * abs(edges).max() / (edges[-1] - edges[0])))
+    middles = [f"{middle:.{digits}g}" for middle in (edges[1:] + edges[:-1]) / 2]
     series = [
         {"name": name, "x": middles, "y": np.histogram(values, edges)[0].tolist()}
         for name, values in margins.items()

@@ -23,7 +23,7 @@ def write_report(run_dir: Path, out: Path | None = None, *, state: str) -> Path:
 def write_last_report(run_dir: Path, kind: object, *_: object) -> None:
     """Write the report when a run ends; `kind` is the type of the error that ended it, or None.
 
-    A report that cannot be written is only a warning, as everything else of the run is there.
+    If the report cannot be written, log a warning: the other files of the run are complete.
     """
     try:
         write_report(run_dir, state="failed" if kind else "stopped")

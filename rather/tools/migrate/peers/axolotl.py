@@ -15,6 +15,7 @@ from rather.tools.migrate.peers.shared import (
     FULL_SEQUENCES,
     HELD_OUT,
     HF,
+    NO_WARMUP,
     SAMPLES,
     adapter,
     address,
@@ -160,11 +161,14 @@ RULES: Rules = {
         lora_model_dir = model.adapter_name_or_path; the adapter as it is here is the reference
         lora_target_linear if set = model.lora_target: true=all-linear
         base_model = pretrain
+        (tower) = model.freeze
         sequence_len if set = sequence_length
         val_set_size if set = held_out.split
         (warm-up) ?? by default 3 % of all steps and at most 100, which depends on the data; set \
             warmup_steps
-        warmup_ratio if warmup_steps set ~ warmup_steps wins
+        warmup_ratio warmup_steps if set if lr_scheduler=constant = ; {NO_WARMUP}
+        warmup_steps = training.warmup_steps
+        warmup_ratio if warmup_steps!=none ~ warmup_steps wins
         warmup_ratio = training.warmup_ratio; rounded to a whole step, where Axolotl rounds down
         num_epochs if max_steps>0 ~ max_steps counts alone
         num_epochs = training.num_train_epochs
@@ -249,7 +253,8 @@ PEER = Peer(
         gradient_accumulation_steps=1 save_total_limit=4 rl=none dpo_loss_type=sigmoid
         micro_batch_size=1 adapter=none bf16=auto simpo_gamma=0.5 cpo_alpha=1.0
         sequence_len=512 num_epochs=1.0 lr_scheduler=cosine
-        (warm-up)=none if warmup_steps=none if warmup_ratio=none
+        (tower)=[] if vision base_model if adapter unset if lora_model_dir unset
+        (warm-up)=none if warmup_steps=none if warmup_ratio=none if lr_scheduler!=constant
         save_strategy=epoch if save_steps unset if saves_per_epoch unset
         rl_beta=0.1 if orpo_alpha unset if trl.beta unset
     """,

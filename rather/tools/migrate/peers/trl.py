@@ -226,6 +226,7 @@ RULES: Rules = {
             is always computed once and kept on disk
         ref_model_mixup_alpha if sync_ref_model=true = ref_model_mixup_alpha
         ref_model_sync_steps if sync_ref_model=true = ref_model_sync_steps
+        (tower) = model.freeze
         disable_dropout @ true; dropout is always off in preference training
         beta if (trainer)!=sft or reward if loss_type!=sft or [sft] = beta
         loss_type if (trainer)=kto = pref_loss: kto=kto bco=bco apo_zero_unpaired=apo_zero_unpaired
@@ -319,6 +320,7 @@ PEER = Peer(
         cpo_alpha=1.0 simpo_gamma=0.5 if (trainer)=cpo
         beta=2.0 gamma_beta_ratio=0.25 if (trainer)=simpo
         beta=0.1 use_peft=false lora_r=16 lora_alpha=32
+        (tower)=[] if vision model_name_or_path if use_peft unset
         num_processes=8 if accelerate_config=zero1 or zero2 or zero3 or fsdp1 or fsdp2 or multi_gpu
         lora_target_modules=[q_proj,v_proj] if model_name_or_path~Llama or llama or istral or \
             ixtral or Qwen or qwen or emma or SmolLM or ephyr
