@@ -233,6 +233,7 @@ def judge_command(
     judge: Annotated[str, typer.Option("--with")] = ...,  # type: ignore[assignment]
     judge_model: str | None = None,
     judge_template: Path | None = None,
+    judge_rubric: Path | None = None,
     column: list[str] | None = None,
     rule_timeout: Annotated[float | None, typer.Option(min=0.001)] = None,
     judge_tokens: Annotated[int, typer.Option(min=1)] = 1024,
@@ -246,13 +247,15 @@ def judge_command(
 ) -> None:
     """Judge answers: how often those of a second file are better, or the score of each of one file.
 
-    A server is asked in both orders; a verdict that changes with the order is a tie.
+    A server compares in both orders; a verdict that changes with the order is a tie. With a rubric,
+    it gives each answer a number from 0 to 10.
 
     answers: File A, as `rather generate` writes it.
     other: File B: answers to the same prompts.
-    judge: A rule (rule.py:score), a reward model, or a server (http://...).
+    judge: A rule (rule.py:score), a reward model, a server (http://...), or a judge by its word.
     judge_model: Name of the model on the server.
     judge_template: Jinja file of the question: prompt, answer_a, answer_b, row and its columns.
+    judge_rubric: Jinja file that asks for [[NUMBER]]: prompt, answer, row and its columns.
     judge_tokens: Token limit of a verdict.
     column: NAME=COLUMN, the column for a parameter of a rule or name in a template; repeatable.
     rule_timeout: Seconds that a rule may take for one answer; default: 10.
@@ -260,22 +263,26 @@ def judge_command(
     out: Write the rows of a single file with their scores to this JSONL file.
     dry_run: Print how many requests and tokens a server would get, then exit.
     """
-    from rather.commands.judge import judge_files, print_verdict, score_file
-    from rather.commands.judges import JudgeOptions, columns_of
+    from rather.commands.judge import columns_of, judge_files, print_verdict, score_file
     from rather.config.found import Trust
+    from rather.judges.judge import ForecastOnly, JudgeOptions, make_judge
 
     options = JudgeOptions(
-        model=judge_model, template=judge_template, max_tokens=judge_tokens,
+        model=judge_model, template=judge_template, rubric=judge_rubric, max_tokens=judge_tokens,
         concurrency=concurrency, dry_run=dry_run,
         trust=Trust(trust_code, trust_paths, any_base),
         columns=columns_of(column or ()), rule_timeout=rule_timeout,
+        report=partial(echo, err=True),
     )  # fmt: skip
-    if other is None:
-        verdict = score_file(answers, judge, out, options)
-    elif out:
+    if other and out:
         raise ConfigError("--out: scores are written for a single file; leave out the second one.")
-    else:
-        verdict = judge_files(answers, other, judge, options)
+    try:  # the judge ends with what it has started before anything is printed
+        if other:
+            verdict = judge_files(answers, other, make_judge(judge, options))
+        else:
+            verdict = score_file(answers, make_judge(judge, options), out)
+    except ForecastOnly:
+        raise typer.Exit from None
     print_json(verdict) if as_json else print_verdict(verdict)
 
 
