@@ -233,7 +233,6 @@ def judge_command(
     judge: Annotated[str, typer.Option("--with")] = ...,  # type: ignore[assignment]
     judge_model: str | None = None,
     judge_template: Path | None = None,
-    judge_rubric: Path | None = None,
     column: list[str] | None = None,
     rule_timeout: Annotated[float | None, typer.Option(min=0.001)] = None,
     judge_tokens: Annotated[int, typer.Option(min=1)] = 1024,
@@ -247,15 +246,13 @@ def judge_command(
 ) -> None:
     """Judge answers: how often those of a second file are better, or the score of each of one file.
 
-    A server compares in both orders; a verdict that changes with the order is a tie. With a rubric,
-    it gives each answer a number from 0 to 10.
+    A server compares in both orders; a verdict that changes with the order is a tie.
 
     answers: File A, as `rather generate` writes it.
     other: File B: answers to the same prompts.
     judge: A rule (rule.py:score), a reward model, a server (http://...), or a judge by its word.
     judge_model: Name of the model on the server.
     judge_template: Jinja file of the question: prompt, answer_a, answer_b, row and its columns.
-    judge_rubric: Jinja file that asks for [[NUMBER]]: prompt, answer, row and its columns.
     judge_tokens: Token limit of a verdict.
     column: NAME=COLUMN, the column for a parameter of a rule or name in a template; repeatable.
     rule_timeout: Seconds that a rule may take for one answer; default: 10.
@@ -268,7 +265,7 @@ def judge_command(
     from rather.judges.judge import ForecastOnly, JudgeOptions, make_judge
 
     options = JudgeOptions(
-        model=judge_model, template=judge_template, rubric=judge_rubric, max_tokens=judge_tokens,
+        model=judge_model, template=judge_template, max_tokens=judge_tokens,
         concurrency=concurrency, dry_run=dry_run,
         trust=Trust(trust_code, trust_paths, any_base),
         columns=columns_of(column or ()), rule_timeout=rule_timeout,

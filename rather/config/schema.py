@@ -513,20 +513,16 @@ class AnswerJudge(Section):
     # `with` is a word of Python, so it cannot be written as a field.
     __annotations__["with"] = (
         "Annotated[Text | None, Field(default=None, description='A rule (rule.py:score), a reward "
-        "model, a server (http://...), or another judge, as in `rather judge --with`.')]"
+        "model, or a server (http://...), as in `rather judge --with`.')]"
     )
     model: Text | None = None
     """Name of the model on the server."""
     template: Text | None = None
     """Jinja file of the question to the server, with prompt, answer_a and answer_b."""
-    rubric: Text | None = None
-    """Jinja file instead, with prompt and answer, that asks the server for a number from 0 to
-    10."""
     max_tokens: Count = 1024
     """Token limit of a verdict of the server."""
     columns: dict[str, Text] | None = None
-    """Columns for parameters of the rule, or names in the template or rubric, as in `{gold:
-    answer}`."""
+    """Columns for parameters of the rule, or names in the template, as in `{gold: answer}`."""
     rule_timeout: Positive | None = None
     """Seconds that a rule may take for one answer; default: 10."""
 

@@ -36,7 +36,6 @@ FIXED = ("prompt", "answer", "answer_a", "answer_b", "row")  # in rules and temp
 FLAGS = {  # of `rather judge`, by the field of JudgeOptions
     "model": "--judge-model",
     "template": "--judge-template",
-    "rubric": "--judge-rubric",
     "max_tokens": "--judge-tokens",
     "concurrency": "--concurrency",
     "dry_run": "--dry-run",
@@ -88,7 +87,6 @@ class JudgeOptions:
 
     model: str | None = None
     template: Path | None = None
-    rubric: Path | None = None
     max_tokens: int = 1024  # of a verdict
     concurrency: int = 16
     dry_run: bool = False  # end after the forecast
@@ -104,7 +102,6 @@ class JudgeOptions:
         return cls(
             asked.model,
             Path(asked.template) if asked.template else None,
-            Path(asked.rubric) if asked.rubric else None,
             asked.max_tokens,
             columns=asked.columns or {},
             rule_timeout=asked.rule_timeout,

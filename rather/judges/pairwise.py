@@ -67,10 +67,6 @@ class PairwiseJudge(ServerJudge):
         self.flips = 0  # verdicts that differ between the orders
         self.comparisons = dict[str, int]()  # their number, of scores
 
-    @classmethod
-    def matches(cls, name: str, options: JudgeOptions) -> bool:
-        return options.rubric is None and super().matches(name, options)
-
     def read(self, reply: str) -> Verdict:
         if verdicts := VERDICT.findall(reply):
             return Verdict(verdicts[-1])

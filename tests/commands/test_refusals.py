@@ -115,9 +115,6 @@ REFUSED = """
     2 | judge a.jsonl --with http://127.0.0.1:1 | --judge-model: name the model of the server
     3 | judge a.jsonl --with http://127.0.0.1:1 --judge-model m | a.jsonl:1: has one answer
     2 | judge a.jsonl --with rule.py:score --dry-run | --dry-run: has no effect with a rule
-    2 | judge a.jsonl --with base --judge-rubric r | --judge-rubric: has no effect with a reward
-    2 | judge a.jsonl --with http://127.0.0.1:1 --judge-model m --judge-rubric rule.py --judge-template r | --judge-template: has no effect with a server with a rubric
-    2 | judge a.jsonl --with http://127.0.0.1:1 --judge-model m --judge-rubric rule.py | --judge-rubric rule.py: must show answer
     2 | judge a.jsonl b.jsonl --with rule.py:score --out x.jsonl | --out: scores
     2 | judge a.jsonl --with base | --with base: is not a reward model
     # score

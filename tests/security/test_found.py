@@ -33,7 +33,7 @@ PRIVATE = "canary-of-a-private-file"
 NOT_READ = """
     exp_name output_dir logging_dir overwrite compile logging_steps
     eval_prompts.prompts eval_prompts.file eval_prompts.max_new_tokens
-    eval_prompts.judge.with eval_prompts.judge.model eval_prompts.judge.template eval_prompts.judge.rubric
+    eval_prompts.judge.with eval_prompts.judge.model eval_prompts.judge.template
     eval_prompts.judge.max_tokens eval_prompts.judge.columns eval_prompts.judge.rule_timeout
     forgetting forgetting_limit
     drift_limit save_steps max_ckpt_to_keep
