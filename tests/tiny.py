@@ -142,13 +142,18 @@ def _config(folder: Path, changes: dict[str, Any]) -> DPOConfig:
         },
         "validation": {"data_args": {"file_name": str(held_out)}},
     }
+    return config_from_dict(nest(values, changes))
+
+
+def nest(values: dict[str, Any], changes: dict[str, Any], separator: str = "__") -> dict[str, Any]:
+    """Set each key in the section that it names: actor_train__engine in the section actor_train."""
     for key, value in changes.items():
-        *parents, last = key.split("__")
+        *parents, last = key.split(separator)
         section = values
         for parent in parents:
             section = section.setdefault(parent, {})
         section[last] = value
-    return config_from_dict(values)
+    return values
 
 
 class CalledCuda(str):

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import make_model, make_pairs
+from tests.tiny import make_model, make_pairs, nest
 
 BASE = "137f6e4"
 # Keys of state.json that it has since: the drift of the base, for limits on the best model; what was
@@ -176,14 +176,7 @@ class Job:
             "validation.data_args.file_name": str(inputs / "held_out.jsonl"),
             **self.cell.keys,
         }
-        values: dict[str, Any] = {}
-        for key, value in keys.items():
-            *parents, last = key.split(".")
-            section = values
-            for parent in parents:
-                section = section.setdefault(parent, {})
-            section[last] = value
-        return json.dumps(values, indent=1)
+        return json.dumps(nest({}, keys, "."), indent=1)
 
 
 def run_jobs(tree: Path, jobs: list[Job], inputs: Path) -> list[tuple[list[int], float]]:
