@@ -171,6 +171,15 @@ def metrics(config: DPOConfig) -> list[dict[str, Any]]:
     return rows_of(config.run_dir / "metrics.jsonl")
 
 
+def is_time(key: str) -> bool:
+    return key.startswith("time/") or key.endswith("_per_second")
+
+
+def untimed(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return lines of metrics without times and speeds, which differ from run to run."""
+    return [{k: v for k, v in line.items() if not is_time(k)} for line in lines]
+
+
 def tiny_policy(*, dtype: torch.dtype = torch.float32, **changes: Any) -> PolicyModel:
     """A random Llama in memory."""
     torch.manual_seed(0)
