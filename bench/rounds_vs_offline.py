@@ -29,6 +29,7 @@ from rather.commands.generate import AnswerRequest, generate_answers
 from rather.commands.judge import read_answers, score_file
 from rather.data.formats import RowLayout, read_row
 from rather.files import JsonObject, make_folder
+from rather.judges.judge import JudgeOptions, make_judge
 from rather.model.generate import Decoding
 from rather.tools.rounds.answers import AnswerSource
 from rather.tools.rounds.evaluation import half_width
@@ -170,7 +171,8 @@ def run_offline(args: argparse.Namespace, model: Path, pairs: int) -> tuple[Json
     """Train the base once on its own answers, on as many pairs as the rounds had."""
     request = AnswerRequest(args.answers, Decoding(args.tokens, args.temperature), args.seed)
     generate_answers(str(model), Path("offline.jsonl"), Path("all.jsonl"), request, force=True)
-    score_file(Path("all.jsonl"), f"{EXAMPLE / 'rule.py'}:score", Path("all-scored.jsonl"))
+    judge = make_judge(f"{EXAMPLE / 'rule.py'}:score", JudgeOptions())
+    score_file(Path("all.jsonl"), judge, Path("all-scored.jsonl"))
     layout = RowLayout(ranked_pairs="best_vs_worst")
     rows = [row.question.row for row in read_answers(Path("all-scored.jsonl"))]
     useful = [row for row in rows if read_row(row, layout).pairs][:pairs]

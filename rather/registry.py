@@ -21,7 +21,6 @@ TOOLS = {
     "upload": "rather.tools.push:upload",
     "upload_card": "rather.tools.push:card",
     "upload_files": "rather.tools.push:files_in",
-    "answer_judge": "rather.commands.judge:answer_judge",
     "last_report": "rather.tools.report.write:write_last_report",
     "data_page": "rather.tools.report.sections:data_page",
 }

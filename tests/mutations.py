@@ -461,7 +461,7 @@ MUTATIONS = (
     ),
     Mutation(
         "judge: the interval of a win rate is over verdicts",
-        "rather/commands/judge.py",
+        "rather/judges/compare.py",
         "low, high = interval(rates)",
         "low, high = interval([comparison.outcome for comparison in comparisons])",
         ("tests/commands/test_judge.py::test_four_answers_to_a_prompt_do_not_narrow_the_interval",),

@@ -16,8 +16,9 @@ from torch import Tensor
 from rather.checkpoint.checkpoint import MANIFEST, open_checkpoint
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
-from tests.checkpoint.runs import TIMES
-from tests.tiny import make_config, metrics
+from tests.tiny import make_config, metrics, untimed
+
+Left = tuple[list[dict[str, Any]], dict[str, Tensor], list[bytes]]
 
 
 def trained(folder: Path, name: str, **changes: Any) -> DPOConfig:
@@ -59,7 +60,7 @@ def saved(config: DPOConfig, step: int, *groups: str) -> dict[str, Tensor]:
 def assert_resumes(config: DPOConfig, after: int) -> None:
     """A run without its checkpoints beyond a step reads the one left: same bits and metrics again."""
     assert DPOPipeline(config).run() == 0
-    last = max(int(path.name.split("-")[1]) for path in config.run_dir.glob("checkpoint-*"))
+    last = saved_steps(config.run_dir)[-1]
     first = left(config, last)
     for step in range(after + 1, last + 1):
         shutil.rmtree(config.run_dir / f"checkpoint-{step}", ignore_errors=True)
@@ -68,17 +69,34 @@ def assert_resumes(config: DPOConfig, after: int) -> None:
     written = manifest.stat().st_mtime_ns
     assert DPOPipeline(config).run() == 0
     assert manifest.stat().st_mtime_ns == written
-    lines, tensors, files = left(config, last)
-    assert lines == first[0]
-    assert_equal(tensors, first[1])
-    assert files == first[2]
+    assert_left(config, last, first)
 
 
-def left(config: DPOConfig, step: int) -> tuple[list[Any], dict[str, Tensor], list[bytes]]:
-    """Metrics without times, tensors of a checkpoint, and exported files."""
-    lines = [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(config)]
+def left(config: DPOConfig, step: int) -> Left:
+    """Metrics without times, tensors of a checkpoint, exported files and the ledger."""
+    tensors = saved(config, step, "model", "optimizer", "rng")
     files = sorted(config.run_dir.glob("*/*model.safetensors"))
-    return lines, saved(config, step), [file.read_bytes() for file in files]
+    files += config.run_dir.glob("ledger.arrows")
+    return untimed(metrics(config)), tensors, [file.read_bytes() for file in files]
+
+
+def assert_left(config: DPOConfig, step: int, expected: Left) -> None:
+    """A run has left the same as another one, or as itself before, to the bit."""
+    lines, tensors, files = left(config, step)
+    assert lines == expected[0]
+    assert_equal(tensors, expected[1])
+    assert files == expected[2]
+
+
+def assert_same(one: DPOConfig, other: DPOConfig) -> None:
+    """Two runs have left the same at their last step."""
+    step = one.max_steps
+    assert step
+    assert_left(one, step, left(other, step))
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in run_dir.glob("checkpoint-*"))
 
 
 def incidents(config: DPOConfig) -> list[dict[str, Any]]:

@@ -142,13 +142,18 @@ def _config(folder: Path, changes: dict[str, Any]) -> DPOConfig:
         },
         "validation": {"data_args": {"file_name": str(held_out)}},
     }
+    return config_from_dict(nest(values, changes))
+
+
+def nest(values: dict[str, Any], changes: dict[str, Any], separator: str = "__") -> dict[str, Any]:
+    """Set each key in the section that it names: actor_train__engine in the section actor_train."""
     for key, value in changes.items():
-        *parents, last = key.split("__")
+        *parents, last = key.split(separator)
         section = values
         for parent in parents:
             section = section.setdefault(parent, {})
         section[last] = value
-    return config_from_dict(values)
+    return values
 
 
 class CalledCuda(str):
@@ -164,6 +169,15 @@ class CalledCuda(str):
 def metrics(config: DPOConfig) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     return rows_of(config.run_dir / "metrics.jsonl")
+
+
+def is_time(key: str) -> bool:
+    return key.startswith("time/") or key.endswith("_per_second")
+
+
+def untimed(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return lines of metrics without times and speeds, which differ from run to run."""
+    return [{k: v for k, v in line.items() if not is_time(k)} for line in lines]
 
 
 def tiny_policy(*, dtype: torch.dtype = torch.float32, **changes: Any) -> PolicyModel:

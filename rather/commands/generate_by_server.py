@@ -28,12 +28,12 @@ from rather.commands.generate import (
     written_answer,
 )
 from rather.commands.journal import Journal
-from rather.commands.openai_client import TRIES, Server, first_choice, text_of_choice, tokens_of
 from rather.config.redaction import public_url
 from rather.data.images import MOST_BYTES, PLACEHOLDER, data_url, open_image
 from rather.data.messages import as_turns
 from rather.errors import ConfigError, ServerError, ServerSilent
 from rather.files import JsonObject, read_bytes
+from rather.judges.openai_client import TRIES, Server, first_choice, text_of_choice, tokens_of
 from rather.run_folder.model_source import Weights
 from rather.tracking.json_lines import strict_json
 

@@ -246,11 +246,11 @@ def judge_command(
 ) -> None:
     """Judge answers: how often those of a second file are better, or the score of each of one file.
 
-    A server is asked in both orders; a verdict that changes with the order is a tie.
+    A server compares in both orders; a verdict that changes with the order is a tie.
 
     answers: File A, as `rather generate` writes it.
     other: File B: answers to the same prompts.
-    judge: A rule (rule.py:score), a reward model, or a server (http://...).
+    judge: A rule (rule.py:score), a reward model, a server (http://...), or a judge by its word.
     judge_model: Name of the model on the server.
     judge_template: Jinja file of the question: prompt, answer_a, answer_b, row and its columns.
     judge_tokens: Token limit of a verdict.
@@ -260,22 +260,26 @@ def judge_command(
     out: Write the rows of a single file with their scores to this JSONL file.
     dry_run: Print how many requests and tokens a server would get, then exit.
     """
-    from rather.commands.judge import judge_files, print_verdict, score_file
-    from rather.commands.judges import JudgeOptions, columns_of
+    from rather.commands.judge import columns_of, judge_files, print_verdict, score_file
     from rather.config.found import Trust
+    from rather.judges.judge import ForecastOnly, JudgeOptions, make_judge
 
     options = JudgeOptions(
         model=judge_model, template=judge_template, max_tokens=judge_tokens,
         concurrency=concurrency, dry_run=dry_run,
         trust=Trust(trust_code, trust_paths, any_base),
         columns=columns_of(column or ()), rule_timeout=rule_timeout,
+        report=partial(echo, err=True),
     )  # fmt: skip
-    if other is None:
-        verdict = score_file(answers, judge, out, options)
-    elif out:
+    if other and out:
         raise ConfigError("--out: scores are written for a single file; leave out the second one.")
-    else:
-        verdict = judge_files(answers, other, judge, options)
+    try:  # the judge ends with what it has started before anything is printed
+        if other:
+            verdict = judge_files(answers, other, make_judge(judge, options))
+        else:
+            verdict = score_file(answers, make_judge(judge, options), out)
+    except ForecastOnly:
+        raise typer.Exit from None
     print_json(verdict) if as_json else print_verdict(verdict)
 
 

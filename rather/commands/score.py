@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from rather.commands.terminal import echo, print_table, settings
 from rather.config.found import NO_TRUST, Trust
 from rather.config.run_config import DPOConfig
 from rather.config.schema import LOSS_MODIFIERS, LOSS_NUMBERS
-from rather.data.batch import Columns, PairFacts, PairLogps, TokenPair
+from rather.data.batch import Columns, PairFacts, PairLogps
 from rather.data.pairs import PairDataset
 from rather.data.prepare import prepare
 from rather.data.read import find_sources, rows_of
@@ -32,10 +32,8 @@ from rather.losses.losses import gap
 from rather.losses.metrics import Scored, Window, Z, weighted_sums, wilson
 from rather.losses.objective import PairLoss, from_config
 from rather.model.check import check_length
-from rather.model.policy import PolicyModel
 from rather.pipeline.checks import refuse_missing_columns
-from rather.pipeline.steps import EVALUATION_CHUNK, Packing
-from rather.pipeline.steps import chunks as chunks_of_pairs
+from rather.pipeline.steps import EVALUATION_CHUNK, Packing, chunks
 from rather.run_folder.model_source import Weights, here, weights_of
 from rather.tracking.json_lines import strict_json
 from rather.train.rank_trainer import RankTrainer
@@ -207,21 +205,13 @@ def _forward(
             f"{weights.name}: the pairs have token ids up to {pairs.largest_id}, but the model has "
             f"{policy.vocabulary_size} embeddings; the tokenizer belongs to another model."
         )
-    return forward(policy, config, chunks_of_pairs(pairs), len(pairs), weights.name)
-
-
-def forward(
-    policy: PolicyModel, config: DPOConfig, chunks: Iterable[Sequence[TokenPair]], count: int,
-    name: str,
-) -> tuple[PairFacts, Columns]:  # fmt: skip
-    """Return what a forward pass yields for all pairs; a bar on stderr shows `name`."""
     trainer = RankTrainer(policy, from_config(config))
     kind = here().partition(":")[0]
     packing = Packing(config.actor_train, config.reference, kind, at_end=config.task == "reward")
     facts, columns = [], []
-    console, total = Console(stderr=True), ceil_div(count, EVALUATION_CHUNK)
-    for pairs in track(chunks, name, total, console=console, transient=True):
-        batches = packing.pack(pairs, "actor_train")
+    console, total = Console(stderr=True), ceil_div(len(pairs), EVALUATION_CHUNK)
+    for scored_pairs in track(chunks(pairs), weights.name, total, console=console, transient=True):
+        batches = packing.pack(scored_pairs, "actor_train")
         try:
             columns.append(trainer.log_probs(batches))
         except torch.OutOfMemoryError as error:

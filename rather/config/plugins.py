@@ -204,6 +204,6 @@ def _run(file: ImportedFile, path: str) -> None:
         raise ConfigError(
             f"--import {path}: it registers nothing. Decorate a function with @loss() or @metric "
             "from rather.losses or @data_format(...) from rather.data.formats, or a class with "
-            "@callback from rather.pipeline.callbacks."
+            "@callback from rather.pipeline.callbacks or @judge(...) from rather.judges.judge."
         )
     _loaded.append(file)

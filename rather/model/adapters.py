@@ -247,6 +247,11 @@ def inject(causal_lm: Any, args: ModelArgs, *, keeps_start: bool = False) -> Non
     AdaptedExperts.replace(causal_lm)
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(f".{TRAINED}." in name)
+    for module in causal_lm.modules():
+        # On some CPUs bitsandbytes repacks 4-bit weights in the first pass without gradients. From
+        # then on it multiplies in bfloat16, and no gradient passes through.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _linear_names(causal_lm: Any) -> set[str] | None:

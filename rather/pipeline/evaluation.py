@@ -27,6 +27,7 @@ from rather.data.shares import PairRows, RunPairs
 from rather.data.tokens import Ids
 from rather.errors import ConfigError, DataError, MemoryShortage
 from rather.files import parse_json, read_bytes, replace_own
+from rather.judges.compare import answer_judge
 from rather.losses.metrics import Window, drift, interval_of_accuracy, whole_set_metrics
 from rather.losses.objective import PairLoss, Running
 from rather.losses.own import OwnMetric, own_metrics
@@ -36,7 +37,6 @@ from rather.outcome.habits import habit_metrics
 from rather.pipeline.guard import OutOfMemoryRetry
 from rather.pipeline.reference_stream import ReferenceStream
 from rather.pipeline.steps import EVALUATION_CHUNK
-from rather.registry import tool
 from rather.run_folder.names import ANSWERS
 from rather.tracking.json_lines import read_lines, strict_json
 
@@ -49,8 +49,6 @@ MOST_AT_ONCE = 192  # prompts, where fewer are tried if memory runs out
 RUN = 4  # tokens: repetition is the share of such runs that came before in the same answer
 
 Stopped = Callable[[], bool]
-# Compares (prompt, answer before, answer after) and returns what `rather judge --json` prints.
-JudgeAnswers = Callable[[Sequence[tuple[Any, str, str]]], Mapping[str, Any]]
 # Some pairs, and their log-probs of the policy and of the reference, if there is one.
 EvaluatedPart = tuple[PairFacts, Columns, Columns | None]
 
@@ -211,11 +209,9 @@ class Answers:
         self.known: list[GeneratedAnswer] | None = None  # of the reference
         self.chosen: Sequence[str] = ()  # answers of the training data
         self.is_always_judged = is_always_judged
-        self.judge: JudgeAnswers | None = None
+        self.judge = answer_judge(asked.judge) if asked.judge else None
         # How the last answers compare with the reference's, from 0 to 1, by the number of a prompt.
         self.scores: dict[str, float] = {}
-        if self.asked.judge:
-            self.judge = tool("answer_judge")(self.asked.judge, self.file)
 
     def begin(self, tokenizer: Any, *, resumes: bool) -> None:
         """Tokenise the prompts as training does.

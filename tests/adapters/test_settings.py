@@ -22,7 +22,7 @@ from rather.parallel import load
 from rather.parallel.load import load_policy
 from rather.pipeline.pipeline import DPOPipeline
 from rather.plan.memory import known_shapes
-from tests.tiny import make_config
+from tests.tiny import make_config, nest
 
 
 def config(args: dict[str, Any] | None = None, **more: Any) -> DPOConfig:
@@ -32,13 +32,7 @@ def config(args: dict[str, Any] | None = None, **more: Any) -> DPOConfig:
         "actor_train": {"data_args": {"file_name": "pairs.jsonl"}},
     }
     values["actor_train"]["model_args"] = args or {}
-    for key, value in more.items():
-        *parents, last = key.split("__")
-        section = values
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
-    return config_from_dict(values)
+    return config_from_dict(nest(values, more))
 
 
 TP: dict[str, Any] = {

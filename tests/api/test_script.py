@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.house.source import ROOT
-from tests.tiny import make_model
+from tests.tiny import make_model, rows_of
 
 ROW = {"instruction": "w3 w4 .", "input": "", "chosen": "w1 w2 w3", "rejected": "w5"}
 
@@ -43,7 +43,7 @@ def test_seed_002_the_shell_script(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     [run_dir] = [path.parent for path in (tmp_path / "output").glob("*/metrics.jsonl")]
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = rows_of(run_dir / "metrics.jsonl")
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 10  # its epochs, of one small step each
     assert losses[0] == pytest.approx(math.log(2), rel=1e-3)

@@ -19,9 +19,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from typer.testing import CliRunner
 
-from rather.cli import app
 from rather.config.run_config import DPOConfig
 from rather.run_folder import control
 from rather.tools.board import runs as board_runs
@@ -29,6 +27,7 @@ from rather.tools.board.serve import ROUTES, Board
 from rather.tools.report.folder import MetricColumn, MetricsReader
 from rather.tracking.json_lines import JsonLines
 from tests.board.conftest import FINDING, INCIDENT, add_line, asked, get, rows
+from tests.commands.conftest import exits
 from tests.house.source import ROOT
 
 Serve = Callable[[Path], Board]
@@ -521,17 +520,11 @@ def test_command(board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         Board, "serve_forever", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     write_run(tmp_path / "run")
-    runner = CliRunner()
-    done = runner.invoke(app, ["board", str(tmp_path), "--no-browser"])
-    assert done.exit_code == 0, done.output
-    assert ": 1 run at http://127.0.0.1:" in done.output
+    assert ": 1 run at http://127.0.0.1:" in exits(0, "board", tmp_path, "--no-browser")
     assert not opened
-    assert runner.invoke(app, ["board", str(tmp_path)]).exit_code == 0
+    exits(0, "board", tmp_path)
     (page,) = opened
     assert not page.parent.exists()
-    taken = runner.invoke(app, ["board", str(tmp_path), "--port", str(board.server_port)])
-    assert taken.exit_code == 2
-    assert "omit it for a free one" in taken.output
-    missing = runner.invoke(app, ["board", str(tmp_path / "nowhere")])
-    assert missing.exit_code == 2
-    assert "not a folder" in missing.output
+    taken = exits(2, "board", tmp_path, "--port", board.server_port)
+    assert "omit it for a free one" in taken
+    assert "not a folder" in exits(2, "board", tmp_path / "nowhere")

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rather.checkpoint import checkpoint
-from rather.checkpoint.checkpoint import open_checkpoint
 from rather.config.run_config import DPOConfig
 from rather.errors import RatherError
 from rather.pipeline.pipeline import DPOPipeline
-from tests.tiny import make_config, metrics, rows_of
+from tests.runs import assert_same
+from tests.tiny import make_config
 
-TIMES = {"pairs_per_second", "tokens_per_second", "time/reference", "time/train", "time/wait"}
 RUN: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "eval_steps": 3, "max_ckpt_to_keep": 0}
 RUN["actor_train__training_args__num_train_epochs"] = 2.0  # of five steps
 
@@ -36,26 +34,6 @@ def train(folder: Path, name: str, **changes: Any) -> int:
         return error.exit_code
 
 
-def outcome(config: DPOConfig) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], bytes]:
-    """Metrics without times, every tensor of the last checkpoint, exported weights and ledger."""
-    run = config.run_dir
-    last = open_checkpoint(run / f"checkpoint-{config.max_steps}")
-    tensors = {
-        f"{g}/{k}": v for g in ("model", "optimizer", "rng") for k, v in last.tensors(g).items()
-    }
-    plain = [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(config)]
-    files = ("model/model.safetensors", "ledger.arrows")
-    return plain, tensors, b"".join((run / name).read_bytes() for name in files)
-
-
-def assert_same(one: DPOConfig, other: DPOConfig) -> None:
-    first, second = outcome(one), outcome(other)
-    assert first[0] == second[0]
-    assert first[1].keys() == second[1].keys()
-    assert all(torch.equal(first[1][key], second[1][key]) for key in first[1])
-    assert first[2] == second[2]
-
-
 def finish(folder: Path, config: DPOConfig) -> None:
     """Train or resume a run; what it leaves is what the run without a fault has left."""
     assert DPOPipeline(config).run() == 0
@@ -68,15 +46,6 @@ def copy_of_whole(folder: Path, name: str, *without: str, **changes: Any) -> DPO
     ignored = shutil.ignore_patterns(*without) if without else None
     shutil.copytree(config_of(folder, "whole").run_dir, config.run_dir, ignore=ignored)
     return config
-
-
-def incidents(config: DPOConfig) -> list[dict[str, Any]]:
-    file = config.run_dir / "incidents.jsonl"
-    return rows_of(file) if file.exists() else []
-
-
-def steps(run_dir: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in run_dir.glob("checkpoint-*"))
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:

@@ -19,7 +19,8 @@ from rather.errors import DiskError, NonFiniteError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.pipeline.saving import Saving
 from tests.at_step import AtStep
-from tests.checkpoint.runs import config_of, fill_disk, finish, steps
+from tests.checkpoint.runs import config_of, fill_disk, finish
+from tests.runs import saved_steps
 
 LONG = 60.0  # seconds after which a test has failed
 
@@ -56,7 +57,7 @@ def test_training_continues_during_a_save(folder: Path, monkeypatch: pytest.Monk
     config = config_of(folder, "beside", **changes)
     finish(folder, config)
     assert gate.in_time
-    assert steps(config.run_dir) == [2, 4, 6]
+    assert saved_steps(config.run_dir) == [2, 4, 6]
 
 
 def test_off_blocks_during_a_save(folder: Path) -> None:

@@ -22,6 +22,7 @@ from rather.errors import CheckpointError, ConfigError, DiskError
 from rather.run_folder import control
 from tests.cells import cells
 from tests.checkpoint.saving import save_checkpoint
+from tests.runs import saved_steps
 
 TENSORS = {
     "a.weight": torch.arange(24.0).reshape(4, 6),
@@ -349,10 +350,6 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --- housekeeping ---
 
 
-def steps(run_dir: Path) -> list[int]:
-    return sorted(int(p.name.split("-")[1]) for p in run_dir.glob("checkpoint-*"))
-
-
 @pytest.mark.parametrize(
     ("keep", "left"), [(0, [1, 2, 3, 10]), (1, [10]), (3, [2, 3, 10]), (9, [1, 2, 3, 10])]
 )
@@ -360,7 +357,7 @@ def test_prune_keeps_the_newest(tmp_path: Path, keep: int, left: list[int]) -> N
     for step in (1, 2, 3, 10):
         save(tmp_path, step)
     checkpoint.prune(tmp_path, keep)
-    assert steps(tmp_path) == left
+    assert saved_steps(tmp_path) == left
     assert not list(tmp_path.glob(".*"))
 
 
@@ -372,18 +369,18 @@ def test_prune_never_takes_the_last_good_one(
     for step in (3, 4):
         flip_bit(tmp_path / f"checkpoint-{step}" / "state.json")
     checkpoint.prune(tmp_path, 1)
-    assert steps(tmp_path) == [2, 3, 4]
+    assert saved_steps(tmp_path) == [2, 3, 4]
     assert "checkpoint-4/state.json" in caplog.text
     flip_bit(tmp_path / "checkpoint-2" / "state.json")
     checkpoint.prune(tmp_path, 1)
-    assert steps(tmp_path) == [2, 3, 4]
+    assert saved_steps(tmp_path) == [2, 3, 4]
 
 
 def test_prune_keeps_what_latest_names(tmp_path: Path) -> None:
     for step in (5, 6, 1):
         save(tmp_path, step)
     checkpoint.prune(tmp_path, 1)
-    assert steps(tmp_path) == [1]
+    assert saved_steps(tmp_path) == [1]
 
 
 def test_prune_follows_no_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -411,7 +408,7 @@ def test_a_failed_deletion_is_a_warning(
 
     monkeypatch.setattr(os, "rename", refuse)
     checkpoint.prune(tmp_path, 1)
-    assert steps(tmp_path) == [1, 2]
+    assert saved_steps(tmp_path) == [1, 2]
     assert "checkpoint-1: cannot be deleted (Permission denied)" in caplog.text
 
 

@@ -11,24 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from rather.checkpoint.checkpoint import open_checkpoint
-from rather.cli import app
 from rather.cluster.worker import ActorWorker
 from rather.config.load import dump_yaml
 from rather.errors import WorkerError
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder import control
-from tests.checkpoint.runs import config_of, steps
+from tests.checkpoint.runs import config_of
+from tests.commands.conftest import exits
+from tests.runs import saved_steps
 from tests.tiny import _quietly, fork_context
 
 LONG = 120.0  # seconds after which a test has failed
 ENDLESS = {"max_steps": 100_000, "save_steps": None, "eval_steps": None, "logging_steps": 50}
-
-
-def rather(*args: str) -> Result:
-    return CliRunner().invoke(app, list(args))
 
 
 def left(run_dir: Path) -> list[str]:
@@ -67,33 +63,29 @@ def test_a_run_saves_and_stops_on_request(folder: Path, running: multiprocessing
     config = config_of(folder, "endless")
     host = socket.gethostname()
     assert control.holder(config.run_dir) == f"process {running.pid} on {host}"
-    saved = rather("save-now", str(config.run_dir), "--timeout", str(LONG))
-    assert saved.exit_code == 0, saved.output
-    (step,) = steps(config.run_dir)
+    saved = exits(0, "save-now", config.run_dir, "--timeout", LONG)
+    (step,) = saved_steps(config.run_dir)
     assert open_checkpoint(config.run_dir / f"checkpoint-{step}").step == step
     assert (
         f"process {running.pid} on {socket.gethostname()}: waiting until it finishes its step"
-        in saved.output
+        in saved
     )
-    assert f"has saved and continues; its newest checkpoint is step {step}" in saved.output
+    assert f"has saved and continues; its newest checkpoint is step {step}" in saved
     file = folder / "endless.yaml"
     file.write_text(dump_yaml(config))
-    stopped = rather("stop", str(file), "--timeout", str(LONG))
-    assert stopped.exit_code == 0, stopped.output
+    stopped = exits(0, "stop", file, "--timeout", LONG)
     running.join()
     assert running.exitcode == 143
-    assert steps(config.run_dir)[-1] > step
-    assert f"has ended; its newest checkpoint is step {steps(config.run_dir)[-1]}" in stopped.output
+    assert saved_steps(config.run_dir)[-1] > step
+    assert f"has ended; its newest checkpoint is step {saved_steps(config.run_dir)[-1]}" in stopped
     assert not left(config.run_dir)
 
 
 def test_no_run_and_no_active_run(folder: Path, tmp_path: Path) -> None:
-    nothing = rather("stop", str(tmp_path / "nothing"))
-    assert nothing.exit_code == 2
-    assert "no such run; pass its folder or its YAML file" in nothing.output
-    ended = rather("save-now", str(folder / "output" / "whole"))
-    assert ended.exit_code == 2
-    assert "no run is active there; start it with rather train" in ended.output
+    nothing = exits(2, "stop", tmp_path / "nothing")
+    assert "no such run; pass its folder or its YAML file" in nothing
+    ended = exits(2, "save-now", folder / "output" / "whole")
+    assert "no run is active there; start it with rather train" in ended
 
 
 def test_a_killed_run_is_not_active(tmp_path: Path) -> None:

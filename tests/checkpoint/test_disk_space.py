@@ -19,16 +19,9 @@ from rather.config.load import dump_yaml
 from rather.errors import DiskError
 from rather.pipeline.pipeline import DPOPipeline
 from tests.at_step import AtStep
-from tests.checkpoint.runs import (
-    assert_same,
-    config_of,
-    fill_disk,
-    finish,
-    incidents,
-    steps,
-    train,
-)
+from tests.checkpoint.runs import config_of, fill_disk, finish, train
 from tests.house.source import ROOT
+from tests.runs import assert_same, incidents, saved_steps
 from tests.train.test_signals import ask_in
 
 
@@ -50,7 +43,7 @@ def test_a_missed_save_is_logged_and_the_next_one_tried(
     assert "No space left on device" in missed["reason"]
     assert "MISSED SAVE at step 2, 1 in a row of at most 3" in caplog.text
     assert " bytes and " in caplog.text
-    assert steps(config.run_dir) == [4, 6]
+    assert saved_steps(config.run_dir) == [4, 6]
     assert not list(config.run_dir.glob(".tmp*"))
 
 
@@ -70,7 +63,7 @@ def test_too_many_in_a_row_end_the_run(
     ):
         DPOPipeline(config).run()
     assert [line["in_a_row"] for line in incidents(config)] == [1, 2]
-    assert steps(config.run_dir) == [1]
+    assert saved_steps(config.run_dir) == [1]
     monkeypatch.undo()
     finish(folder, config)  # with room again it goes on from what was saved
 
@@ -80,7 +73,7 @@ def test_the_last_save_must_not_miss(folder: Path, monkeypatch: pytest.MonkeyPat
     fill_disk(monkeypatch, "*checkpoint-6-*/manifest.json")
     with pytest.raises(DiskError, match="checkpoint-6"):
         DPOPipeline(config).run()
-    assert steps(config.run_dir) == [2, 4]
+    assert saved_steps(config.run_dir) == [2, 4]
     assert not (config.run_dir / "model").exists()
 
 
@@ -91,7 +84,7 @@ def test_the_save_of_a_signal_must_not_miss(folder: Path, monkeypatch: pytest.Mo
         ask_in(patched, "actor_train", "train_step", 3, signal.SIGTERM)
         assert guarded(DPOPipeline(config).run) == 9
     assert [(line["kind"], line["step"]) for line in incidents(config)] == [("missed_save", 3)]
-    assert steps(config.run_dir) == [2]
+    assert saved_steps(config.run_dir) == [2]
     finish(folder, config)
 
 
@@ -114,7 +107,7 @@ def test_too_little_disk_space_is_found_before_the_save(
     assert missed["step"] == 4
     assert "the disk is too full" in missed["reason"]
     assert f"needs {needs[1]:,} bytes and {needs[1] - 1:,} are free" in missed["reason"]
-    assert steps(config.run_dir) == [2, 6]
+    assert saved_steps(config.run_dir) == [2, 6]
 
 
 def test_a_copy_that_fails_does_not_touch_the_first(
@@ -126,7 +119,7 @@ def test_a_copy_that_fails_does_not_touch_the_first(
     finish(folder, config)
     (missed,) = incidents(config)
     assert (missed["step"], missed["folder"]) == (4, str(copies))
-    assert (steps(config.run_dir), steps(copies)) == ([2, 4, 6], [2, 6])
+    assert (saved_steps(config.run_dir), saved_steps(copies)) == ([2, 4, 6], [2, 6])
     assert not list(copies.glob(".tmp*"))
 
 
@@ -149,7 +142,7 @@ def test_metrics_waiting_for_disk_space_prevent_the_checkpoint(
     monkeypatch.setattr(MetricsFile, "position", full)
     assert train(folder, "waiting") == 0
     assert [line["step"] for line in incidents(config)] == [4]
-    assert steps(config.run_dir) == [2, 6]
+    assert saved_steps(config.run_dir) == [2, 6]
 
 
 SMALL_DISK = """
@@ -223,5 +216,5 @@ def test_a_whole_run_whose_disk_is_full_for_a_while(folder: Path, tmp_path: Path
     failed = "metrics.jsonl: cannot be written (No space left on device)"
     assert f"{failed}; new lines are kept in memory" in done.stderr
     after = config_of(folder, "crowded", output_dir=str(tmp_path / "after"))
-    assert steps(after.run_dir) == [6]
+    assert saved_steps(after.run_dir) == [6]
     assert_same(after, config_of(folder, "whole"))

@@ -30,7 +30,8 @@ from rather.pipeline.saving import Saving
 from tests.at_step import AtStep
 from tests.cells import cells
 from tests.checkpoint.object_store import BUCKET, Proxy, served, upload, uploads
-from tests.checkpoint.runs import assert_same, config_of, incidents, steps, train
+from tests.checkpoint.runs import config_of, train
+from tests.runs import assert_same, incidents, saved_steps
 from tests.tiny import fork_context
 
 pytest.importorskip("moto", reason="moto is not installed; pip install 'rather[dev]'")
@@ -409,4 +410,4 @@ def test_what_is_being_uploaded_is_not_pruned(
     for step in (2, 4, 6):
         shutil.copytree(whole / f"checkpoint-{step}", tmp_path / "run" / f"checkpoint-{step}")
     prune(Path("run"), 1, None, Path("run/checkpoint-2"))
-    assert steps(tmp_path / "run") == [2, 6]
+    assert saved_steps(tmp_path / "run") == [2, 6]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rather.checkpoint.checkpoint import newest_good
-from tests.checkpoint.runs import config_of, incidents, train
+from tests.checkpoint.runs import config_of, train
+from tests.runs import incidents
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EIO])

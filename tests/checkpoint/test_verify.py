@@ -7,14 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from rather.cli import app
 from tests.checkpoint.test_checkpoint import flip_bit
-
-
-def verify(*args: str) -> Result:
-    return CliRunner().invoke(app, ["verify", *args], env={"COLUMNS": "400"})
+from tests.commands.conftest import exits
 
 
 @pytest.fixture
@@ -23,21 +18,16 @@ def run(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_a_good_run_and_its_parts(folder: Path, run: Path) -> None:
-    whole = verify(str(run))
-    assert whole.exit_code == 0
+    whole = exits(0, "verify", run)
     for name in ("checkpoint-2/manifest.json", "checkpoint-6/optimizer-00001.safetensors", "LATEST", "reference.log",
                  "metrics.jsonl"):  # fmt: skip
         assert any(
-            name in line and line.endswith("good")
-            for line in map(str.rstrip, whole.output.splitlines())
+            name in line and line.endswith("good") for line in map(str.rstrip, whole.splitlines())
         ), name
-    assert "19 files, 0 damaged (checked every byte)" in whole.output
-    one = verify(str(run / "checkpoint-4"), "--quick")
-    assert one.exit_code == 0
-    assert "5 files, 0 damaged (checked names, sizes and the state)" in one.output
-    cache = verify(str(folder / "output" / ".cache" / "reference"))
-    assert cache.exit_code == 0
-    assert ".logps" in cache.output
+    assert "19 files, 0 damaged (checked every byte)" in whole
+    one = exits(0, "verify", run / "checkpoint-4", "--quick")
+    assert "5 files, 0 damaged (checked names, sizes and the state)" in one
+    assert ".logps" in exits(0, "verify", folder / "output" / ".cache" / "reference")
 
 
 def test_every_damaged_file_is_reported_not_only_the_first(run: Path) -> None:
@@ -45,9 +35,8 @@ def test_every_damaged_file_is_reported_not_only_the_first(run: Path) -> None:
     os.truncate(run / "checkpoint-4" / "state.json", 10)
     (run / "checkpoint-4" / "rng-00001.safetensors").unlink()
     (run / "checkpoint-4" / "notes.txt").write_text("mine")
-    found = verify(str(run))
-    assert found.exit_code == 4
-    told = [line for line in found.output.splitlines() if "damaged:" in line]
+    found = exits(4, "verify", run)
+    told = [line for line in found.splitlines() if "damaged:" in line]
     assert len(told) == 4
     for name, reason in {"model-00001": "SHA-256", "state.json": "10 bytes instead of", "rng-00001": "is missing",
                          "notes.txt": "is not part of the checkpoint"}.items():  # fmt: skip
@@ -56,8 +45,8 @@ def test_every_damaged_file_is_reported_not_only_the_first(run: Path) -> None:
 
 def test_quick_does_not_read_tensors(run: Path) -> None:
     flip_bit(run / "checkpoint-4" / "model-00001.safetensors")
-    assert verify(str(run), "--quick").exit_code == 0
-    assert verify(str(run)).exit_code == 4
+    exits(0, "verify", run, "--quick")
+    exits(4, "verify", run)
 
 
 def change_a_digit(metrics: Path) -> None:
@@ -80,13 +69,10 @@ def change_a_digit(metrics: Path) -> None:
 )  # fmt: skip
 def test_the_other_files_of_a_run(run: Path, change: object, reason: str) -> None:
     change(run)  # type: ignore[operator]
-    found = verify(str(run))
-    assert found.exit_code == 4
-    assert reason in found.output
-    assert "1 damaged" in found.output
+    found = exits(4, "verify", run)
+    assert reason in found
+    assert "1 damaged" in found
 
 
 def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
-    found = verify(str(tmp_path))
-    assert found.exit_code == 2
-    assert "not a checkpoint, run folder or reference cache" in found.output
+    assert "not a checkpoint, run folder or reference cache" in exits(2, "verify", tmp_path)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from rather.config.run_config import DPOConfig
-from tests.tiny import metrics
+from tests.runs import assert_equal, exported
+from tests.tiny import metrics, untimed
 
 MODEL = "model/model.safetensors"
-TIMED = ("time/", "pairs_per_second", "tokens_per_second")
 
 
 def series(config: DPOConfig, key: str) -> list[Any]:
@@ -38,11 +37,5 @@ def assert_close(
 
 def assert_same(one: DPOConfig, other: DPOConfig) -> None:
     """All metrics but times are equal, and the weights to the bit."""
-    lines, expected = (
-        [{key: line[key] for key in line if not key.startswith(TIMED)} for line in metrics(each)]
-        for each in (other, one)
-    )
-    assert lines == expected
-    first, second = (load_file(each.run_dir / MODEL) for each in (one, other))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert untimed(metrics(other)) == untimed(metrics(one))
+    assert_equal(exported(other), exported(one))

@@ -11,6 +11,7 @@ import pytest
 from rather.config.load import load_config
 from rather.pipeline.pipeline import DPOPipeline
 from tests.house.source import ROOT
+from tests.runs import steps
 from tests.tiny import make_model
 
 EXAMPLE = ROOT / "examples" / "qwen2.5-3B-dpo_megatron" / "dpo_config.yaml"
@@ -42,12 +43,6 @@ def test_the_example_of_eight_devices_runs_on_eight_cpu_workers(tmp_path: Path) 
     assert len({seat.process.pid for seat in seats}) == 8
     assert seats is pipeline.reference.seats
     assert pipeline.run() == 0
-    lines = [
-        json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [line["pairs"] for line in lines if "loss" in line] == [
-        24
-    ] * 10  # epochs of one small step
-    assert next(line["loss"] for line in lines if "loss" in line) == pytest.approx(
-        math.log(2), rel=1e-3
-    )
+    lines = steps(config)
+    assert [line["pairs"] for line in lines] == [24] * 10  # epochs of one small step
+    assert lines[0]["loss"] == pytest.approx(math.log(2), rel=1e-3)

@@ -3,7 +3,6 @@ two CPU workers each. They train as one process does, and survive or report what
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import secrets
@@ -23,6 +22,7 @@ from tests.cluster.compare import assert_close, assert_same
 from tests.cluster.namespaces import ANSWERS, Machine, machines, wait_until
 from tests.cluster.test_torchrun import config_of
 from tests.faults import inject
+from tests.runs import incidents
 
 # Alone: with other tests beside them, the nodes do not start within the deadlines of Ray.
 pytestmark = [pytest.mark.wide, pytest.mark.slow, pytest.mark.alone]
@@ -148,11 +148,6 @@ def refused(driver: subprocess.Popen[str], code: int) -> str:
     assert driver.returncode == code, said
     (line,) = [line for line in said.splitlines() if line.startswith("rather: ")]
     return line
-
-
-def incidents(config: DPOConfig) -> list[dict[str, Any]]:
-    file = config.run_dir / "incidents.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def at_fault(config: DPOConfig) -> bool:

@@ -13,9 +13,9 @@ from rather.checkpoint.checkpoint import newest_good
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.control import StopRequest
 from tests.at_step import AtStep
-from tests.checkpoint.runs import steps
 from tests.cluster.compare import assert_same, series
 from tests.cluster.test_torchrun import torchrun
+from tests.runs import saved_steps
 from tests.tiny import make_config
 from tests.train.test_signals import config_of, folder, small_chunks
 
@@ -68,7 +68,7 @@ def test_under_torchrun_all_stop_for_one(tmp_path: Path, monkeypatch: pytest.Mon
     done = torchrun(asked, 2)
     assert done.returncode != 0
     assert "exitcode  : 143" in done.stderr or "exitcode: 143" in done.stderr
-    assert steps(asked.run_dir) == [2]
+    assert saved_steps(asked.run_dir) == [2]
     monkeypatch.delenv("TEST_SIGNAL")
     done = torchrun(asked, 2)
     assert done.returncode == 0, done.stderr

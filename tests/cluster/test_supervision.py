@@ -4,7 +4,6 @@ again ends it."""
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import os
 import re
@@ -37,14 +36,8 @@ from rather.pipeline.pipeline import DPOPipeline
 from tests.cluster.compare import assert_same
 from tests.cluster.test_orphans import SOON, holding, of_the_run, started, wait_for
 from tests.faults import inject
+from tests.runs import incidents
 from tests.tiny import make_config
-
-
-def incidents(config: DPOConfig) -> list[dict[str, Any]]:
-    return [
-        json.loads(line) for line in (config.run_dir / "incidents.jsonl").read_text().splitlines()
-    ]
-
 
 # --- torchrun's store ---
 

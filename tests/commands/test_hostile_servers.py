@@ -19,18 +19,18 @@ from unittest.mock import Mock
 
 import pytest
 
-from rather.commands import judges, openai_client
 from rather.commands.generate import AnswerRequest, Prompts
 from rather.commands.generate_by_server import Asking, ServedModel, ServerOptions
 from rather.commands.journal import Journal
-from rather.commands.judge import answer_judge
-from rather.commands.judges import VerdictCache
-from rather.commands.openai_client import Server
 from rather.config.redaction import hide, public_url, redact, url_secrets
 from rather.config.schema import AnswerJudge
 from rather.config.show import public_values
 from rather.errors import ConfigError, RatherError, ServerError, ServerSilent
 from rather.files import text_sha
+from rather.judges import cache, openai_client
+from rather.judges.cache import VerdictCache
+from rather.judges.compare import answer_judge
+from rather.judges.openai_client import Server
 from rather.model.generate import Decoding
 from rather.run_folder.model_source import weights_of
 from rather.tracking.json_lines import strict_json
@@ -299,14 +299,14 @@ def test_without_a_cache_there_is_one_warning(
     a, b = two(tmp_path, ["aaa"], ["bbb"])
     with serving(says(longer)) as server:
         monkeypatch.setenv("XDG_CACHE_HOME", str(a))
-        compare = answer_judge(AnswerJudge.model_validate({**asked, "with": server.url}), a)
+        compare = answer_judge(AnswerJudge.model_validate({**asked, "with": server.url}))
         assert "not cached: XDG_CACHE_HOME: " in caplog.text
         assert "cannot be created (Not a directory)" in caplog.text
         assert not server.requests
         assert [compare([("p", "a", "bb")])["wins"] for _ in range(2)] == [1, 1]
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
         full = OSError(errno.ENOSPC, "No space left on device")
-        monkeypatch.setattr(judges, "append_whole", Mock(side_effect=full))
+        monkeypatch.setattr(cache, "append_whole", Mock(side_effect=full))
         succeed("judge", a, b, *server.judge)
     assert caplog.text.count("not cached") == 2
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rather.commands.answer_stats import interval, is_refusal, repetition
-from rather.commands.judge import Comparison, win_rates
 from rather.config.run_config import DPOConfig
+from rather.judges.answer_stats import interval, is_refusal, repetition
+from rather.judges.compare import win_rates
+from rather.judges.judge import Comparison
 from tests.commands.conftest import rather, refusal, rows_of, succeed, told, write
 from tests.commands.fake_server import Reply, failing, kinder, longer, says, serving
 
@@ -124,7 +125,7 @@ def test_a_judge_that_prefers_length_is_corrected(tmp_path: Path) -> None:
 def test_unreadable_verdicts_and_faults_of_a_server(
     files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rather.commands.openai_client.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("rather.judges.openai_client.FIRST_WAIT", 0.01)
     seen: set[str] = set()
 
     def behaviour(path: str, body: dict[str, Any]) -> Reply:

@@ -114,7 +114,7 @@ REFUSED = """
     2 | judge a.jsonl b.jsonl --with http://127.0.0.1:1 | --judge-model: name the model of the server
     2 | judge a.jsonl --with http://127.0.0.1:1 | --judge-model: name the model of the server
     3 | judge a.jsonl --with http://127.0.0.1:1 --judge-model m | a.jsonl:1: has one answer
-    2 | judge a.jsonl --with rule.py:score --dry-run | --dry-run need --with http
+    2 | judge a.jsonl --with rule.py:score --dry-run | --dry-run: has no effect with a rule
     2 | judge a.jsonl b.jsonl --with rule.py:score --out x.jsonl | --out: scores
     2 | judge a.jsonl --with base | --with base: is not a reward model
     # score

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rather.commands.judge import answer_judge
 from rather.config.schema import AnswerJudge
-from rather.data import rule as rules
 from rather.errors import DataError
+from rather.judges import rule_process
+from rather.judges.compare import answer_judge
 from tests.commands.conftest import rather, refusal, rows_of, told, write
 from tests.commands.fake_server import longer, says, serving
 from tests.commands.test_judge import answers, two
@@ -36,7 +36,7 @@ def score(prompt, answer):
     if answer == "raise": raise KeyboardInterrupt("a\\x1b\\ud800")
     if answer == "deep": return score(prompt, answer)
     if answer in ("prints", "forges"):
-        for handle in range(1, 3 if answer == "prints" else 64):
+        for handle in range(1, 3 if answer == "prints" else 1024):
             try: os.write(handle, b"[[[\\n[5.0, null]\\n\\xff")
             except OSError: pass
     if answer == "memory": return len(bytearray(100 << 20)) / (100 << 20)
@@ -80,13 +80,17 @@ def processes() -> set[bytes]:
         with suppress(OSError):  # it has ended, or is another user's
             if (process / "cwd").samefile(Path()):
                 found.add((process / "cmdline").read_bytes())
-    return {words for words in found if b"rather.data.rule" in words or words.startswith(b"sleep")}
+    return {
+        words
+        for words in found
+        if b"rather.judges.rule_process" in words or words.startswith(b"sleep")
+    }
 
 
 @pytest.mark.defect("A3")
 def test_hostile_rules_cost_single_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each error is counted and names row and rule; the answers after it have their scores."""
-    monkeypatch.setattr("rather.commands.judge.SHOWN", 99)
+    monkeypatch.setattr("rather.judges.judge.SHOWN", 99)
     file = answers(Path("a.jsonl"), [*ERRORS, *FINE])
     result = told("judge", file, *WITH, "--rule-timeout", 2, "--out", "out.jsonl")
     assert processes() == set()
@@ -128,7 +132,7 @@ def test_no_process_stays_when_the_command_is_ended(number: signal.Signals) -> N
     """Also one that the rule has started: the pipe of their output ends with the last of them."""
     command = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from rather.data.rule import Rule; Rule('rule.py', 'score', {}).score('', 'x', {}, '')"
+        "from rather.judges.rule_process import Rule; Rule('rule.py', 'score', {}).score('', 'x', {}, '')"
     )
     start = "    os.write(2, b'!'); subprocess.Popen(['sleep', '61'])\n    if"
     rule(HOSTILE.replace("    if", start, 1).replace('"regex"', '"x"'))
@@ -224,21 +228,21 @@ def test_columns_that_do_not_fit_are_refused(
 
 
 @pytest.mark.defect("A3", "F1")
-def test_the_rule_of_eval_prompts(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rule_of_eval_prompts(caplog: pytest.LogCaptureFixture) -> None:
     """It is refused before training if it needs a column; errors of answers are logged."""
     asked = AnswerJudge.model_validate({"with": "rule.py:score"})
-    rates = answer_judge(asked, folder)([("p", "good", "better"), ("q", "exit", "x")])
+    rates = answer_judge(asked)([("p", "good", "better"), ("q", "exit", "x")])
     assert (rates["n"], rates["wins"], rates["left_out"]) == (1, 1, 1)
     assert "SystemExit: None (at eval_prompts: prompt 2)" in caplog.text
     rule("def score(prompt, answer, gold): return len(gold) if answer else exec('while 1: pass')")
     more = {"columns": {"gold": "prompt"}, "rule_timeout": 0.5}
     asked = AnswerJudge.model_validate({"with": "rule.py:score", **more})
-    rates = answer_judge(asked, folder)([("pp", "x", "y"), ("p", "", "y")])
+    rates = answer_judge(asked)([("pp", "x", "y"), ("p", "", "y")])
     assert (rates["mean_score"], rates["left_out"]) == ([2.0, 2.0], 1)
     assert "took longer than 0.5 s" in caplog.text
     asked = AnswerJudge.model_validate({"with": "rule.py:score"})
     with pytest.raises(DataError, match="eval_prompts: has no column `gold`"):
-        answer_judge(asked, folder)
+        answer_judge(asked)
 
 
 TEMPLATE = (
@@ -291,7 +295,7 @@ def test_without_a_rule_a_file_is_refused(
     text: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "while" in text:
-        monkeypatch.setattr(rules, "IMPORT_SECONDS", 1.0)
+        monkeypatch.setattr(rule_process, "IMPORT_SECONDS", 1.0)
     rule(text)
     done = rather("judge", answers(Path("a.jsonl"), ["x"]), *WITH)
     assert (done.exit_code, message in done.output) == (2, True), done.output

@@ -13,11 +13,11 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import Result
 
-from rather.commands import openai_client
 from rather.commands.generate import AnswerRequest
 from rather.commands.generate_by_server import ServerOptions, generate_by_server
-from rather.commands.openai_client import Server
 from rather.errors import ServerError
+from rather.judges import openai_client
+from rather.judges.openai_client import Server
 from rather.model.generate import Decoding
 from tests.commands.conftest import rather, rows_of
 from tests.commands.fake_server import (

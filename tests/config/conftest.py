@@ -12,6 +12,7 @@ import yaml
 
 from rather.config.load import config_from_dict, load
 from rather.errors import ConfigError
+from tests.tiny import nest
 
 SMALLEST = """
 pretrain: org/model
@@ -26,15 +27,9 @@ Problems = Callable[..., list[str]]
 
 def smallest(*settings: str) -> dict[str, Any]:
     """The values of the smallest good file, changed by `key.path=YAML`."""
-    values: dict[str, Any] = yaml.safe_load(SMALLEST)
-    for setting in settings:
-        path, _, text = setting.partition("=")
-        *parents, name = path.split(".")
-        owner = values
-        for parent in parents:
-            owner = owner.setdefault(parent, {})
-        owner[name] = yaml.safe_load(text)
-    return values
+    pairs = (setting.split("=", 1) for setting in settings)
+    changes = {key: yaml.safe_load(text) for key, text in pairs}
+    return nest(yaml.safe_load(SMALLEST), changes, ".")
 
 
 def strategy(text: str, devices: int = 4) -> list[str]:

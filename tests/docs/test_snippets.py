@@ -22,6 +22,7 @@ import yaml
 from rather.config import plugins
 from rather.config.load import config_from_dict, load_config
 from rather.data.formats import FORMATS
+from rather.judges.judge import JUDGES
 from rather.losses.losses import LOSSES
 from rather.losses.objective import from_config
 from rather.losses.own import METRICS
@@ -181,7 +182,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def only_own_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a page registers is gone after its test: a callback would stop the runs of the next."""
-    registries = (LOSSES, FORMATS, METRICS, CALLBACKS)
+    registries = (LOSSES, FORMATS, METRICS, CALLBACKS, JUDGES)
     assert len(registries) == len(plugins.REGISTRIES)
     for registry in registries:
         len(registry)  # reading it imports all of its modules

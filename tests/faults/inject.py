@@ -239,6 +239,7 @@ def point(phase: str) -> None:
     """A place at which a fault may strike."""
     for fault in _due(phase, nan=False):
         if fault.kind == "kill":
+            _await_hangs_before(fault)
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "raise":
             raise InjectedFault(fault.name)
@@ -248,6 +249,14 @@ def point(phase: str) -> None:
             threading.Event().wait(fault.seconds)
         else:
             stand_still()
+
+
+def _await_hangs_before(kill: Fault) -> None:
+    """Wait for the threads that hang by faults before this one, as a busy machine may be late."""
+    assert _markers is not None
+    for fault in _faults[: _faults.index(kill)]:
+        while fault.kind == "hang" and not (_markers / fault.name).exists():
+            threading.Event().wait(0.01)
 
 
 def stand_still() -> None:

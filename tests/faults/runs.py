@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from rather.losses.losses import sigmoid
 from rather.pipeline.pipeline import DPOPipeline
 from tests.faults import inject
 from tests.faults.fork_server import LATE, fork_server
-from tests.tiny import make_config
+from tests.tiny import make_config, metrics, untimed
 
 STEPS = 6
 STATE = (
@@ -118,11 +117,9 @@ class Run:
         model = [file for file in (run_dir / "model").rglob("*") if file.is_file()]
         written = [*tensors, *model, *run_dir.glob("ledger.arrows")]
         files = {str(file.relative_to(run_dir)): _sha(file) for file in written}
-        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        metrics = [
-            {key: value for key, value in line.items() if not is_time(key)} for line in lines
-        ]
-        return Outcome(metrics, files, {key: last.state[key] for key in STATE})
+        return Outcome(
+            untimed(metrics(self.config)), files, {key: last.state[key] for key in STATE}
+        )
 
     def assert_like(self, clean: Outcome) -> None:
         """It is as a run that nobody broke, and killed processes have left nothing in its folder."""
@@ -180,10 +177,6 @@ def _environments(layout: str) -> Iterator[list[dict[str, str]]]:
     }
     environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     yield [{**environment, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-
-
-def is_time(key: str) -> bool:
-    return key.startswith("time/") or key.endswith("_per_second")
 
 
 def _sha(file: Path) -> str:

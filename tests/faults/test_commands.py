@@ -19,10 +19,11 @@ import pytest
 
 from rather.config.load import dump_yaml
 from tests.faults.fork_server import fork_server
-from tests.faults.runs import config_of, is_time, train
+from tests.faults.runs import config_of, train
 from tests.faults.strikes import processes
 from tests.faults.world import World
 from tests.fuzz.harness import command
+from tests.tiny import is_time
 
 NAMES = ("eval", "export", "merge", "sweep")
 ADAPTER = {"actor_train__model_args__lora_rank": 2, "max_steps": 2}

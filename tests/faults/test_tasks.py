@@ -3,7 +3,6 @@ same command ends with the same bits."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from safetensors.torch import load_file
 
 from tests.cells import cells
 from tests.faults.points import kill
-from tests.faults.runs import Run, is_time
+from tests.faults.runs import Run
 from tests.faults.world import World
 from tests.same.test_experts import make_experts
-from tests.tiny import metrics
+from tests.tiny import metrics, rows_of, untimed, write_rows
 
 TASKS: dict[str, dict[str, Any]] = {
     "kto": {"task": "unpaired"},
@@ -60,14 +59,12 @@ def changes_of(task: str, world: World, layout: str = "", **own: Any) -> dict[st
 
 def scored(file: Path, pairs: Path) -> Path:
     """Write each answer of some pairs with a score."""
-    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     each = [
         {"prompt": row["prompt"], "completion": row[side], "score": score + len(row[side]) / 50}
-        for row in rows
+        for row in rows_of(pairs)
         for side, score in (("chosen", 1.0), ("rejected", -1.0))
     ]
-    file.write_text("\n".join(map(json.dumps, each)) + "\n")
-    return file
+    return write_rows(file, each)
 
 
 def ended(world: World, name: str, layout: str, changes: dict[str, Any]) -> Run:
@@ -89,9 +86,9 @@ def assert_same(got: Run, expected: Run) -> None:
 
 
 def assert_same_metrics(got: Run, expected: Run) -> None:
-    for one, other in zip(metrics(got.config), metrics(expected.config), strict=True):
-        kept = [{k: v for k, v in line.items() if not is_time(k)} for line in (one, other)]
-        assert kept[0] == pytest.approx(kept[1], rel=1e-5, abs=1e-6), kept[0].get("step")
+    lines, wanted = (untimed(metrics(run.config)) for run in (got, expected))
+    for one, other in zip(lines, wanted, strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6), one.get("step")
 
 
 @pytest.mark.parametrize(("task", "layout"), cells(FAST, WIDE))

@@ -27,7 +27,6 @@ import yaml
 from PIL import Image
 
 from rather import cli, errors
-from rather.commands import openai_client
 from rather.config import load as load_module
 from rather.config.load import load, load_config
 from rather.data import cache as cache_module
@@ -36,6 +35,7 @@ from rather.data.pixels import PixelMaker
 from rather.data.prepare import prepare
 from rather.data.save import DATA
 from rather.errors import DataError
+from rather.judges import openai_client
 from rather.tools.board.serve import ROUTES, Board
 from rather.tools.report.pairs import read_ledger
 from rather.tracking.json_lines import LEDGER, flatten

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from rather.checkpoint import manifest
-from rather.commands import judges, verify
+from rather.commands import verify
 from rather.config import load
 from rather.data import prepare
 from rather.errors import ConfigError
+from rather.judges import server
 from rather.tools.board.serve import Board
 from rather.tracking import json_lines
 from tests.fuzz.harness import Fuzzer
@@ -82,7 +83,7 @@ def _answers_without_a_token() -> list[Any]:
 
 
 def _believes_a_server() -> list[Any]:
-    return [patch.object(judges, "first_choice", lambda answer: answer["choices"][0])]
+    return [patch.object(server, "first_choice", lambda answer: answer["choices"][0])]
 
 
 BUGS: dict[str, Bug] = {

@@ -21,9 +21,8 @@ from rather.pipeline.evaluation import Answers, read_prompts, repetition
 from rather.pipeline.pipeline import DPOPipeline
 from rather.run_folder.names import ANSWERS
 from rather.tools.demo import make_tokenizer
-from tests.commands.conftest import rows_of
 from tests.health.tiny_runs import RATE, Case, TinyRuns, kind
-from tests.tiny import make_config, metrics
+from tests.tiny import make_config, metrics, rows_of, untimed
 
 # Of float32 on every device, for answers are compared with those of a float32 model.
 CHANGES = {"save_steps": 2, "max_ckpt_to_keep": 0, "actor_train__model_args__dtype": "fp32"}
@@ -103,15 +102,8 @@ def test_answers_do_not_change_training(tiny_runs: TinyRuns, run: DPOConfig) -> 
     for step in (2, 4):
         assert len(state(plain, step)) >= 3, "weights, moments, random numbers"
         assert state(plain, step) == state(run, step)
-    told = [
-        {k: v for k, v in line.items() if "answers" not in k and not _timed(k)}
-        for line in metrics(run)
-    ]
-    assert told == [{k: v for k, v in line.items() if not _timed(k)} for line in metrics(plain)]
-
-
-def _timed(key: str) -> bool:
-    return key.startswith("time/") or key.endswith("_per_second")
+    told = [{k: v for k, v in line.items() if "answers" not in k} for line in untimed(metrics(run))]
+    assert told == untimed(metrics(plain))
 
 
 def test_a_resumed_run_has_the_same_bits_and_no_duplicate_line(

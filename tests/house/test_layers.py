@@ -22,6 +22,7 @@ FLOORS = [
     {"coati"},
     {"api"},
     {"pipeline"},
+    {"judges"},
     {"outcome"},
     {"cluster"},
     {"plan"},
@@ -151,6 +152,8 @@ def test_the_rules_can_fail() -> None:
         ("rather.config", "torch transformers pyarrow tensorboard ray"),
         ("rather.losses.losses", "transformers hydra pyarrow tensorboard ray"),
         ("rather.cli", "torch transformers tensorboard ray"),
+        ("rather.judges.rule_process", "torch jinja2 httpx pydantic"),
+        ("rather.judges.compare", "torch transformers"),
     ],
 )
 def test_light_modules_stay_light(module: str, absent: str) -> None:

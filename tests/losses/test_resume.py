@@ -13,10 +13,9 @@ from torch import Tensor
 from rather.config.run_config import DPOConfig
 from rather.errors import CheckpointError
 from rather.pipeline.pipeline import DPOPipeline
-from tests.checkpoint.runs import TIMES
 from tests.losses.formulas import PAIRWISE
 from tests.runs import assert_equal, assert_resumes, saved, steps, trained
-from tests.tiny import make_config, make_model, make_pairs, metrics, rows_of, write_rows
+from tests.tiny import make_config, make_model, make_pairs, metrics, rows_of, untimed, write_rows
 
 pytestmark = pytest.mark.usefixtures("no_self_check")
 RUN: dict[str, Any] = {
@@ -68,10 +67,6 @@ def train(folder: Path, name: str, **changes: Any) -> DPOConfig:
     return trained(folder, name.replace(" ", "-"), **{**RUN, **changes})
 
 
-def lines(config: DPOConfig) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(config)]
-
-
 def tensors(config: DPOConfig, step: int) -> dict[str, Tensor]:
     moving = ["reference"] if config.sync_ref_model else []
     return saved(config, step, "model", "optimizer", "rng", *moving)
@@ -98,7 +93,7 @@ def test_a_moving_reference_resumes_to_the_same_bits(folder: Path, moving: DPOCo
     """Stopped a step after a sync, and a step before one."""
     train(folder, "stopped", max_steps=3, eval_steps=3, **SYNCED)
     rest = train(folder, "stopped", max_steps=6, eval_steps=3, **SYNCED)
-    assert lines(rest) == lines(moving)
+    assert untimed(metrics(rest)) == untimed(metrics(moving))
     assert_equal(tensors(rest, 6), tensors(moving, 6))
 
 
@@ -135,7 +130,7 @@ def test_evaluation_after_a_sync_uses_the_new_reference(folder: Path) -> None:
     """With the whole policy mixed in, policy and reference are one model again: every log-ratio
     is 0."""
     settings = {"max_steps": 4, "eval_steps": 1, **SYNCED, "ref_model_mixup_alpha": 1.0}
-    evaluated = lines(train(folder, "evaluated", **settings))
+    evaluated = metrics(train(folder, "evaluated", **settings))
     margins = {
         line["step"]: line["eval/rewards/margins"] for line in evaluated if "eval/loss" in line
     }
@@ -146,7 +141,7 @@ def test_evaluation_after_a_sync_uses_the_new_reference(folder: Path) -> None:
 
 def test_training_after_a_sync_uses_the_new_reference(folder: Path) -> None:
     synced = train(folder, "trained", **{"max_steps": 4, **SYNCED, "ref_model_mixup_alpha": 1.0})
-    margin = {line["step"]: line["rewards/margins"] for line in lines(synced) if "loss" in line}
+    margin = {line["step"]: line["rewards/margins"] for line in metrics(synced) if "loss" in line}
     assert margin[1] == margin[3] == 0
     assert margin[2] != 0
     assert margin[4] != 0

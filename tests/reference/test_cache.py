@@ -28,7 +28,7 @@ from rather.pipeline.pipeline import DPOPipeline
 from rather.reference.logprob_cache import BlockFile, block_of
 from rather.reference.logps import ReferenceLogps
 from tests.runs import assert_equal, exported, trained
-from tests.tiny import in_child, make_config, make_pairs, metrics
+from tests.tiny import in_child, make_config, make_pairs, metrics, untimed
 
 TOKENS = {"pref_loss": "sigmoid", "ld_alpha": 0.4}
 EPOCHS = "actor_train__training_args__num_train_epochs"
@@ -51,9 +51,7 @@ def run(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    every = metrics(make_config(folder, exp_name=name))
-    times = ("_per_second", "time/reference", "time/train", "time/wait")
-    return [{k: v for k, v in line.items() if not k.endswith(times)} for line in every]
+    return untimed(metrics(make_config(folder, exp_name=name)))
 
 
 def counters(told: dict[str, Any]) -> tuple[int, int, int]:

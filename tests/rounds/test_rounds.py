@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from rather.commands import generate
 from rather.commands.judge import read_answers
-from rather.commands.judges import VerdictCache
 from rather.config.load import load
 from rather.config.plugins import load_function
 from rather.errors import ConfigError, ServerError
 from rather.files import file_sha
+from rather.judges.cache import VerdictCache
 from rather.model.generate import Decoding
 from rather.outcome import forgetting
 from rather.pipeline.forgetting import Limits
@@ -184,7 +184,10 @@ def test_other_commands_name_rather_rounds(tmp_path: Path) -> None:
     [
         ({"rounds": {"judge": None}}, "rounds.judge: name a rule, a reward model or a"),
         ({"rounds": {"judge": "http://127.0.0.1:1"}}, "rounds.judge.model: name the model of the"),
-        ({"rounds": {"judge": {"with": "rule.py:score", "model": "m"}}}, "need a server"),
+        (
+            {"rounds": {"judge": {"with": "rule.py:score", "model": "m"}}},
+            "rounds.judge.model: has no effect with a rule",
+        ),
         ({"rounds": {"prompts": ["prompts.jsonl"] * 3}}, "rounds.prompts: 3 files for 2 rounds"),
         ({"rounds": {"prompts": "missing.jsonl"}}, "missing.jsonl is not a file with prompts"),
         ({"rounds": {"server": {}}}, "rounds.server: set either url or start"),

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import make_model, make_pairs
+from tests.tiny import make_model, make_pairs, nest, rows_of, untimed
 
 BASE = "137f6e4"
 # Keys of state.json that it has since: the drift of the base, for limits on the best model; what was
@@ -176,14 +176,7 @@ class Job:
             "validation.data_args.file_name": str(inputs / "held_out.jsonl"),
             **self.cell.keys,
         }
-        values: dict[str, Any] = {}
-        for key, value in keys.items():
-            *parents, last = key.split(".")
-            section = values
-            for parent in parents:
-                section = section.setdefault(parent, {})
-            section[last] = value
-        return json.dumps(values, indent=1)
+        return json.dumps(nest({}, keys, "."), indent=1)
 
 
 def run_jobs(tree: Path, jobs: list[Job], inputs: Path) -> list[tuple[list[int], float]]:
@@ -224,15 +217,6 @@ def interrupted_copy(run: Job, folder: Path, cell: Cell, *overrides: str) -> Job
 # --- what is compared ---
 
 
-def is_time(key: str) -> bool:
-    return key.startswith("time/") or key.endswith("_per_second")
-
-
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not is_time(k)} for line in lines]
-
-
 def tensor_files(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in sorted(folder.glob("*.safetensors"))}
 
@@ -240,15 +224,16 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 def compare(got: Path, expected: Path) -> list[str]:
     """Return one line for each difference between two run folders."""
     found = []
-    for one, other in zip(metrics_of(got), metrics_of(expected), strict=False):
+    lines, old_lines = (untimed(rows_of(path / "metrics.jsonl")) for path in (got, expected))
+    for one, other in zip(lines, old_lines, strict=False):
         one = {key: one[key] for key in one if key in other or key not in NEW_METRICS}
         found += [
             f"metrics, step {other.get('step')}: {key} is {one.get(key)!r}, was {other.get(key)!r}"
             for key in sorted(one.keys() | other.keys())
             if json.dumps(one.get(key)) != json.dumps(other.get(key))
         ]
-    if len(metrics_of(got)) != len(metrics_of(expected)):
-        found.append(f"{len(metrics_of(got))} lines of metrics, were {len(metrics_of(expected))}")
+    if len(lines) != len(old_lines):
+        found.append(f"{len(lines)} lines of metrics, were {len(old_lines)}")
     for name in (f"checkpoint-{COMMON['max_steps']}", "model"):
         found += compare_tensors(got / name, expected / name)
     found += compare_state(

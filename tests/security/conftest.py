@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.commands.conftest import exits
-from tests.tiny import make_model, make_pairs
+from tests.tiny import make_model, make_pairs, nest
 
 MARKER = "code-ran-here"
 Config = Callable[..., Path]
@@ -130,14 +130,8 @@ def config(good: Path, tmp_path: Path) -> Config:
         values = run_values(good, tmp_path)
         if (tmp_path / "base").exists():
             values["pretrain"] = str(tmp_path / "base")
-        for key, value in changes.items():
-            *parents, last = key.split("__")
-            section = values
-            for parent in parents:
-                section = section.setdefault(parent, {})
-            section[last] = value
         file = tmp_path / "dpo.yaml"
-        file.write_text(yaml.safe_dump(values))
+        file.write_text(yaml.safe_dump(nest(values, changes)))
         return file
 
     return write

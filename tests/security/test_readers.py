@@ -51,7 +51,7 @@ ALLOWED = """
     rather/data/pairs.py: open_file - the cache, by its SHA-256
     rather/data/pixel_loader.py: json.loads - a message of the parent
     rather/data/pool.py: json.loads - a message of a child process
-    rather/data/rule.py: json.loads - a message of the parent
+    rather/judges/rule_process.py: json.loads - a message of the parent
     rather/data/pool.py: open_stream - a message of a child process
     rather/data/cache.py: json.loads - JSON that this process has just made
     rather/data/cache.py: open - writes the cache

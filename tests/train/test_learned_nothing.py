@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from rather.cli import app
 from rather.commands.terminal import guarded
 from rather.config.run_config import DPOConfig
 from rather.pipeline.pipeline import DPOPipeline
@@ -25,9 +23,10 @@ from rather.run_folder.names import RUN_REPORT
 from rather.tools.report.folder import Folder
 from rather.tools.report.sections import health
 from rather.tracking.health import read_findings
+from tests.commands.conftest import exits
 from tests.faults import inject
 from tests.runs import assert_equal, evaluations, saved, steps
-from tests.tiny import make_config, make_model
+from tests.tiny import make_config, make_model, rows_of, write_rows
 from tests.train.test_nonfinite import nan_at
 from tests.train.test_pipeline import Overflowing
 
@@ -64,9 +63,7 @@ def found(config: DPOConfig) -> dict[str, str]:
 
 def command(config: DPOConfig) -> str:
     """Return what `rather health` prints, in one line."""
-    shown = CliRunner(env={"COLUMNS": "1000"}).invoke(app, ["health", str(config.run_dir)])
-    assert shown.exit_code == 0
-    return " ".join(shown.output.split())
+    return " ".join(exits(0, "health", config.run_dir).split())
 
 
 def report(config: DPOConfig) -> dict[str, Any]:
@@ -76,11 +73,10 @@ def report(config: DPOConfig) -> dict[str, Any]:
 
 def weighted(folder: Path, name: str, weights: list[float]) -> str:
     """Write the first pairs with these weights; return the file."""
-    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    rows = rows_of(folder / "pairs.jsonl")
     file = folder / f"{name}.jsonl"
     pairs = [{**row, "weight": weight} for row, weight in zip(rows, weights, strict=False)]
-    file.write_text("\n".join(map(json.dumps, pairs)))
-    return str(file)
+    return str(write_rows(file, pairs))
 
 
 def zero_model(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,7 +34,7 @@ from tests.runs import assert_equal, incidents, saved, steps, trained
 from tests.same.canonical import Setup, make_policy, make_step, pairs_of, trainer_on
 from tests.same.cases import layout_of
 from tests.same.pool import pool
-from tests.tiny import make_config, metrics
+from tests.tiny import make_config, metrics, rows_of, write_rows
 from tests.train.test_trainer import trainer_of
 
 SETUP = Setup(steps=3, layers=2, lr=1e-3)
@@ -275,11 +274,9 @@ def test_one_skipped_step_does_not_spoil_its_log_line(shared: Path, fault: Any) 
 
 
 def test_pairs_are_named_by_their_own_ids(shared: Path, fault: Any, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (shared / "pairs.jsonl").read_text().splitlines()]
+    rows = rows_of(shared / "pairs.jsonl")
     named = tmp_path / "named.jsonl"
-    named.write_text(
-        "\n".join(json.dumps({**row, "id": f"pair {i}"}) for i, row in enumerate(rows))
-    )
+    write_rows(named, ({**row, "id": f"pair {i}"} for i, row in enumerate(rows)))
     fault(nan_at(1))
     config, _ = run(shared, "nan-ids", max_steps=2, actor_train__data_args__file_name=str(named))
     (told,) = incidents(config)

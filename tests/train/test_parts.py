@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from rather.errors import CheckpointError, ConfigError
 from rather.pipeline.run import Run
 from rather.pipeline.steps import Packing, PreparedSteps, Step
 from tests.runs import assert_equal
-from tests.tiny import make_config
+from tests.tiny import make_config, rows_of
 
 IDENTITY = {"loss": {"losses": [["sigmoid", 1.0, {"beta": 0.1}]]}, "seed": [42, 42]}
 
@@ -86,8 +85,7 @@ def test_a_run_in_a_folder_resumes_to_the_same_bits(shared: Path, tmp_path: Path
     run_dir = tmp_path / "whole"
     options: dict[str, Any] = {"identity": IDENTITY}
     Run(config, roles, source, on_record=whole.append, run_dir=run_dir, **options).run()
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert losses(lines) == losses(whole)
+    assert losses(rows_of(run_dir / "metrics.jsonl")) == losses(whole)
     assert not (run_dir / "model").exists()
 
     config, roles, source = parts(shared, fails_at=4)

@@ -28,8 +28,7 @@ from rather.pipeline.steps import Step
 from rather.pipeline.timeline import Timeline
 from rather.run_folder.control import STOPS, StopRequest
 from rather.tracking.run import NoTracker
-from tests.checkpoint.runs import assert_same, steps
-from tests.runs import steps as logged
+from tests.runs import assert_same, saved_steps, steps
 from tests.tiny import in_child, make_config, metrics
 
 POLICY = "actor_train"
@@ -108,7 +107,7 @@ def test_a_signal_ends_in_a_checkpoint(folder: Path, phase: str, number: signal.
     name = f"{phase}-{number}".replace(" ", "-")
     config = config_of(folder, name, reference__cache__path=str(folder / "caches" / name))
     assert run_asked(config, method, call, number, role) == 128 + number
-    assert steps(config.run_dir)[-1] == step
+    assert saved_steps(config.run_dir)[-1] == step
     assert open_checkpoint(config.run_dir / f"checkpoint-{step}").step == step
     assert not (config.run_dir / "model").exists()
     assert DPOPipeline(config).run() == 0
@@ -137,7 +136,7 @@ def test_early_stopping_by_an_interrupted_evaluation(folder: Path) -> None:
     constant = {"early_stopping_patience": 1, "metric_for_best_model": "eval/pairs"}
     whole, config = (config_of(folder, name, **constant) for name in ("early-whole", "early"))
     assert DPOPipeline(whole).run() == 0
-    assert [line["step"] for line in logged(whole)] == [3, 4]
+    assert [line["step"] for line in steps(whole)] == [3, 4]
     assert run_asked(config, "compute_log_probs", 5, signal.SIGTERM) == 143
     assert DPOPipeline(config).run() == 0
     kept = ("step", "loss", "grad_norm", "lr", "pairs", "tokens", "eval/loss", "skipped_iter")
@@ -161,7 +160,7 @@ def test_a_signal_during_the_export_comes_after_the_end(folder: Path) -> None:
 def test_sigusr1_saves_and_continues(folder: Path) -> None:
     config = config_of(folder, "usr1")
     assert run_asked(config, "train_step", 2, signal.SIGUSR1) == 0
-    assert steps(config.run_dir) == [2, 5, 6]
+    assert saved_steps(config.run_dir) == [2, 5, 6]
     assert_same(config, config_of(folder, "whole"))
 
 
@@ -191,7 +190,7 @@ def test_a_second_signal_quits_immediately(folder: Path, first: int, second: int
         "second signal: quitting immediately; the last checkpoint is step 5"
         in (folder / "twice.err").read_text()
     )
-    assert steps(folder / "output" / f"twice-{first}-{second}") == [5]
+    assert saved_steps(folder / "output" / f"twice-{first}-{second}") == [5]
 
 
 def _before(folder: Path, place: str, number: int) -> int:
@@ -248,7 +247,7 @@ def test_a_signal_before_loading_keeps_the_prepared_data(
 def test_a_save_requested_before_training_follows_the_first_step(folder: Path, place: str) -> None:
     """And the folder belongs to the run meanwhile: other shells can speak to it."""
     assert in_child(_before, folder, place, signal.SIGUSR1) == 0
-    assert steps(folder / "output" / f"before-{place}-{int(signal.SIGUSR1)}")[0] == 1
+    assert saved_steps(folder / "output" / f"before-{place}-{int(signal.SIGUSR1)}")[0] == 1
     assert "process" in (folder / "holder").read_text()
 
 

@@ -11,10 +11,8 @@ import torch
 from rather.checkpoint.checkpoint import latest_name
 from rather.cluster.worker import ActorWorker
 from rather.config.run_config import DPOConfig
-from tests.checkpoint import runs
-from tests.checkpoint.runs import assert_same
 from tests.faults import inject
-from tests.runs import incidents, steps, trained
+from tests.runs import assert_same, incidents, saved_steps, steps, trained
 from tests.tiny import make_config
 
 RUN: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "logging_steps": 1, "max_ckpt_to_keep": 9}
@@ -106,7 +104,7 @@ def test_the_checkpoint_that_the_config_names_is_kept(folder: Path) -> None:
     config = finish(folder, "named")
     named = {**step_2(config), "max_ckpt_to_keep": 1}
     finish(folder, "named", **named)
-    assert runs.steps(config.run_dir) == [2, 6]
+    assert saved_steps(config.run_dir) == [2, 6]
     finish(folder, "named", **named)
 
 

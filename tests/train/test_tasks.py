@@ -37,15 +37,14 @@ from rather.tools.report.pairs import read_ledger
 from rather.tools.sweep import choose_metric
 from tests.commands.conftest import rather
 from tests.runs import trained
-from tests.tiny import make_config, make_model, metrics
+from tests.tiny import make_config, make_model, metrics, rows_of, write_rows
 
 ROLES_WITH_DATA = ("actor_train", "validation")
 pytestmark = pytest.mark.usefixtures("no_self_check")
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> str:
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return str(file)
+    return str(write_rows(file, rows))
 
 
 # --- partners ---
@@ -299,7 +298,7 @@ def test_an_exported_reward_model_gives_the_scores_of_the_run(
     config = trained(tmp_path, "run", task="reward", **changes)
     last = metrics(config)[-1]
     assert "eval/logps/chosen" not in last
-    rows = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "held_out.jsonl")
     texts = [[row["prompt"] + row[side] + " </s>" for side in ANSWERS] for row in rows]
     folder = config.run_dir / "model"
     found = padded_scores(folder, texts)
@@ -310,8 +309,7 @@ def test_an_exported_reward_model_gives_the_scores_of_the_run(
     keys = [f"output_dir={tmp_path}/scored", "sequence_length=64"]
     numbers = score(str(folder), tmp_path / "held_out.jsonl", keys, None, [], out)
     assert numbers["rewards/accuracies"] == last["eval/rewards/accuracies"]
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    scored = torch.tensor([[line[f"rewards/{side}"] for side in ANSWERS] for line in lines])
+    scored = torch.tensor([[line[f"rewards/{side}"] for side in ANSWERS] for line in rows_of(out)])
     assert torch.allclose(scored.double(), found, atol=1e-5)
     last_one = newest_good(config.run_dir)
     assert last_one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 import random
@@ -30,7 +29,7 @@ from tests.cells import cells
 from tests.data.vision import processor_of, tokenizer_of, vision_folder
 from tests.model.images import tiny_model
 from tests.runs import assert_resumes
-from tests.tiny import make_config, metrics
+from tests.tiny import make_config, metrics, rows_of, write_rows
 
 COLOURS = {"r": (230, 20, 20), "g": (20, 230, 20), "b": (20, 20, 230), "w": (240, 240, 240)}
 WEIGHTS = "model.safetensors"
@@ -65,9 +64,7 @@ def make_pairs(folder: Path, name: str, count: int, seed: int = 0) -> Path:
             "chosen": [{"role": "assistant", "content": right}],
             "rejected": [{"role": "assistant", "content": wrong}],
         })  # fmt: skip
-    file = folder / f"{name}.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return file
+    return write_rows(folder / f"{name}.jsonl", rows)
 
 
 def refuse_in(config: DPOConfig, data: Prepared) -> None:
@@ -167,7 +164,7 @@ def test_it_learns_what_it_sees_and_the_export_answers_the_same(tmp_path: Path) 
     folder = run(config)
     evaluated = [line for line in metrics(config) if "eval/rewards/accuracies" in line]
     assert evaluated[-1]["eval/rewards/accuracies"] > 0.95
-    rows = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "held_out.jsonl")
     images = [tmp_path / row["images"][0] for row in rows]
 
     def accuracy(images: list[Path]) -> float:
@@ -230,7 +227,7 @@ def test_a_full_cache_computes_the_rest(tmp_path: Path, caplog: pytest.LogCaptur
 
 def test_a_trainer_takes_images_of_pillow(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "base", "qwen2_5_vl")
-    rows = [json.loads(line) for line in make_pairs(tmp_path, "train", 8).read_text().splitlines()]
+    rows = rows_of(make_pairs(tmp_path, "train", 8))
     for row in rows:
         row["images"] = [Image.open(tmp_path / row["images"][0])]
     model = AutoModelForImageTextToText.from_pretrained(folder)

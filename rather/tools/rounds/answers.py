@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rather.commands.generate import AnswerRequest, generate_answers
 from rather.commands.generate_by_server import ServerOptions, generate_by_server
-from rather.commands.openai_client import Server, first_choice
 from rather.errors import ConfigError, ServerError, ServerSilent
 from rather.files import own, read_bytes, regular
+from rather.judges.openai_client import Server, first_choice
 from rather.tools.child_process import tied
 from rather.tools.rounds.settings import ServerKeys
 

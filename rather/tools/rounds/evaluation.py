@@ -10,19 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rather.commands.answer_stats import Z, interval
-from rather.commands.judge import (
-    AnswerRow,
-    answer_facts,
-    compare_means,
-    match_rows,
-    read_answers,
-    win_rates,
-)
-from rather.commands.reward_scores import answer_sums
-from rather.config.run_config import DPOConfig
+from rather.commands.judge import match_rows, read_answers
 from rather.data.batch import TokenPair
 from rather.files import JsonObject
+from rather.judges.answer_stats import Z, interval
+from rather.judges.compare import answer_facts, win_rates
+from rather.judges.judge import AnswerRow, compare_means
+from rather.judges.reward.scores import answer_sums
 from rather.outcome.forgetting import Forgotten, forgetting_of
 from rather.run_folder.model_source import here, weights_of
 from rather.tools.sweep import release_memory
@@ -136,6 +130,6 @@ def _token_pair(prompt: Sequence[int], answer: Sequence[int]) -> TokenPair:
 
 def log_probs(model: str, pairs: Sequence[TokenPair]) -> Any:
     """Return the log-probs of single answers under a model."""
-    sums = answer_sums(weights_of(model).load(here()), DPOConfig(), pairs, model)
+    sums = answer_sums(weights_of(model).load(here()), pairs, model)
     release_memory()
     return np.array(sums)

@@ -13,13 +13,12 @@ import typer
 from rather.commands.generate import AnswerRequest
 from rather.commands.journal import write_atomic
 from rather.commands.judge import read_answers, score_file
-from rather.commands.judges import RULE, JudgeOptions, is_server
 from rather.config.load import dump_yaml
 from rather.config.run_config import DPOConfig
-from rather.config.schema import AnswerJudge
 from rather.data.prepare import BadRows, prepare
 from rather.errors import ConfigError, RatherError
 from rather.files import JsonObject, file_sha, make_folder, own, parse_json, read_json, replace_own
+from rather.judges.judge import JudgeOptions, make_judge
 from rather.model.generate import Decoding
 from rather.run_folder import control
 from rather.run_folder.model_source import weights_of
@@ -164,11 +163,15 @@ class RoundsRun:
         self, number: int, name: str, files: Sequence[Path], against: Path | None = None
     ) -> Path:
         """Write scores; a server compares with the answers in `against`, else with each other."""
-        judge = self.plan.judge
+        asked = self.plan.judge
+        judge = make_judge(asked.name, JudgeOptions.of(asked, "rounds.judge")) if asked else None
         folder = self.plan.round_folder(number)
         scored_file = folder / f"{name}.jsonl"
-        inputs: JsonObject = {"files": [file_sha(file) for file in files], "judge": digest(judge)}
-        if judge and is_server(judge.name) and against:
+        inputs: JsonObject = {
+            "files": [file_sha(file) for file in files],
+            "judge": judge and judge.digest(),
+        }
+        if judge and judge.is_relative and against:
             inputs["against"] = file_sha(against)
 
         def work(_: bool) -> None:
@@ -177,8 +180,7 @@ class RoundsRun:
                 answers = folder / "pooled.jsonl"
                 write_atomic(answers, pooled(files))
             if judge:
-                options = JudgeOptions.of(judge)
-                score_file(answers, judge.name, scored_file, options, against)
+                score_file(answers, judge, scored_file, against)
             else:
                 write_atomic(scored_file, scored_by_source(files))
 
@@ -287,20 +289,6 @@ def line_of(figures: JsonObject) -> str:
         if figure is not None:
             texts.append(f"{name.replace('_', ' ')} {figure:.4g}")
     return ", ".join(texts)
-
-
-def digest(judge: AnswerJudge | None) -> str | None:
-    """Return a digest of what gives scores: a rule's file, a model's weights, or a server."""
-    if judge is None:
-        return None
-    more = [part for part in (judge.columns, judge.rule_timeout) if part]
-    if rule := RULE.fullmatch(judge.name):
-        written = f"{rule[2]}:{file_sha(Path(rule[1]).expanduser())}"
-        return f"{written}:{strict_json(more)}" if more else written
-    if is_server(judge.name):
-        template = file_sha(Path(judge.template)) if judge.template else None
-        return strict_json([judge.name, judge.model, template, *more])
-    return weights_of(judge.name).digest()
 
 
 def pairs_of(run: Path) -> JsonObject:

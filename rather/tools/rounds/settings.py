@@ -11,8 +11,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from rather.commands.judges import is_server
-from rather.config.found import NO_TRUST, is_found
+from rather.config.found import is_found
 from rather.config.inherit import set_at
 from rather.config.load import composed_values, config_from_dict
 from rather.config.run_config import DPOConfig
@@ -20,9 +19,9 @@ from rather.config.schema import AnswerJudge, as_list
 from rather.config.values import Count, Positive, Section, Share, Text, TwoOrMore
 from rather.errors import ConfigError
 from rather.files import JsonObject
+from rather.judges.judge import JudgeOptions, judge_class
 from rather.pipeline.forgetting import Limits
 
-TRUST = NO_TRUST
 OWN_PLACES = ("actor_train.data_args.file_name", "overwrite", "resume_from_checkpoint")
 
 
@@ -190,10 +189,10 @@ def judge_problems(plan: Plan) -> list[str]:
         return []
     if judge is None or not getattr(judge, "with"):
         return ["rounds.judge: name a rule, a reward model or a server, or set rounds.pool."]
-    if is_server(judge.name) and not judge.model:
-        return ["rounds.judge.model: name the model of the server, as in {with: URL, model: NAME}."]
-    if not is_server(judge.name) and (judge.model or judge.template):
-        return ["rounds.judge: model and template need a server (with: http://...)."]
+    try:
+        judge_class(judge.name, JudgeOptions.of(judge, "rounds.judge"))
+    except ConfigError as error:
+        return error.problems
     return []
 
 

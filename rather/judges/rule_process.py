@@ -33,6 +33,7 @@ IMPORT_SECONDS = 300.0  # for the file of a rule, which may import large librari
 MOST_SCORE = 1e6
 MOST_REPLY = 1 << 20  # bytes
 MOST_TEXT = 500  # characters of an error
+OPTION = "--with"  # names the file
 FIXED = ("prompt", "answer", "row")  # what parameters of these names mean
 
 NO_ANSWER = "Write score(prompt, answer, ...); parameters of other names are columns of the row."
@@ -54,14 +55,13 @@ class Rule:
     """
 
     def __init__(
-        self, file: str, name: str, columns: Mapping[str, str], seconds: float | None = None,
-        option: str = "--with",
-    ) -> None:  # fmt: skip
+        self, file: str, name: str, columns: Mapping[str, str], seconds: float | None = None
+    ) -> None:
         """Start the child, which imports the file; raise ConfigError if it cannot."""
         path = str(Path(file))
-        self.label, self.seconds = f"{option} {path}:{name}", seconds or SECONDS
-        source = plugins.read_function_file(Path(path), option)  # restarts run the same text
-        self._setup = [source, path, name, option]
+        self.label, self.seconds = f"{OPTION} {path}:{name}", seconds or SECONDS
+        source = plugins.read_function_file(Path(path), OPTION)  # restarts run the same text
+        self._setup = [source, path, name]
         parameters, self.required, self.takes_all = self._start()
         self.meanings = {name: name for name in FIXED if name in parameters}
         if "answer" not in parameters:
@@ -179,10 +179,10 @@ def main(handle: int, lifeline: int) -> None:
                 os._exit(0)
             connection.sendall(json.dumps([result, problem]).encode() + b"\n")
 
-        source, path, name, option = json.loads(questions.readline())
+        source, path, name = json.loads(questions.readline())
         try:
             file = plugins.ImportedFile(*source)
-            function = plugins.function_of(file, Path(path), name, option)
+            function = plugins.function_of(file, Path(path), name, OPTION)
             reply(parameters_of(function))
             for line in questions:
                 try:
@@ -193,7 +193,7 @@ def main(handle: int, lifeline: int) -> None:
                 except BaseException as error:  # also exit()
                     reply(None, problem_of(error, path))
         except ConfigError as error:
-            reply(None, str(error).removeprefix(f"{option} {path}"))
+            reply(None, str(error).removeprefix(f"{OPTION} {path}"))
         except BaseException as error:
             reply(None, problem_of(error, path))
 
