@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -104,6 +105,16 @@ def write_rows(file: Path, rows: Iterable[Any]) -> Path:
 def rows_of(file: Path) -> list[dict[str, Any]]:
     """Return the rows of a file of JSON lines."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def until(ready: Callable[[], bool]) -> None:
+    """Wait until something is so; fail after a minute."""
+    pause = Event()
+    for _ in range(6000):
+        if ready():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it did not happen within a minute")
 
 
 def make_config(folder: Path, **changes: Any) -> DPOConfig:

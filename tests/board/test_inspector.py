@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,7 +20,7 @@ from rather.tools.board import session as sessions
 from rather.tools.board.inspector import Inspector, PairQuestion
 from rather.tools.board.session import Session
 from tests.padded import padded_logps
-from tests.tiny import make_config, make_model
+from tests.tiny import make_config, make_model, until
 
 SIDES = ("chosen", "rejected")
 
@@ -251,15 +250,6 @@ def inspector_with(events: list[str], fakes: dict[Path, Fake]) -> Inspector:
             return fakes[run_dir]
 
     return Opened()
-
-
-def until(ready: Callable[[], bool]) -> None:
-    pause = Event()
-    for _ in range(6000):
-        if ready():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not happen within a minute")
 
 
 def test_one_question_and_one_run_at_a_time() -> None:
